@@ -1,0 +1,41 @@
+# Everything runs in .venv, which is made on first use from the pinned versions in constraints.txt.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+EXTRAS := cli,train,report,image,dev
+
+.PHONY: demo test test-all check lint format types bench clean
+
+demo: $(READY)
+	$(BIN)/seqboat demo
+
+test: $(READY)
+	$(BIN)/pytest -n 2 -m "not slow"
+
+test-all: $(READY)
+	$(BIN)/pytest -n 2
+
+check: lint types test
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(READY)
+	$(BIN)/mypy
+
+bench: $(READY)
+	$(BIN)/seqboat bench
+
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[$(EXTRAS)]"
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

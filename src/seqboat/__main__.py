@@ -1,0 +1,7 @@
+"""`python -m seqboat`."""
+
+import sys
+
+from seqboat.cli import main
+
+sys.exit(main())

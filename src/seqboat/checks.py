@@ -1,0 +1,75 @@
+"""Checks of arguments: every message says what was wrong, what came and what was expected."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise a ValueError with this message unless the condition holds."""
+    if not condition:
+        raise ValueError(message)
+
+
+def check_positive(name: str, value: int, least: int = 1) -> None:
+    """Refuse a count that is not a whole number of at least `least`."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    require(whole and value >= least, f"{name} must be an integer >= {least}, got {value!r}")
+
+
+def check_rate(name: str, value: float) -> None:
+    """Refuse a probability outside [0, 1)."""
+    require(0.0 <= value < 1.0, f"{name} must be in [0, 1), got {value!r}")
+
+
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Refuse a word that is not one of the choices."""
+    require(value in choices, f"{name} must be one of {', '.join(choices)}; got {value!r}")
+
+
+def check_sequence(x: Tensor, d_model: int, name: str = "x") -> None:
+    """Refuse anything that is not a floating (batch, time, d_model) tensor."""
+    require(isinstance(x, Tensor), f"{name} must be a tensor, got {type(x).__name__}")
+    shape = tuple(x.shape)
+    require(
+        x.dim() == 3 and shape[-1] == d_model,
+        f"{name} must have shape (batch, time, {d_model}), got {shape}",
+    )
+    require(x.is_floating_point(), f"{name} must be floating point, got {x.dtype}")
+
+
+def check_token(x: Tensor, d_model: int, name: str = "x") -> None:
+    """Refuse anything that is not a floating (batch, d_model) tensor."""
+    require(isinstance(x, Tensor), f"{name} must be a tensor, got {type(x).__name__}")
+    shape = tuple(x.shape)
+    require(
+        x.dim() == 2 and shape[-1] == d_model,
+        f"{name} must have shape (batch, {d_model}), got {shape}",
+    )
+    require(x.is_floating_point(), f"{name} must be floating point, got {x.dtype}")
+
+
+def check_mask(mask: Tensor, x: Tensor, name: str = "mask") -> None:
+    """Refuse a mask that is not a bool (batch, time) tensor on the device of x."""
+    require(isinstance(mask, Tensor), f"{name} must be a tensor, got {type(mask).__name__}")
+    want = tuple(x.shape[:2])
+    require(
+        mask.dtype.is_floating_point is False and str(mask.dtype) == "torch.bool",
+        f"{name} must be a bool tensor, True on real tokens; got {mask.dtype}",
+    )
+    require(
+        tuple(mask.shape) == want,
+        f"{name} must have shape (batch, time) = {want}, got {tuple(mask.shape)}",
+    )
+    require(
+        mask.device == x.device,
+        f"{name} is on {mask.device} but its sequence is on {x.device}",
+    )
+
+
+def check_device(x: Tensor, parameter: Tensor, name: str = "x") -> None:
+    """Refuse an input that is on another device than the module."""
+    require(
+        x.device == parameter.device,
+        f"{name} is on {x.device} but the module is on {parameter.device}",
+    )

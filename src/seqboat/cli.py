@@ -1,0 +1,58 @@
+"""The command line: a table of commands, each a module that adds its arguments and runs.
+
+Help must not wait for torch, so commands import what they need when they run. Errors that a user can cause are
+one line and exit code 2; anything else is a failure with exit code 1 and its traceback under --debug.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from seqboat.version import __version__
+
+COMMANDS = {
+    "demo": ("seqboat.commands.demo", "train a small model on ListOps in a few minutes and show what it did"),
+    "bench": ("seqboat.commands.bench", "time and memory of mixers, side by side in one run"),
+}
+"""Name, module and one line of help of every command, in the order of the help text."""
+
+
+class UsageError(Exception):
+    """Something that the user can mend: the message says what was wrong and what was expected."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="seqboat", description="Sequence models that attend only where attention is worth its price."
+    )
+    parser.add_argument("--version", action="version", version=f"seqboat {__version__}")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, (module, line) in COMMANDS.items():
+        command = commands.add_parser(name, help=line, description=line[0].upper() + line[1:] + ".")
+        import_module(module).add_arguments(command)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code."""
+    options = build_parser().parse_args(arguments)
+    try:
+        return int(import_module(COMMANDS[options.command][0]).run(options))
+    except (UsageError, ValueError) as error:
+        if options.debug:
+            raise
+        print(f"seqboat {options.command}: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+    except Exception as error:
+        if options.debug:
+            raise
+        kind = type(error).__name__
+        print(f"seqboat {options.command}: {kind}: {error} (--debug shows where)", file=sys.stderr)
+        return 1

@@ -1,0 +1,1 @@
+"""Commands of the command line: one module each, with `add_arguments` and `run`."""

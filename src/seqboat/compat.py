@@ -1,0 +1,213 @@
+"""Weights of the published implementation, in and out.
+
+The published layers keep their arrays time-major and call things by other names; these functions translate
+parameters and constructor arguments. Only the parts of the paper's tasks are covered: MD-EMA, one gated attention
+unit with a working memory, tempered softmax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqboat.checks import require
+from seqboat.mixers.ema import EMA, EMAConfig
+from seqboat.mixers.gau import GAUConfig
+from seqboat.mixers.seqboat import SeqBoat, SeqBoatConfig
+from seqboat.nn import BatchNorm, NormName
+from seqboat.routers import TemperedSoftmaxConfig
+
+_EMA_NAMES = ("delta", "alpha", "beta", "gamma")
+_NORM_NAMES: dict[str, NormName] = {
+    "layernorm": "layer",
+    "batchnorm": "batch",
+    "scalenorm": "scale",
+    "rmsnorm": "rms",
+}
+_POSITIONS = {"simple": "original", "rotary": "rotary"}
+
+
+def ema_from_published(params: Mapping[str, Tensor], config: Mapping[str, Any]) -> EMA:
+    """An EMA with the weights of the published one.
+
+    Args:
+        params: delta, alpha, beta, gamma, omega.
+        config: embed_dim, ndim, bidirectional, truncation.
+    """
+    causal = not config.get("bidirectional", False)
+    ema = EMA(
+        config["embed_dim"],
+        EMAConfig(d_state=config.get("ndim", 2), truncation=config.get("truncation")),
+        causal=causal,
+    ).to(params["delta"].dtype)
+    load(ema, ema_parameters(params, causal))
+    return ema
+
+
+def ema_parameters(params: Mapping[str, Tensor], causal: bool) -> dict[str, Tensor]:
+    """Published EMA parameters (or their gradients) under our names."""
+    directions = 1 if causal else 2
+    ours = {name: params[name].reshape(directions, -1, params["gamma"].shape[-1]) for name in _EMA_NAMES}
+    return {**ours, "skip": params["omega"]}
+
+
+def ema_to_published(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Our EMA parameters (or their gradients) under the published names."""
+    theirs = {name: params[name].flatten(0, 1).unsqueeze(-1) for name in _EMA_NAMES[:3]}
+    return {**theirs, "gamma": params["gamma"].flatten(0, 1), "omega": params["skip"]}
+
+
+def layer_from_published(params: Mapping[str, Tensor], config: Mapping[str, Any]) -> SeqBoat:
+    """A SeqBoat layer with the weights of the published one.
+
+    Args:
+        params: by their published names.
+        config: its constructor arguments.
+    """
+    ours = layer_config(config)
+    layer = SeqBoat(config["embed_dim"], ours).to(params["mx_proj.weight"].dtype)
+    load(layer, layer_parameters(params, config))
+    return layer
+
+
+def layer_config(config: Mapping[str, Any]) -> SeqBoatConfig:
+    """Our configuration of a published layer."""
+    causal = not config.get("bidirectional", False)
+    side = config["window_size"]
+    positions = _POSITIONS[config.get("rel_pos_bias", "simple")]
+    if positions == "original" and config.get("local_pos", False):
+        positions = "compressed"
+    return SeqBoatConfig(
+        ssm=EMAConfig(d_state=config.get("ndim", 2), truncation=config.get("truncation")),
+        router=TemperedSoftmaxConfig(temperature_scale=config.get("init_temp_scale", 1.0)),
+        gau=GAUConfig(
+            d_z=config["zdim"],
+            d_v=config["hdim"],
+            attention=config.get("attention_activation", "softmax"),
+            window=side if causal else 2 * side,
+            positions=positions,  # type: ignore[arg-type]
+            max_positions=config["max_positions"],
+        ),
+        causal=causal,
+        norm=_NORM_NAMES[config.get("norm_type", "layernorm")],
+        prenorm=config.get("prenorm", True),
+    )
+
+
+def _table_slice(config: Mapping[str, Any], size: int) -> slice:
+    """Where our table of compressed distances lies in the published one.
+
+    With `local_pos` that is indexed by the place of the key among the keys of the query's block, which begin
+    one block before it, so distance 0 is at `window_size + max_positions - 1`, its max_positions being three blocks.
+    """
+    side = config["window_size"]
+    reach = side
+    centre = side + (size + 1) // 2 - 1
+    return slice(centre - reach, centre + reach + 1)
+
+
+def layer_parameters(params: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Published layer parameters (or their gradients) under our names."""
+    causal = not config.get("bidirectional", False)
+    d_model = config["embed_dim"]
+    ema = {k.removeprefix("ssm."): v for k, v in params.items() if k.startswith("ssm.")}
+    ours = {f"ssm.{k}": v for k, v in ema_parameters(ema, causal).items()}
+    gau = "sma.units.gau."
+    ours |= {
+        f"{gau}base.weight": params["mx_proj.weight"],
+        f"{gau}base.bias": params["mx_proj.bias"],
+        f"{gau}gamma": params["gamma"],
+        f"{gau}beta": params["beta"],
+        f"{gau}out.weight": params["h_proj.weight"],
+        f"{gau}out.bias": params["h_proj.bias"],
+        "linear.weight": params["hx_proj.weight"][-d_model:],
+        "linear.bias": params["hx_proj.bias"][-d_model:],
+        "sma.router.logits.weight": params["hx_proj.weight"][:-d_model],
+        "sma.router.logits.bias": params["hx_proj.bias"][:-d_model],
+        "sma.router.log_temperature": params["q_router.temp"],
+    }
+    for name, value in params.items():
+        if name.startswith("norm.norm.") and not name.endswith("num_batches_tracked"):
+            ours["norm." + name.removeprefix("norm.norm.")] = value
+    if "rel_pos_bias.rel_pos_bias" in params:
+        table = params["rel_pos_bias.rel_pos_bias"]
+        if config.get("local_pos", False):
+            table = table[_table_slice(config, len(table))]
+        ours[f"{gau}bias.table"] = table
+    return ours
+
+
+def layer_to_published(
+    params: Mapping[str, Tensor], config: Mapping[str, Any], table_size: int | None = None
+) -> dict[str, Tensor]:
+    """Our layer parameters (or their gradients) under the published names.
+
+    Args:
+        params: of a layer from `layer_from_published`, or of one with the same configuration.
+        config: the published constructor arguments.
+        table_size: of the published bias table with `local_pos`; three blocks by default. Its entries that no
+            query can reach are zero.
+    """
+    gau = "sma.units.gau."
+    ema = {k.removeprefix("ssm."): v for k, v in params.items() if k.startswith("ssm.")}
+    theirs = {f"ssm.{k}": v for k, v in ema_to_published(ema).items()}
+    theirs |= {
+        "mx_proj.weight": params[f"{gau}base.weight"],
+        "mx_proj.bias": params[f"{gau}base.bias"],
+        "gamma": params[f"{gau}gamma"],
+        "beta": params[f"{gau}beta"],
+        "h_proj.weight": params[f"{gau}out.weight"],
+        "h_proj.bias": params[f"{gau}out.bias"],
+        "hx_proj.weight": torch.cat([params["sma.router.logits.weight"], params["linear.weight"]]),
+        "hx_proj.bias": torch.cat([params["sma.router.logits.bias"], params["linear.bias"]]),
+        "q_router.temp": params["sma.router.log_temperature"],
+    }
+    for name, value in params.items():
+        if name.startswith("norm."):
+            theirs["norm.norm." + name.removeprefix("norm.")] = value
+    if f"{gau}bias.table" in params:
+        table = params[f"{gau}bias.table"]
+        if config.get("local_pos", False):
+            size = table_size or 6 * config["window_size"] - 1
+            whole = table.new_zeros(size)
+            whole[_table_slice(config, size)] = table
+            table = whole
+        theirs["rel_pos_bias.rel_pos_bias"] = table
+    return theirs
+
+
+def to_published(module: SeqBoat | EMA, config: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
+    """The weights of a layer or an EMA under the published names.
+
+    Args:
+        module: to translate.
+        config: the published constructor arguments; needed for layers.
+    """
+    params = module.state_dict()
+    if isinstance(module, EMA):
+        return ema_to_published(params)
+    require(config is not None, "config (the published constructor arguments) is needed for a layer")
+    assert config is not None
+    theirs = layer_to_published(params, config)
+    if isinstance(module.norm, BatchNorm):
+        theirs["norm.norm.num_batches_tracked"] = torch.zeros((), dtype=torch.int64)
+    return theirs
+
+
+def load(module: torch.nn.Module, params: Mapping[str, Tensor]) -> None:
+    """Copy parameters into a module; every one must be there and fit."""
+    own = module.state_dict()
+    missing, unknown = sorted(own.keys() - params.keys()), sorted(params.keys() - own.keys())
+    require(
+        not missing and not unknown,
+        f"published parameters do not fit: missing {missing or 'none'}, unknown {unknown or 'none'}",
+    )
+    for name, value in params.items():
+        require(
+            own[name].shape == value.shape,
+            f"{name} must have shape {tuple(own[name].shape)}, got {tuple(value.shape)}",
+        )
+    module.load_state_dict(dict(params))

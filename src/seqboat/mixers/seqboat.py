@@ -1,0 +1,121 @@
+"""The SeqBoat layer, section 3.3 of the paper: a state-space layer on every token, attention on the chosen ones.
+
+    H   = dropout(SiLU(SSM(S)))
+    out = SiLU(c * extract(GAU(compress(H))) + H W + b + S)
+
+Pre-norm normalises S in the branch, post-norm the output. Dropout falls on the output of the attention in
+bidirectional layers and on the sum of both branches in causal ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from seqboat.checks import check_choice, check_rate
+from seqboat.mixers.activation import SMAState, SparseModularActivation
+from seqboat.mixers.base import MixerOutput, RecurrentMixer, keep_rows
+from seqboat.mixers.ema import EMAConfig
+from seqboat.mixers.gau import GAUConfig
+from seqboat.mixers.s4d import S4DConfig
+from seqboat.mixers.ssm import SSMState, TruncatedState
+from seqboat.nn import NORMS, Norm, NormName, init_linear, make_norm
+from seqboat.padding import Aligned, zero_padding
+from seqboat.routers import RouterConfig, TemperedSoftmaxConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeqBoatConfig:
+    """The paper's layer."""
+
+    ssm: EMAConfig | S4DConfig = EMAConfig()
+    """The state-space layer that reads every token."""
+    router: RouterConfig = TemperedSoftmaxConfig()
+    """Who decides which tokens attend."""
+    gau: GAUConfig = GAUConfig()
+    """Attention among the chosen tokens."""
+    causal: bool = False
+    """One direction, for language models; or else both."""
+    norm: NormName = "layer"
+    """The norm of the layer."""
+    prenorm: bool = False
+    """Whether the norm comes before the branch instead of after the layer."""
+    dropout: float = 0.0
+    """Rate of dropout."""
+
+    def __post_init__(self) -> None:
+        check_choice("norm", self.norm, NORMS)
+        check_rate("dropout", self.dropout)
+
+    def build(self, d_model: int) -> SeqBoat:
+        return SeqBoat(d_model, self)
+
+
+class SeqBoatState(NamedTuple):
+    """The state of a causal layer: of constant size, unless attention spans everything."""
+
+    ssm: SSMState | TruncatedState
+    sma: SMAState
+
+
+class SeqBoat(RecurrentMixer):
+    """One SeqBoat layer on (batch, time, d_model)."""
+
+    def __init__(self, d_model: int, config: SeqBoatConfig | None = None) -> None:
+        super().__init__()
+        config = config or SeqBoatConfig()
+        self.config, self.d_model, self.causal = config, d_model, config.causal
+        self.norm: Norm = make_norm(config.norm, d_model)
+        self.ssm = config.ssm.build(d_model, config.causal)
+        branch_dropout = 0.0 if config.causal else config.dropout
+        gau = config.gau.build(d_model, config.causal, branch_dropout)
+        self.sma = SparseModularActivation({"gau": gau}, d_model, config.router.build(d_model, modules=1))
+        self.linear = nn.Linear(d_model, d_model)
+        init_linear(self.linear)
+
+    def closing_norm(self) -> nn.Module | None:
+        return make_norm(self.config.norm, self.d_model) if self.config.prenorm else None
+
+    def mix(self, x: Tensor, mask: Tensor | None, state: SeqBoatState | None) -> MixerOutput:
+        padding = None if mask is None else Aligned(mask)
+        branch = self.norm(x, mask) if self.config.prenorm else x
+        ssm = self.ssm(branch, padding, None if state is None else state.ssm)
+        hidden = self._drop(F.silu(ssm.y))
+        sma = self.sma(hidden, padding, None if state is None else state.sma, self.linear(hidden))
+        y = self._close(sma.y, x, mask)
+        after = SeqBoatState(ssm.state, sma.state) if self.causal else None
+        return MixerOutput(zero_padding(y, mask), after, sma.routing)
+
+    def _drop(self, x: Tensor) -> Tensor:
+        rate = self.config.dropout
+        return F.dropout(x, rate, self.training) if rate else x
+
+    def _close(self, branches: Tensor, x: Tensor, mask: Tensor | None) -> Tensor:
+        if self.causal:
+            branches = self._drop(branches)
+        y = F.silu(branches + x)
+        return y if self.config.prenorm else self.norm(y, mask)
+
+    def make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> SeqBoatState:
+        return SeqBoatState(
+            self.ssm.make_state(batch, dtype, device), self.sma.make_state(batch, dtype, device)
+        )
+
+    def advance(
+        self,
+        x: Tensor,
+        state: SeqBoatState,
+        mask: Tensor | None = None,
+        inplace: bool = False,
+    ) -> MixerOutput:
+        rows = None if mask is None else mask
+        branch = self.norm(x, rows) if self.config.prenorm else x
+        ssm = self.ssm.advance(branch, state.ssm, mask, inplace)
+        hidden = self._drop(F.silu(ssm.y))
+        sma = self.sma.advance(hidden, state.sma, mask, inplace, self.linear(hidden))
+        y = self._close(sma.y, x, rows)
+        return MixerOutput(keep_rows(mask, y), SeqBoatState(ssm.state, sma.state), sma.routing)

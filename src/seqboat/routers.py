@@ -1,0 +1,285 @@
+"""Who decides: routers map a token to a decision and a probability for each module.
+
+Section 3.3 of the paper (latent configurator) and its variants in appendices A.4 and E. A router works on each
+token alone, so that its decision is causal, the same in training, chunked reading and single steps. The
+gradient reaches it only through the confidence that multiplies the output of an activated module.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from seqboat.checks import check_positive, require
+from seqboat.nn import init_linear
+from seqboat.sma import Routing
+
+
+class Router(nn.Module, ABC):
+    """Decides for `modules` modules on the last dimension of its input."""
+
+    def __init__(self, d_model: int, modules: int = 1) -> None:
+        super().__init__()
+        check_positive("d_model", d_model)
+        check_positive("modules", modules)
+        self.d_model, self.modules_count = d_model, modules
+
+    def forward(self, x: Tensor) -> Routing:
+        """Decide.
+
+        Args:
+            x: (..., d_model).
+
+        Returns:
+            active and probs, both (..., modules); probs in float32 at least.
+        """
+        with torch.autocast(x.device.type, enabled=False):
+            return self.route(x if x.dtype == torch.float64 else x.float())
+
+    @abstractmethod
+    def route(self, x: Tensor) -> Routing:
+        """As `forward`, in full precision."""
+
+    def linear(self, layer: nn.Linear, x: Tensor) -> Tensor:
+        """A Linear in the precision of x, whatever its own."""
+        bias = None if layer.bias is None else layer.bias.to(x.dtype)
+        return F.linear(x, layer.weight.to(x.dtype), bias)
+
+
+class TemperedSoftmax(Router):
+    """softmax(u / tau) over (skip, activate), with a learned temperature: the paper's router."""
+
+    def __init__(self, d_model: int, modules: int = 1, temperature_scale: float = 1.0) -> None:
+        super().__init__(d_model, modules)
+        require(temperature_scale > 0, f"temperature_scale must be positive, got {temperature_scale}")
+        self.temperature_scale = temperature_scale
+        self.logits = nn.Linear(d_model, 2 * modules)
+        self.log_temperature = nn.Parameter(torch.empty(modules))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Logits start at N(0, 0.02), the temperature at temperature_scale * sqrt(d_model)."""
+        init_linear(self.logits)
+        start = math.log(self.temperature_scale * math.sqrt(self.d_model))
+        nn.init.constant_(self.log_temperature, start)
+
+    @property
+    def temperature(self) -> Tensor:
+        """(modules,): tau, kept within exp(-20) and exp(20)."""
+        return torch.exp(self.log_temperature.clamp(-20.0, 20.0))
+
+    def route(self, x: Tensor) -> Routing:
+        logits = self.linear(self.logits, x).unflatten(-1, (self.modules_count, 2))
+        # softmax over two is a sigmoid of their difference
+        probs = torch.sigmoid((logits[..., 1] - logits[..., 0]) / self.temperature.to(x.dtype))
+        return Routing(probs > 0.5, probs)
+
+
+class SigmoidRouter(Router):
+    """One logit per module, active above one half; no temperature."""
+
+    def __init__(self, d_model: int, modules: int = 1) -> None:
+        super().__init__(d_model, modules)
+        self.logits = nn.Linear(d_model, modules)
+        init_linear(self.logits)
+
+    def route(self, x: Tensor) -> Routing:
+        probs = torch.sigmoid(self.linear(self.logits, x))
+        return Routing(probs > 0.5, probs)
+
+
+class GumbelSoftmax(Router):
+    """Softmax with Gumbel noise in training and a temperature that falls with the training step.
+
+    tau' = max(2 * 0.999995^T, 0.5); `set_training_step` tells T. No noise in eval mode.
+    """
+
+    training_step: Tensor
+
+    def __init__(
+        self,
+        d_model: int,
+        modules: int = 1,
+        start: float = 2.0,
+        decay: float = 0.999995,
+        floor: float = 0.5,
+    ) -> None:
+        super().__init__(d_model, modules)
+        require(floor > 0, f"floor must be positive, got {floor}")
+        require(0 < decay <= 1, f"decay must be in (0, 1], got {decay}")
+        self.start, self.decay, self.floor = start, decay, floor
+        self.logits = nn.Linear(d_model, 2 * modules)
+        init_linear(self.logits)
+        self.register_buffer("training_step", torch.zeros((), dtype=torch.float64))
+
+    @property
+    def temperature(self) -> Tensor:
+        """tau' at the current training step."""
+        return (self.start * self.decay**self.training_step).clamp(min=self.floor)
+
+    def route(self, x: Tensor) -> Routing:
+        logits = self.linear(self.logits, x).unflatten(-1, (self.modules_count, 2))
+        difference = logits[..., 1] - logits[..., 0]
+        if self.training:
+            # the difference of two Gumbel variables is logistic
+            uniform = torch.rand_like(difference).clamp(1e-7, 1 - 1e-7)
+            difference = difference + torch.logit(uniform)
+        probs = torch.sigmoid(difference / self.temperature.to(x.dtype))
+        return Routing(probs > 0.5, probs)
+
+
+class XMoE(Router):
+    """Cosine scores against a learned embedding per option, one of which is "do nothing" (Chi et al., 2022).
+
+    The options compete: the best one wins, so at most one module is active per token.
+    """
+
+    def __init__(self, d_model: int, modules: int = 1, d_route: int = 16) -> None:
+        super().__init__(d_model, modules)
+        check_positive("d_route", d_route)
+        self.project = nn.Linear(d_model, d_route, bias=False)
+        self.options = nn.Parameter(torch.empty(modules + 1, d_route))
+        self.log_temperature = nn.Parameter(torch.empty(()))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Projection N(0, 0.02), option embeddings orthogonal where they can be, temperature 0.3."""
+        init_linear(self.project)
+        nn.init.orthogonal_(self.options)
+        nn.init.constant_(self.log_temperature, math.log(0.3))
+
+    def route(self, x: Tensor) -> Routing:
+        token = F.normalize(self.linear(self.project, x), dim=-1)
+        option = F.normalize(self.options.to(x.dtype), dim=-1)
+        scale = torch.exp(-self.log_temperature.clamp(-20.0, 20.0)).to(x.dtype)
+        probs = torch.softmax(token @ option.T * scale, dim=-1)
+        best = probs.argmax(dim=-1, keepdim=True)
+        options = torch.arange(1, probs.shape[-1], device=x.device)
+        # a token that is not finite has no best option
+        return Routing((best == options) & (probs[..., 1:] > 0), probs[..., 1:])
+
+
+class AlwaysActive(Router):
+    """Every token activates every module, with confidence one."""
+
+    def route(self, x: Tensor) -> Routing:
+        # a token that is not finite activates nothing, so that it cannot reach its batch mates
+        finite = x.detach().sum(dim=-1, keepdim=True).isfinite()
+        active = finite.expand(*x.shape[:-1], self.modules_count)
+        return Routing(active, active.to(x.dtype))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TemperedSoftmaxConfig:
+    """The paper's router."""
+
+    temperature_scale: float = 1.0
+    """The temperature starts at this times sqrt(d_model) (the paper's alpha)."""
+
+    def build(self, d_model: int, modules: int = 1) -> Router:
+        return TemperedSoftmax(d_model, modules, self.temperature_scale)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SigmoidConfig:
+    """The ablation SeqBoat-Sigmoid."""
+
+    def build(self, d_model: int, modules: int = 1) -> Router:
+        return SigmoidRouter(d_model, modules)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GumbelConfig:
+    """The ablation with Gumbel softmax."""
+
+    start: float = 2.0
+    """First temperature."""
+    decay: float = 0.999995
+    """Factor per training step."""
+    floor: float = 0.5
+    """Last temperature."""
+
+    def build(self, d_model: int, modules: int = 1) -> Router:
+        return GumbelSoftmax(d_model, modules, self.start, self.decay, self.floor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class XMoEConfig:
+    """The ablation SeqBoat-MoE."""
+
+    d_route: int = 16
+    """Width of the space in which tokens and options are compared."""
+
+    def build(self, d_model: int, modules: int = 1) -> Router:
+        return XMoE(d_model, modules, self.d_route)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlwaysActiveConfig:
+    """No routing: the ablations that always activate."""
+
+    def build(self, d_model: int, modules: int = 1) -> Router:
+        return AlwaysActive(d_model, modules)
+
+
+RouterConfig = TemperedSoftmaxConfig | SigmoidConfig | GumbelConfig | XMoEConfig | AlwaysActiveConfig
+
+ROUTERS = {
+    "tempered-softmax": TemperedSoftmaxConfig,
+    "sigmoid": SigmoidConfig,
+    "gumbel-softmax": GumbelConfig,
+    "x-moe": XMoEConfig,
+    "always-active": AlwaysActiveConfig,
+}
+"""Every router by the name that commands use."""
+
+
+def set_training_step(model: nn.Module, step: int) -> None:
+    """Tell every router that anneals with training how far training has come."""
+    for part in model.modules():
+        if isinstance(part, GumbelSoftmax):
+            part.training_step.fill_(step)
+
+
+class Activation(NamedTuple):
+    """What one router did on a batch, per module."""
+
+    rate: Tensor
+    """(modules,): share of the real tokens that were activated"""
+    confidence: Tensor
+    """(modules,): mean confidence over the activated tokens; zero if there are none"""
+    per_row: Tensor
+    """(batch, modules): share of the row's real tokens that were activated"""
+
+
+@torch.no_grad()
+def activation(routing: Routing, mask: Tensor | None = None) -> Activation:
+    """Measure what a router did; nothing of this is computed unless asked for.
+
+    Args:
+        routing: from a layer's output.
+        mask: (batch, time), True on real tokens.
+    """
+    active = routing.active
+    if mask is None:
+        mask = active.new_ones(active.shape[:2])
+    count = (active & mask[..., None]).sum(dim=1)
+    total = mask.sum(dim=1)[:, None]
+    confidence = torch.where(mask[..., None], routing.confidence, 0).sum(dim=(0, 1))
+    return Activation(
+        rate=count.sum(dim=0) / total.sum().clamp(min=1),
+        confidence=confidence / count.sum(dim=0).clamp(min=1),
+        per_row=count / total.clamp(min=1),
+    )
+
+
+def activations(routings: Sequence[Routing | None], mask: Tensor | None = None) -> list[Activation]:
+    """`activation` of every routed layer of a model's output."""
+    return [activation(routing, mask) for routing in routings if routing is not None]

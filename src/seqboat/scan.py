@@ -1,0 +1,333 @@
+"""A diagonal state-space layer as matrix products on blocks of tokens.
+
+A channel with n states s_t = q * s_{t-1} + b * x_t and output y_t = c . s_t has the kernel
+k[l] = sum_n c * b * q^l. Inside a block of C tokens that is a Toeplitz matrix; between blocks it is the state.
+So, with x_k the k-th block of a channel and s_k the state that enters it,
+
+    y_k     = mix^T x_k + leave^T s_k        mix[i, j]   = k[j - i]      (j >= i)
+    s_{k+1} = decay * s_k + enter^T x_k      enter[i, n] = b * q^(C-1-i)
+                                             leave[n, j] = c * q^(j+1),  decay = q^C
+
+Time is linear in the sequence, no table is longer than a block, and the state is exact. In a bidirectional
+layer the second direction adds its own upper triangle to `mix` (one product serves both) and its own states,
+which are carried from right to left.
+
+Complex states (S4D) travel as pairs of real numbers; only their carry from block to block is complex.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BLOCK = 64
+"""Tokens per block; docs/performance.md has the measurement behind the number."""
+
+
+class BlockTables(NamedTuple):
+    """What a block of C tokens does, per channel; n states forward, then n states backward if bidirectional."""
+
+    mix: Tensor
+    """(dim, C, C): input i to output j"""
+    enter: Tensor
+    """(dim, C, states): input i to the states that leave the block"""
+    leave: Tensor
+    """(dim, states, C): the states that enter the block to output j"""
+    decay: Tensor
+    """(dim, states): what a state keeps over a block; (dim, states / 2) if complex"""
+
+
+def _as_states(u: Tensor, decay: Tensor) -> Tensor:
+    """See pairs of real numbers as complex ones where the decay is complex."""
+    if not decay.is_complex():
+        return u
+    return torch.view_as_complex(u.reshape(*u.shape[:-1], -1, 2))
+
+
+def _as_pairs(s: Tensor) -> Tensor:
+    return torch.view_as_real(s).flatten(-2) if s.is_complex() else s
+
+
+def _carry_serial(u: Tensor, decay: Tensor, start: Tensor | None) -> tuple[Tensor, Tensor]:
+    """States before each of the blocks, one block at a time. u: (dim, batch, blocks, states)."""
+    states = torch.empty_like(u)
+    state = u.new_zeros(u[:, :, 0].shape) if start is None else start
+    for k in range(u.shape[2]):
+        states[:, :, k] = state
+        state = torch.addcmul(u[:, :, k], decay, state)
+    return states, state
+
+
+def _carry(u: Tensor, decay: Tensor, start: Tensor | None) -> tuple[Tensor, Tensor]:
+    """States before each block and after the last: s_{k+1} = decay * s_k + u_k.
+
+    Two levels: groups of about sqrt(blocks) are scanned side by side from zero, then one state is carried
+    from group to group, so that the number of small operations grows with the root of the length.
+
+    Args:
+        u: (dim, batch, blocks, states), real or complex.
+        decay: (dim, 1, states).
+        start: (dim, batch, states) or None for zeros.
+    """
+    blocks = u.shape[2]
+    group = 1 << ((max(blocks, 1).bit_length() + 1) // 2)
+    if blocks <= 16:
+        return _carry_serial(u, decay, start)
+    groups = -(-blocks // group)
+    padded = F.pad(u, (0, 0, 0, groups * group - blocks)) if groups * group != blocks else u
+    padded = padded.reshape(*u.shape[:2], groups, group, u.shape[3])
+    local = torch.empty_like(padded)
+    state = padded.new_zeros(padded[..., 0, :].shape)
+    for j in range(group):
+        local[..., j, :] = state
+        state = torch.addcmul(padded[..., j, :], decay[:, :, None], state)
+    powers = torch.cumprod(decay[:, :, None].expand(-1, -1, group, -1), dim=2)  # decay^1 .. decay^group
+    heads, last = _carry_serial(state, powers[:, :, -1], start)
+    local[..., 0, :] += heads
+    local[..., 1:, :].addcmul_(powers[:, :, None, :-1], heads[..., None, :])
+    states = local.flatten(2, 3)[:, :, :blocks]
+    if groups * group != blocks:
+        last = torch.addcmul(u[:, :, -1], decay, states[:, :, -1])
+    return states, last
+
+
+def _carry_both(u: Tensor, decay: Tensor, start: Tensor | None, bidirectional: bool) -> Tensor:
+    """States that enter each block: from the left, and in the second half of the states from the right."""
+    dtype = u.dtype
+    u, decay = _as_states(u, decay), decay[:, None]
+    start = None if start is None else _as_states(start, decay)
+    if not bidirectional:
+        return _as_pairs(_carry(u, decay, start)[0]).to(dtype)
+    half = decay.shape[-1] // 2
+    right = _carry(u[..., :half], decay[..., :half], start)[0]
+    left = _carry(u[..., half:].flip(2), decay[..., half:], None)[0].flip(2)
+    return _as_pairs(torch.cat([right, left], dim=-1)).to(dtype)
+
+
+def _to_channels(x: Tensor, block: int) -> Tensor:
+    """(batch, time, dim) to (dim, batch * blocks, block), the last block filled up with zeros."""
+    batch, time, dim = x.shape
+    blocks = -(-time // block)
+    if blocks * block != time:
+        x = F.pad(x, (0, 0, 0, blocks * block - time))
+    # a two-dimensional transpose is twice as fast as a permuted copy; always a copy, never a view of x
+    turned = x.reshape(-1, dim).t().clone(memory_format=torch.contiguous_format)
+    return turned.view(dim, batch * blocks, block)
+
+
+@torch.library.custom_op("seqboat::block_scan", mutates_args=())
+def _block_scan(
+    x: Tensor,
+    mix: Tensor,
+    enter: Tensor,
+    leave: Tensor,
+    decay: Tensor,
+    start: Tensor | None,
+    bidirectional: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch, time, dim = x.shape
+    block, width = enter.shape[1:]
+    blocks = -(-time // block)
+    inputs = _to_channels(x, block)
+    entered = torch.bmm(inputs, enter).view(dim, batch, blocks, width)
+    states = _carry_both(entered, decay, start, bidirectional)
+    outputs = torch.bmm(inputs, mix)
+    outputs.baddbmm_(states.reshape(dim, batch * blocks, width), leave)
+    outputs = outputs.view(dim, batch, blocks * block)[:, :, :time].contiguous()
+    return outputs, states.contiguous(), inputs
+
+
+@_block_scan.register_fake
+def _(x, mix, enter, leave, decay, start, bidirectional):  # type: ignore[no-untyped-def]
+    batch, time, dim = x.shape
+    block = mix.shape[1]
+    blocks = -(-time // block)
+    return (
+        x.new_empty(dim, batch, time),
+        x.new_empty(dim, batch, blocks, leave.shape[1]),
+        x.new_empty(dim, batch * blocks, block),
+    )
+
+
+@torch.library.custom_op("seqboat::block_scan_backward", mutates_args=())
+def _block_scan_backward(
+    grad_outputs: Tensor,
+    grad_states: Tensor | None,
+    inputs: Tensor,
+    states: Tensor,
+    mix: Tensor,
+    enter: Tensor,
+    leave: Tensor,
+    decay: Tensor,
+    bidirectional: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dim, batch, blocks, width = states.shape
+    block = mix.shape[1]
+    time = grad_outputs.shape[2]
+    if blocks * block != time:
+        grad_outputs = F.pad(grad_outputs, (0, blocks * block - time))
+    grad = grad_outputs.reshape(dim, batch * blocks, block)
+    flat = states.view(dim, batch * blocks, width)
+    grad_mix = torch.bmm(inputs.transpose(1, 2), grad)
+    grad_leave = torch.bmm(flat.transpose(1, 2), grad)
+    grad_flat = torch.bmm(grad, leave.transpose(1, 2)).view(dim, batch, blocks, width)
+    if grad_states is not None:
+        grad_flat = grad_flat + grad_states
+    # the adjoint of a carry is a carry in the other direction, with the conjugate decay
+    seen = _as_states(states, decay)
+    toward = _as_states(grad_flat, decay)
+    keep = decay.conj().resolve_conj()[:, None]
+    half = decay.shape[-1] // 2 if bidirectional else decay.shape[-1]
+    back, first = _carry(toward[..., :half].flip(2), keep[..., :half], None)
+    back = back.flip(2)
+    if bidirectional:
+        ahead, _ = _carry(toward[..., half:], keep[..., half:], None)
+        back = torch.cat([back, ahead], dim=-1)
+    grad_decay = (back * seen.conj()).sum(dim=(1, 2))
+    grad_entered = _as_pairs(back.resolve_conj()).reshape(dim, batch * blocks, width)
+    grad_enter = torch.bmm(inputs.transpose(1, 2), grad_entered)
+    grad_x = torch.bmm(grad, mix.transpose(1, 2))
+    grad_x.baddbmm_(grad_entered, enter.transpose(1, 2))
+    grad_x = grad_x.view(dim, batch, blocks * block)[:, :, :time]
+    grad_x = grad_x.reshape(dim, batch * time).t().contiguous().view(batch, time, dim)
+    return grad_x, grad_mix, grad_enter, grad_leave, grad_decay, _as_pairs(first).contiguous()
+
+
+@_block_scan_backward.register_fake
+def _(grad_outputs, grad_states, inputs, states, mix, enter, leave, decay, bidirectional):  # type: ignore[no-untyped-def]
+    dim, batch, time = grad_outputs.shape
+    width = states.shape[3] // 2 if bidirectional else states.shape[3]
+    return (
+        grad_outputs.new_empty(batch, time, dim),
+        torch.empty_like(mix),
+        torch.empty_like(enter),
+        torch.empty_like(leave),
+        torch.empty_like(decay),
+        grad_outputs.new_empty(dim, batch, width),
+    )
+
+
+def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    _, mix, enter, leave, decay, start, bidirectional = inputs
+    _, states, tokens = output
+    ctx.save_for_backward(tokens, states, mix, enter, leave, decay)
+    ctx.bidirectional, ctx.started, ctx.shape = bidirectional, start is not None, output[0].shape
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, grad_outputs, grad_states, grad_inputs):  # type: ignore[no-untyped-def]
+    tokens, states, mix, enter, leave, decay = ctx.saved_tensors
+    if grad_outputs is None:
+        grad_outputs = states.new_zeros(ctx.shape)
+    grads = _block_scan_backward(
+        grad_outputs, grad_states, tokens, states, mix, enter, leave, decay, ctx.bidirectional
+    )
+    return *grads[:5], grads[5] if ctx.started else None, None
+
+
+_block_scan.register_autograd(_backward, setup_context=_save)
+
+
+def block_tables(log_decay: Tensor, drive: Tensor, read: Tensor, block: int) -> BlockTables:
+    """Tables of a layer with states s_t = q * s_{t-1} + drive * x_t and output Re(read . s_t).
+
+    Args:
+        log_decay: (directions, dim, states), the logarithm of q; real or complex.
+        drive: (directions, dim, states).
+        read: (directions, dim, states).
+        block: tokens per block.
+    """
+    steps = torch.arange(block + 1, device=log_decay.device)
+    powers = torch.exp(log_decay[..., None] * steps)  # (directions, dim, states, block + 1)
+    enter = (drive[..., None] * powers[..., :-1].flip(-1)).transpose(-1, -2)
+    leave = read[..., None] * powers[..., 1:]
+    kernel = torch.einsum("...n,...nl->...l", read * drive, powers[..., :-1])
+    if log_decay.is_complex():
+        # states as (real, imaginary) pairs; Re(read * s) takes the imaginary part with a minus
+        enter = torch.view_as_real(enter).flatten(-2)
+        leave = torch.stack([leave.real, -leave.imag], dim=-2).flatten(-3, -2)
+        kernel = kernel.real
+    # the second direction runs from right to left: mirror it inside the block
+    mix = toeplitz(kernel[0])
+    if len(kernel) == 2:
+        mix = mix + toeplitz(kernel[1]).transpose(1, 2)
+        enter = torch.cat([enter[0], enter[1].flip(1)], dim=-1)
+        leave = torch.cat([leave[0], leave[1].flip(-1)], dim=1)
+        decay = torch.cat([powers[0, ..., -1], powers[1, ..., -1]], dim=-1)
+        return BlockTables(mix, enter, leave, decay)
+    return BlockTables(mix, enter[0], leave[0], powers[0, ..., -1])
+
+
+def toeplitz(kernel: Tensor) -> Tensor:
+    """(dim, C) taps to the (dim, C, C) matrices of a causal convolution, input i to output j.
+
+    >>> toeplitz(torch.tensor([[1.0, 2.0, 3.0]])).tolist()
+    [[[1.0, 2.0, 3.0], [0.0, 1.0, 2.0], [0.0, 0.0, 1.0]]]
+    """
+    size = kernel.shape[1]
+    places = torch.arange(size, device=kernel.device)
+    lag = places - places[:, None]
+    return torch.where(lag >= 0, kernel[:, lag.clamp(min=0)], kernel.new_zeros(()))
+
+
+def scan(
+    x: Tensor, tables: BlockTables, bidirectional: bool, start: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Run the layer over (batch, time, dim).
+
+    Args:
+        x: the sequence; zeros where nothing should enter.
+        tables: from `block_tables`.
+        bidirectional: whether the tables hold two directions.
+        start: (batch, dim, states), the state before the first token.
+
+    Returns:
+        y: (batch, time, dim), laid out channel by channel in memory.
+        states: (dim, batch, blocks, states), the states that enter each block.
+    """
+    first = None if start is None else start.transpose(0, 1).contiguous()
+    y, states, _ = _block_scan(x, *tables, first, bidirectional)
+    return y.permute(1, 2, 0), states
+
+
+def final_state(
+    x: Tensor,
+    states: Tensor,
+    tables: BlockTables,
+    log_decay: Tensor,
+    start: Tensor | None,
+    lengths: Tensor | None,
+) -> Tensor:
+    """The state after the last real token of every row, (batch, dim, states); causal layers only.
+
+    Args:
+        x: (batch, time, dim), zeros on padding, real tokens first.
+        states: as returned by `scan`.
+        tables: of one direction.
+        log_decay: (dim, states).
+        start: the state that `scan` began with.
+        lengths: (batch,) real tokens per row; None for all.
+    """
+    batch, time, dim = x.shape
+    block, width = tables.enter.shape[1:]
+    before = x.new_zeros(batch, dim, width) if start is None else start
+    if time == 0:
+        return before
+    if lengths is None:
+        lengths = torch.full((batch,), time, device=x.device)
+    last = (lengths - 1).clamp(min=0)
+    # the tokens of the last block that holds a real token, newest first
+    age = torch.arange(block, device=x.device)
+    inside = last % block
+    places = (last[:, None] - age).clamp(min=0)
+    tail = x.gather(1, places[..., None].expand(-1, -1, dim))
+    tail = torch.where((age <= inside[:, None])[..., None], tail, x.new_zeros(()))
+    added = torch.einsum("bld,dln->bdn", tail, tables.enter.flip(1))
+    index = (last // block)[None, :, None, None].expand(dim, -1, 1, width)
+    entered = states.gather(2, index)[:, :, 0].transpose(0, 1)
+    keep = torch.exp(log_decay * (inside + 1)[:, None, None])
+    carried = _as_pairs(_as_states(entered, keep) * keep)
+    return torch.where((lengths > 0)[:, None, None], carried + added, before)

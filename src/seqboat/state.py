@@ -1,0 +1,99 @@
+"""States of recurrent layers: values with the batch first, nested in named tuples.
+
+Every tensor in a state has one entry per row of the batch in its first dimension, so that rows can be
+selected, reordered and repeated without knowing what kind of layer the state belongs to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from seqboat.checks import require
+
+State = TypeVar("State", bound=Any)
+
+
+def map_state(function: Callable[[Tensor], Tensor], state: State) -> State:
+    """Apply a function to every tensor of a state."""
+    if isinstance(state, Tensor):
+        return function(state)
+    if isinstance(state, tuple):
+        parts = [map_state(function, part) for part in state]
+        return type(state)(*parts) if hasattr(state, "_fields") else type(state)(parts)
+    require(state is None, f"a state holds tensors and tuples, not {type(state).__name__}")
+    return state
+
+
+def tensors(state: Any, name: str = "state") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a state with its dotted name."""
+    if isinstance(state, Tensor):
+        yield name, state
+    elif isinstance(state, tuple):
+        fields = getattr(state, "_fields", range(len(state)))
+        for field, part in zip(fields, state, strict=True):
+            yield from tensors(part, f"{name}.{field}")
+
+
+def select_rows(state: State, rows: Tensor) -> State:
+    """The rows of a state, in this order, as often as they are named: for beam search and finished rows.
+
+    >>> select_rows(torch.tensor([[1.0], [2.0]]), torch.tensor([1, 1, 0])).flatten().tolist()
+    [2.0, 2.0, 1.0]
+    """
+    rows = torch.as_tensor(rows)
+    require(
+        rows.dim() == 1 and rows.dtype in (torch.int64, torch.int32),
+        f"rows must be a one-dimensional integer tensor, got {rows.dtype} of shape {tuple(rows.shape)}",
+    )
+    return map_state(lambda part: part.index_select(0, rows.to(part.device)), state)
+
+
+def repeat_rows(state: State, times: int) -> State:
+    """Every row `times` times in a row, as `generate` with several beams expects."""
+    return map_state(lambda part: part.repeat_interleave(times, dim=0), state)
+
+
+def detach_state(state: State) -> State:
+    """Cut the graph: truncated back-propagation through time."""
+    return map_state(lambda part: part.detach(), state)
+
+
+def state_bytes(state: Any) -> int:
+    """Memory that a state takes."""
+    return sum(part.numel() * part.element_size() for _, part in tensors(state))
+
+
+def check_state(state: Any, like: Any, device: torch.device, what: str) -> None:
+    """Refuse a state whose tensors differ from those of a fresh one in number, shape, type or device.
+
+    Args:
+        state: what the caller passed.
+        like: a fresh state; only its shapes and types are read; a size of zero stands for any.
+        device: where the state has to be.
+        what: the name of the layer, for the message.
+    """
+    require(
+        type(state) is type(like),
+        f"state must be a {type(like).__name__} of this {what}, got {type(state).__name__}",
+    )
+    expected = dict(tensors(like))
+    got = dict(tensors(state))
+    require(
+        got.keys() == expected.keys(),
+        f"state of another model: {what} expects {sorted(expected)}, got {sorted(got)}",
+    )
+    for name, want in expected.items():
+        have = got[name]
+        require(
+            have.dim() == want.dim()
+            and all(a == b or b == 0 for a, b in zip(have.shape, want.shape, strict=True)),
+            f"{name} must have shape {tuple(want.shape)} for this {what} and batch, got {tuple(have.shape)}",
+        )
+        require(
+            have.dtype == want.dtype and have.device == device,
+            f"{name} must be {want.dtype} on {device} for this {what}, got {have.dtype} on {have.device}",
+        )
