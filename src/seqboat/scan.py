@@ -44,7 +44,7 @@ def _as_states(u: Tensor, decay: Tensor) -> Tensor:
     """See pairs of real numbers as complex ones where the decay is complex."""
     if not decay.is_complex():
         return u
-    return torch.view_as_complex(u.reshape(*u.shape[:-1], -1, 2))
+    return torch.view_as_complex(u.contiguous().unflatten(-1, (u.shape[-1] // 2, 2)))
 
 
 def _as_pairs(s: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ State = TypeVar("State", bound=Any)
 def map_state(function: Callable[[Tensor], Tensor], state: State) -> State:
     """Apply a function to every tensor of a state."""
     if isinstance(state, Tensor):
-        return function(state)
+        return function(state)  # type: ignore[return-value]
     if isinstance(state, tuple):
         parts = [map_state(function, part) for part in state]
         return type(state)(*parts) if hasattr(state, "_fields") else type(state)(parts)

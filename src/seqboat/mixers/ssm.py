@@ -218,7 +218,7 @@ def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
 def _complex_like(states: Tensor, log_decay: Tensor) -> Tensor:
     if not log_decay.is_complex():
         return states
-    return torch.view_as_complex(states.reshape(*states.shape[:-1], -1, 2).contiguous())
+    return torch.view_as_complex(states.contiguous().unflatten(-1, (states.shape[-1] // 2, 2)))
 
 
 def _real_like(states: Tensor) -> Tensor:
