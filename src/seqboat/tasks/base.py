@@ -1,0 +1,251 @@
+"""The contract of a task: examples, batches, loss and score. The training loop knows no single task.
+
+    config.build() -> Task                     a configuration is plain data; nothing is read yet
+    task.dataset("train")[i] -> Example        NumPy arrays, read from memory-mapped files
+    task.collate([example, ...]) -> Batch      tensors, padded on the right, with a mask of the real tokens
+    task.loss(output, batch) -> Loss           a sum and a count, so that uneven batches average exactly
+    task.score(output, batch) -> dict          sums and counts again: add them over batches and processes
+    task.summarise(totals) -> dict             the final numbers
+
+Three kinds: "classify" (one label for a sequence), "match" (one label for a pair of sequences) and "lm" (a target
+for every token, `IGNORE` where there is none).
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from seqboat.checks import check_choice, check_positive, require
+
+Kind = Literal["classify", "match", "lm"]
+Split = Literal["train", "val", "test"]
+
+SPLITS: tuple[Split, ...] = ("train", "val", "test")
+IGNORE = -100
+"""The target of tokens that are not scored."""
+BYTES = 256
+"""Token ids of byte-level tasks: the bytes themselves. Padding needs no id of its own, the mask marks it."""
+
+
+class Example(NamedTuple):
+    """One example, as arrays."""
+
+    inputs: NDArray[np.generic]
+    """(time,) token ids, or (time, channels) real values"""
+    target: NDArray[np.generic] | int
+    """the class; of a language model (time,) the token wanted after each token, or IGNORE"""
+    second: NDArray[np.generic] | None = None
+    """the other sequence of a pair"""
+
+
+class Batch(NamedTuple):
+    """Examples side by side, padded on the right."""
+
+    inputs: Tensor
+    """(batch, time) int64 token ids, or (batch, time, channels) float32 real values"""
+    mask: Tensor | None
+    """(batch, time) bool, True on real tokens; None where all examples of the task have the same length"""
+    targets: Tensor
+    """(batch,) int64 classes, or (batch, time) int64 tokens with IGNORE"""
+    second: Tensor | None = None
+    """(batch, other time): the other sequences of pairs"""
+    second_mask: Tensor | None = None
+    """(batch, other time)"""
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+        """The same batch on another device."""
+        return Batch(*(t if t is None else t.to(device, non_blocking=non_blocking) for t in self))  # type: ignore[arg-type]
+
+    @property
+    def tokens(self) -> int:
+        """How many places the model computes, padding included."""
+        return self.inputs.shape[0] * (
+            self.inputs.shape[1] + (0 if self.second is None else self.second.shape[1])
+        )
+
+
+class Loss(NamedTuple):
+    """A loss that can be averaged over parts of a batch."""
+
+    total: Tensor
+    """sum over the scored targets, with its gradient; float32 at least"""
+    scored: Tensor
+    """how many targets were scored; no gradient"""
+
+    @property
+    def mean(self) -> Tensor:
+        """The average; 0, with zero gradients, where nothing was scored."""
+        return self.total / self.scored.clamp_min(1)
+
+
+class Output(Protocol):
+    """What a task needs of a model's output."""
+
+    @property
+    def logits(self) -> Tensor: ...
+
+
+class Dataset(ABC):
+    """Examples by number. Costs nothing to make and to send to a worker process: files are opened on first use."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def __getitem__(self, index: int) -> Example: ...
+
+    def lengths(self) -> NDArray[np.int64]:
+        """How long each example is, for bucketing."""
+        return np.array([len(self[i].inputs) for i in range(len(self))], dtype=np.int64)
+
+
+class TaskConfig(Protocol):
+    """A task's settings: a frozen dataclass of plain values beside the task."""
+
+    def build(self) -> Task: ...
+
+
+class Task(ABC):
+    """What is learnt, and how it is scored. Making one reads nothing; `dataset` needs the data."""
+
+    name: str
+    """As in TASKS."""
+    kind: Kind
+    vocab: int | None
+    """Number of token ids; None for real-valued inputs."""
+    channels: int = 1
+    """Channels of real-valued inputs."""
+    classes: int
+    """Number of classes; of a language model, its vocab."""
+    max_length: int
+    """The longest sequence that an example can have."""
+    fixed_length: bool = False
+    """Whether all examples have max_length tokens: batches then carry no mask."""
+    metric: str = "accuracy"
+    """The number that tells better from worse."""
+    better: Literal["higher", "lower"] = "higher"
+    splits: tuple[Split, ...] = SPLITS
+
+    @abstractmethod
+    def dataset(self, split: Split) -> Dataset:
+        """The examples of a split; a ValueError says what to prepare where the data is missing."""
+
+    def lengths(self, split: Split) -> NDArray[np.int64]:
+        """How long each example of a split is, for bucketing."""
+        return self.dataset(split).lengths()
+
+    def collate(self, examples: Sequence[Example]) -> Batch:
+        """Examples side by side."""
+        require(len(examples) > 0, "collate needs at least one example, got none")
+        inputs, mask = self._pad([e.inputs for e in examples])
+        if self.kind == "lm":
+            targets = torch.full(inputs.shape[:2], IGNORE, dtype=torch.int64)
+            for row, example in zip(targets, examples, strict=True):
+                assert isinstance(example.target, np.ndarray)
+                row[: len(example.target)] = torch.from_numpy(example.target.astype(np.int64))
+        else:
+            targets = torch.tensor([int(e.target) for e in examples], dtype=torch.int64)
+        if self.kind != "match":
+            return Batch(inputs, mask, targets)
+        seconds = [e.second for e in examples if e.second is not None]
+        require(len(seconds) == len(examples), "every example of a matching task needs a second sequence")
+        second, second_mask = self._pad(seconds)
+        return Batch(inputs, mask, targets, second, second_mask)
+
+    def _pad(self, rows: Sequence[NDArray[np.generic]]) -> tuple[Tensor, Tensor | None]:
+        dtype = torch.float32 if self.vocab is None else torch.int64
+        time = max(len(row) for row in rows)
+        inputs = torch.zeros((len(rows), time, *rows[0].shape[1:]), dtype=dtype)
+        for to, row in zip(inputs, rows, strict=True):
+            to[: len(row)] = torch.from_numpy(np.ascontiguousarray(row)).to(dtype)
+        if self.fixed_length:
+            return inputs, None
+        sizes = torch.tensor([len(row) for row in rows])
+        return inputs, torch.arange(time) < sizes[:, None]
+
+    def loss(self, output: Output, batch: Batch) -> Loss:
+        """Cross-entropy summed over the scored targets, in float32 at least."""
+        logits, targets = _flatten(output.logits, batch.targets)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        total = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
+        return Loss(total, (targets != IGNORE).sum())
+
+    @torch.no_grad()
+    def score(self, output: Output, batch: Batch) -> dict[str, Tensor]:
+        """Each metric as a float64 tensor (sum, count); add these over batches and over processes."""
+        logits, targets = _flatten(output.logits, batch.targets)
+        total, scored = self.loss(output, batch)
+        right = ((logits.argmax(dim=-1) == targets) & (targets != IGNORE)).sum()
+        totals = {"loss": _ratio(total, scored), "accuracy": _ratio(right, scored)}
+        if self.kind == "lm":
+            totals["bits"] = _ratio(total.double() / math.log(2), scored)
+        return totals
+
+    def summarise(self, totals: Mapping[str, Tensor]) -> dict[str, float]:
+        """Metrics from summed scores; nan where nothing was counted."""
+        return {
+            name: float(total) / float(count) if float(count) else math.nan
+            for name, (total, count) in totals.items()
+        }
+
+    def show(self, example: Example) -> str:
+        """An example as text, for people."""
+        parts = [self._spell(example.inputs)]
+        if example.second is not None:
+            parts.append(self._spell(example.second))
+        if not isinstance(example.target, np.ndarray):
+            parts.append(f"class {int(example.target)}")
+        return "\n".join(parts)
+
+    def _spell(self, inputs: NDArray[np.generic]) -> str:
+        return " ".join(str(value) for value in inputs.reshape(-1).tolist())
+
+    def check_split(self, split: str) -> None:
+        """Refuse a split that this task does not have."""
+        check_choice("split", split, self.splits)
+
+
+def _flatten(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    want = tuple(targets.shape)
+    got = tuple(logits.shape[:-1])
+    require(got == want, f"logits must have the targets' shape {want} and one more axis, got {got}")
+    return logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
+
+
+def _ratio(total: Tensor, count: Tensor) -> Tensor:
+    return torch.stack([total.double(), count.double()])
+
+
+class Subset(Dataset):
+    """Some examples of a dataset, by their numbers."""
+
+    def __init__(self, whole: Dataset, numbers: NDArray[np.int64]) -> None:
+        self.whole = whole
+        self.numbers = numbers
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: int) -> Example:
+        return self.whole[int(self.numbers[index])]
+
+    def lengths(self) -> NDArray[np.int64]:
+        return self.whole.lengths()[self.numbers]
+
+
+def draw_subset(whole: Dataset, size: int | None, seed: int = 0) -> Dataset:
+    """The whole dataset, or `size` examples of it drawn without regard to its order (files are often sorted)."""
+    if size is None or size >= len(whole):
+        return whole
+    check_positive("subset size", size)
+    numbers = np.random.default_rng(seed).permutation(len(whole))[:size]
+    return Subset(whole, np.sort(numbers).astype(np.int64))
