@@ -1,0 +1,24 @@
+"""What several test files share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session")
+def fixtures() -> Path:
+    """The small files that come with the tests."""
+    return REPOSITORY / "tests" / "fixtures"
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder `shared` beside the repository, which holds data too large for it."""
+    folder = REPOSITORY.parent / "shared"
+    if not folder.is_dir():
+        pytest.skip("no folder 'shared' beside the repository")
+    return folder
