@@ -1,0 +1,213 @@
+"""Batches: which examples, in which order, for whom. The order is a pure function of seed and step.
+
+    Plan(count, batch_size, seed, lengths).batch(step) -> the examples of a global batch
+    share(batch, parts)[part]                          -> the examples of one process and micro-batch
+    batches(task, split, plan, ...)                    -> them as tensors, through 0 or more workers
+
+Nothing remembers a position: resuming is asking for another step, and any number of workers or processes sees the
+same global batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from seqboat.checks import check_positive, require
+from seqboat.tasks.base import Batch, Dataset, Split, Task
+
+POOL = 50
+"""With bucketing, examples are sorted by length inside pools of so many batches."""
+TIMEOUT = 120.0
+"""Seconds after which a worker that delivers nothing is given up."""
+
+
+class LoaderError(Exception):
+    """Data could not be read: says which dataset, split and record."""
+
+
+def shuffled(count: int, *key: int) -> NDArray[np.int64]:
+    """A permutation of range(count) that depends on the key alone, on every version and platform."""
+    # the raw stream of a bit generator is guaranteed to stay; the stream of Generator.permutation is not
+    bits = np.random.Philox(np.random.SeedSequence(key))
+    return np.argsort(bits.random_raw(count), kind="stable").astype(np.int64)
+
+
+class Plan:
+    """The global batches of a training run.
+
+    Args:
+        count: number of examples.
+        batch_size: examples per global batch; the last batch of an epoch may be short.
+        seed: of the order.
+        lengths: (count,), to put examples of similar length together; None for any order.
+        streams: whether row b of every batch continues row b of the batch before, for models that carry their
+            state along; examples are then windows of one long text, in its order.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        batch_size: int,
+        seed: int,
+        lengths: NDArray[np.int64] | None = None,
+        streams: bool = False,
+    ) -> None:
+        check_positive("number of examples", count)
+        check_positive("batch_size", batch_size)
+        require(
+            lengths is None or len(lengths) == count,
+            f"lengths must hold one entry for each of {count} examples",
+        )
+        require(
+            not streams or count >= batch_size,
+            f"{batch_size} streams need at least as many windows of text, got {count}",
+        )
+        self.count, self.batch_size, self.seed = count, batch_size, seed
+        self.lengths, self.streams = lengths, streams
+        self.per_epoch = count // batch_size if streams else -(-count // batch_size)
+        # the order of an epoch takes time to make and is asked for once per batch
+        self._cached = lru_cache(maxsize=2)(self._epoch)
+
+    def epoch(self, number: int) -> list[NDArray[np.int64]]:
+        """All batches of an epoch, in their order."""
+        return self._cached(number)
+
+    def batch(self, step: int) -> NDArray[np.int64]:
+        """The examples of the batch of this step, the first being 0."""
+        return self.epoch(step // self.per_epoch)[step % self.per_epoch]
+
+    def _epoch(self, number: int) -> list[NDArray[np.int64]]:
+        size = self.batch_size
+        if self.streams:
+            rows = np.arange(size, dtype=np.int64) * self.per_epoch
+            return [rows + t for t in range(self.per_epoch)]
+        order = shuffled(self.count, self.seed, number, 0)
+        if self.lengths is None:
+            return [order[i : i + size] for i in range(0, self.count, size)]
+        batches = []
+        for start in range(0, self.count, POOL * size):
+            pool = order[start : start + POOL * size]
+            pool = pool[np.argsort(self.lengths[pool], kind="stable")]
+            batches += [pool[i : i + size] for i in range(0, len(pool), size)]
+        return [batches[i] for i in shuffled(len(batches), self.seed, number, 1)]
+
+
+class Part(NamedTuple):
+    """What one process computes at a time."""
+
+    examples: tuple[int, ...]
+    """numbers in the dataset; never empty"""
+    counted: bool
+    """False for a stand-in: its result is thrown away, it only keeps the processes in step"""
+
+
+def share(batch: Sequence[int] | NDArray[np.int64], parts: int) -> list[Part]:
+    """Cut a global batch into parts, in order, as even as can be; those without an example get a stand-in.
+
+    >>> share([7, 8, 9], 2)
+    [Part(examples=(7, 8), counted=True), Part(examples=(9,), counted=True)]
+    >>> share([7], 2)
+    [Part(examples=(7,), counted=True), Part(examples=(7,), counted=False)]
+    """
+    pieces = np.array_split(np.asarray(batch, dtype=np.int64), parts)
+    first = int(batch[0])
+    return [
+        Part(tuple(int(i) for i in piece), True) if len(piece) else Part((first,), False) for piece in pieces
+    ]
+
+
+class _Failure(NamedTuple):
+    """An error on its way from a worker: as a value, so that it arrives as one line."""
+
+    message: str
+
+
+class _Reader(torch.utils.data.Dataset[Batch | _Failure]):
+    """Reads and collates whole batches, in a worker or not."""
+
+    def __init__(self, task: Task, dataset: Dataset, split: str) -> None:
+        self.task, self.dataset, self.split = task, dataset, split
+
+    def __getitem__(self, examples: tuple[int, ...]) -> Batch | _Failure:
+        where = f"dataset {self.task.name}, split {self.split}"
+        rows = []
+        for number in examples:
+            try:
+                rows.append(self.dataset[number])
+            except Exception as error:
+                return _Failure(f"{where}, record {number}: {type(error).__name__}: {error}")
+        try:
+            return self.task.collate(rows)
+        except Exception as error:
+            return _Failure(f"{where}, records {list(examples)}: {type(error).__name__}: {error}")
+
+
+class Loaded(NamedTuple):
+    """A part with its tensors."""
+
+    part: Part
+    batch: Batch
+
+
+def batches(
+    task: Task,
+    dataset: Dataset,
+    split: Split,
+    parts: Sequence[Part] | Iterator[Part],
+    workers: int = 0,
+    timeout: float = TIMEOUT,
+    pin_memory: bool = False,
+) -> Iterator[Loaded]:
+    """Read parts in their order.
+
+    Args:
+        task: collates.
+        dataset: of the split.
+        split: for messages.
+        parts: may be endless.
+        workers: processes that read ahead; 0 reads here.
+        timeout: seconds to wait for a worker.
+        pin_memory: for faster copies to a GPU.
+    """
+    asked: list[Part] = []
+
+    def ask() -> Iterator[tuple[int, ...]]:
+        for part in parts:
+            asked.append(part)
+            yield part.examples
+
+    loader = torch.utils.data.DataLoader(
+        _Reader(task, dataset, split),
+        batch_size=None,
+        sampler=ask(),
+        num_workers=workers,
+        timeout=timeout if workers else 0,
+        pin_memory=pin_memory,
+        # its own generator: making an iterator must not move the global one
+        generator=torch.Generator(),
+    )
+    iterator = iter(loader)
+    while True:
+        try:
+            item = next(iterator)
+        except StopIteration:
+            return
+        except RuntimeError as error:
+            waiting = list(asked[0].examples) if asked else []
+            raise LoaderError(
+                f"dataset {task.name}, split {split}, records {waiting}: {first_line(error)}"
+            ) from error
+        if isinstance(item, _Failure):
+            raise LoaderError(item.message)
+        yield Loaded(asked.pop(0), item)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
