@@ -26,6 +26,9 @@ from torch import Tensor
 BLOCK = 64
 """Tokens per block; docs/performance.md has the measurement behind the number."""
 
+SERIAL_BLOCKS = 64
+"""Up to so many blocks the state is carried one block at a time; beyond, in two levels."""
+
 
 class BlockTables(NamedTuple):
     """What a block of C tokens does, per channel; n states forward, then n states backward if bidirectional."""
@@ -51,60 +54,66 @@ def _as_pairs(s: Tensor) -> Tensor:
     return torch.view_as_real(s).flatten(-2) if s.is_complex() else s
 
 
-def _carry_serial(u: Tensor, decay: Tensor, start: Tensor | None) -> tuple[Tensor, Tensor]:
-    """States before each of the blocks, one block at a time. u: (dim, batch, blocks, states)."""
+def _carry_serial(u: Tensor, decay: Tensor, start: Tensor | None, reverse: bool) -> tuple[Tensor, Tensor]:
+    """States that enter each block, one block after the other, and the one that leaves the last."""
+    blocks = u.shape[2]
     states = torch.empty_like(u)
-    state = u.new_zeros(u[:, :, 0].shape) if start is None else start
-    for k in range(u.shape[2]):
+    order = range(blocks - 1, -1, -1) if reverse else range(blocks)
+    state = u.new_zeros(u.shape[:2] + u.shape[3:]) if start is None else start
+    for k in order:
         states[:, :, k] = state
         state = torch.addcmul(u[:, :, k], decay, state)
     return states, state
 
 
-def _carry(u: Tensor, decay: Tensor, start: Tensor | None) -> tuple[Tensor, Tensor]:
-    """States before each block and after the last: s_{k+1} = decay * s_k + u_k.
+def _carry(
+    u: Tensor, decay: Tensor, start: Tensor | None = None, reverse: bool = False
+) -> tuple[Tensor, Tensor]:
+    """States that enter each block and the one that leaves the last: s_{k+1} = decay * s_k + u_k.
 
-    Two levels: groups of about sqrt(blocks) are scanned side by side from zero, then one state is carried
+    Many blocks are carried in two levels: groups of about sqrt(blocks) side by side from zero, then one state
     from group to group, so that the number of small operations grows with the root of the length.
 
     Args:
         u: (dim, batch, blocks, states), real or complex.
         decay: (dim, 1, states).
         start: (dim, batch, states) or None for zeros.
+        reverse: from the last block to the first.
     """
     blocks = u.shape[2]
-    group = 1 << ((max(blocks, 1).bit_length() + 1) // 2)
-    if blocks <= 16:
-        return _carry_serial(u, decay, start)
+    if blocks <= SERIAL_BLOCKS:
+        return _carry_serial(u, decay, start, reverse)
+    group = 1 << ((blocks.bit_length() + 1) // 2)
     groups = -(-blocks // group)
-    padded = F.pad(u, (0, 0, 0, groups * group - blocks)) if groups * group != blocks else u
-    padded = padded.reshape(*u.shape[:2], groups, group, u.shape[3])
+    # empty blocks go where they come last, so that they add nothing to the others
+    missing = groups * group - blocks
+    padded = F.pad(u, (0, 0, missing, 0) if reverse else (0, 0, 0, missing))
+    padded = padded.unflatten(2, (groups, group))
     local = torch.empty_like(padded)
-    state = padded.new_zeros(padded[..., 0, :].shape)
-    for j in range(group):
-        local[..., j, :] = state
-        state = torch.addcmul(padded[..., j, :], decay[:, :, None], state)
-    powers = torch.cumprod(decay[:, :, None].expand(-1, -1, group, -1), dim=2)  # decay^1 .. decay^group
-    heads, last = _carry_serial(state, powers[:, :, -1], start)
-    local[..., 0, :] += heads
-    local[..., 1:, :].addcmul_(powers[:, :, None, :-1], heads[..., None, :])
-    states = local.flatten(2, 3)[:, :, :blocks]
-    if groups * group != blocks:
-        last = torch.addcmul(u[:, :, -1], decay, states[:, :, -1])
-    return states, last
+    state = padded.new_zeros(padded.shape[:3] + padded.shape[4:])
+    order = range(group - 1, -1, -1) if reverse else range(group)
+    for j in order:
+        local[:, :, :, j] = state
+        state = torch.addcmul(padded[:, :, :, j], decay[:, :, None], state)
+    heads, _ = _carry_serial(state, decay**group, start, reverse)
+    ages = torch.arange(group, device=u.device)
+    powers = decay[:, :, None] ** (ages.flip(0) if reverse else ages)[:, None]  # (dim, 1, group, states)
+    local.addcmul_(powers[:, :, None], heads[:, :, :, None])
+    states = local.flatten(2, 3)[:, :, missing if reverse else 0 :][:, :, :blocks]
+    final = torch.addcmul(u[:, :, 0 if reverse else -1], decay, states[:, :, 0 if reverse else -1])
+    return states, final
 
 
 def _carry_both(u: Tensor, decay: Tensor, start: Tensor | None, bidirectional: bool) -> Tensor:
     """States that enter each block: from the left, and in the second half of the states from the right."""
-    dtype = u.dtype
-    u, decay = _as_states(u, decay), decay[:, None]
+    u, keep = _as_states(u, decay), decay[:, None]
     start = None if start is None else _as_states(start, decay)
     if not bidirectional:
-        return _as_pairs(_carry(u, decay, start)[0]).to(dtype)
+        return _as_pairs(_carry(u, keep, start)[0])
     half = decay.shape[-1] // 2
-    right = _carry(u[..., :half], decay[..., :half], start)[0]
-    left = _carry(u[..., half:].flip(2), decay[..., half:], None)[0].flip(2)
-    return _as_pairs(torch.cat([right, left], dim=-1)).to(dtype)
+    right, _ = _carry(u[..., :half], keep[..., :half], start)
+    left, _ = _carry(u[..., half:], keep[..., half:], reverse=True)
+    return _as_pairs(torch.cat([right, left], dim=-1))
 
 
 def _to_channels(x: Tensor, block: int) -> Tensor:
@@ -167,9 +176,8 @@ def _block_scan_backward(
     dim, batch, blocks, width = states.shape
     block = mix.shape[1]
     time = grad_outputs.shape[2]
-    if blocks * block != time:
-        grad_outputs = F.pad(grad_outputs, (0, blocks * block - time))
-    grad = grad_outputs.reshape(dim, batch * blocks, block)
+    # gradients may come token by token: matrix products need them channel by channel
+    grad = _to_channels(grad_outputs.permute(1, 2, 0), block)
     flat = states.view(dim, batch * blocks, width)
     grad_mix = torch.bmm(inputs.transpose(1, 2), grad)
     grad_leave = torch.bmm(flat.transpose(1, 2), grad)
@@ -181,13 +189,12 @@ def _block_scan_backward(
     toward = _as_states(grad_flat, decay)
     keep = decay.conj().resolve_conj()[:, None]
     half = decay.shape[-1] // 2 if bidirectional else decay.shape[-1]
-    back, first = _carry(toward[..., :half].flip(2), keep[..., :half], None)
-    back = back.flip(2)
+    back, first = _carry(toward[..., :half], keep[..., :half], reverse=True)
     if bidirectional:
-        ahead, _ = _carry(toward[..., half:], keep[..., half:], None)
+        ahead, _ = _carry(toward[..., half:], keep[..., half:])
         back = torch.cat([back, ahead], dim=-1)
-    grad_decay = (back * seen.conj()).sum(dim=(1, 2))
-    grad_entered = _as_pairs(back.resolve_conj()).reshape(dim, batch * blocks, width)
+    grad_decay = torch.einsum("dbkn,dbkn->dn", back, seen.conj())
+    grad_entered = _as_pairs(back).reshape(dim, batch * blocks, width)
     grad_enter = torch.bmm(inputs.transpose(1, 2), grad_entered)
     grad_x = torch.bmm(grad, mix.transpose(1, 2))
     grad_x.baddbmm_(grad_entered, enter.transpose(1, 2))
@@ -231,13 +238,16 @@ def _backward(ctx, grad_outputs, grad_states, grad_inputs):  # type: ignore[no-u
 _block_scan.register_autograd(_backward, setup_context=_save)
 
 
-def block_tables(log_decay: Tensor, drive: Tensor, read: Tensor, block: int) -> BlockTables:
-    """Tables of a layer with states s_t = q * s_{t-1} + drive * x_t and output Re(read . s_t).
+def block_tables(
+    log_decay: Tensor, drive: Tensor, read: Tensor, skip: Tensor, block: int
+) -> BlockTables:
+    """Tables of a layer with states s_t = q * s_{t-1} + drive * x_t and output Re(read . s_t) + skip * x_t.
 
     Args:
         log_decay: (directions, dim, states), the logarithm of q; real or complex.
         drive: (directions, dim, states).
         read: (directions, dim, states).
+        skip: (dim,).
         block: tokens per block.
     """
     steps = torch.arange(block + 1, device=log_decay.device)
@@ -250,27 +260,29 @@ def block_tables(log_decay: Tensor, drive: Tensor, read: Tensor, block: int) -> 
         enter = torch.view_as_real(enter).flatten(-2)
         leave = torch.stack([leave.real, -leave.imag], dim=-2).flatten(-3, -2)
         kernel = kernel.real
-    # the second direction runs from right to left: mirror it inside the block
-    mix = toeplitz(kernel[0])
+    # lags -(block - 1) .. block - 1: the second direction runs from right to left
+    ahead = kernel[0]
     if len(kernel) == 2:
-        mix = mix + toeplitz(kernel[1]).transpose(1, 2)
+        centre = ahead[:, :1] + kernel[1][:, :1] + skip[:, None]
+        behind = kernel[1][:, 1:].flip(-1)
         enter = torch.cat([enter[0], enter[1].flip(1)], dim=-1)
         leave = torch.cat([leave[0], leave[1].flip(-1)], dim=1)
         decay = torch.cat([powers[0, ..., -1], powers[1, ..., -1]], dim=-1)
-        return BlockTables(mix, enter, leave, decay)
-    return BlockTables(mix, enter[0], leave[0], powers[0, ..., -1])
+    else:
+        centre = ahead[:, :1] + skip[:, None]
+        behind = torch.zeros_like(ahead[:, 1:])
+        enter, leave, decay = enter[0], leave[0], powers[0, ..., -1]
+    return BlockTables(toeplitz(torch.cat([behind, centre, ahead[:, 1:]], dim=-1)), enter, leave, decay)
 
 
-def toeplitz(kernel: Tensor) -> Tensor:
-    """(dim, C) taps to the (dim, C, C) matrices of a causal convolution, input i to output j.
+def toeplitz(taps: Tensor) -> Tensor:
+    """(dim, 2 C - 1) taps of lags 1 - C .. C - 1 to (dim, C, C) matrices, input i to output j.
 
-    >>> toeplitz(torch.tensor([[1.0, 2.0, 3.0]])).tolist()
-    [[[1.0, 2.0, 3.0], [0.0, 1.0, 2.0], [0.0, 0.0, 1.0]]]
+    >>> toeplitz(torch.tensor([[9.0, 8.0, 1.0, 2.0, 3.0]])).tolist()
+    [[[1.0, 2.0, 3.0], [8.0, 1.0, 2.0], [9.0, 8.0, 1.0]]]
     """
-    size = kernel.shape[1]
-    places = torch.arange(size, device=kernel.device)
-    lag = places - places[:, None]
-    return torch.where(lag >= 0, kernel[:, lag.clamp(min=0)], kernel.new_zeros(()))
+    size = (taps.shape[1] + 1) // 2
+    return taps.unfold(1, size, 1).flip(1)
 
 
 def scan(

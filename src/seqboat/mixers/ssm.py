@@ -98,28 +98,27 @@ class DiagonalSSM(RecurrentMixer):
     def _mix(
         self, x: Tensor, mask: Tensor | None, state: SSMState | TruncatedState | None
     ) -> tuple[Tensor, SSMState | TruncatedState | None]:
-        skipped = self.skip.to(x.dtype) * x
+        skip = self.skip.to(x.dtype)
         if self.truncation is not None:
-            if self.causal:
-                assert state is None or isinstance(state, TruncatedState)
-                y, after = self._convolve_with_history(x, mask, state)
-                return y + skipped, after
-            return self._convolve(x) + skipped, None
+            if not self.causal:
+                return self._convolve(x) + skip * x, None
+            assert state is None or isinstance(state, TruncatedState)
+            y, history = self._convolve_with_history(x, mask, state)
+            return y + skip * x, history
         assert state is None or isinstance(state, SSMState)
-        log_decay, drive, read = self.coefficients()
         if self.method == "fft":
             y, final = self._fft(x, mask, state)
-            return y + skipped, None if final is None else SSMState(final)
+            return y + skip * x, None if final is None else SSMState(final)
+        log_decay, drive, read = self.coefficients()
         # short sequences need no long block
-        block = min(self.block, max(8, 1 << (x.shape[1] - 1).bit_length()) if x.shape[1] else 8)
-        tables = block_tables(log_decay, drive, read, block)
+        block = min(self.block, max(8, 1 << max(x.shape[1] - 1, 0).bit_length()))
+        tables = block_tables(log_decay, drive, read, skip, block)
         start = None if state is None else state.states
         y, states = scan(x, tables, not self.causal, start)
         if not self.causal:
-            return y + skipped, None
+            return y, None
         lengths = None if mask is None else mask.sum(dim=1)
-        final = final_state(x, states, tables, log_decay[0], start, lengths)
-        return y + skipped, SSMState(final)
+        return y, SSMState(final_state(x, states, tables, log_decay[0], start, lengths))
 
     def kernel(self, length: int) -> Tensor:
         """The first taps of the convolution kernel, (directions, dim, length), without the skip."""
