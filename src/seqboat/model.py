@@ -169,7 +169,8 @@ class Backbone(nn.Module):
             if self.config.scaled_embedding:
                 x = x * math.sqrt(self.config.d_model)
         else:
-            x = self.embedding(inputs)
+            # autocast narrows the product; the layers and their states keep to the type of the weights
+            x = self.embedding(inputs).to(self.embedding.weight.dtype)
         if self.config.absolute_positions:
             x = x + (sinusoids(position, self.config.d_model) * self.position_scale).to(x.dtype)
         return F.dropout(x, self.config.dropout, self.training) if self.config.dropout else x

@@ -154,8 +154,12 @@ class GAU(PackedModule):
             attended = self._attend_memory(query, key, value, packed, state)
         else:
             attended = self._attend_rows(query, key, value, packed, state)
-        after = self._remember(key, value, packed, state) if self.causal else None
-        return self._close(gate, attended), after
+        if not self.causal:
+            return self._close(gate, attended), None
+        if state is None:
+            # in the type of the inputs, also where autocast makes keys and values narrower
+            state = self.make_state(len(packed.offsets) - 1, tokens.dtype, tokens.device)
+        return self._close(gate, attended), self._remember(key, value, packed, state)
 
     def _close(self, gate: Tensor, attended: Tensor) -> Tensor:
         y = self.out(gate * attended)
@@ -288,11 +292,9 @@ class GAU(PackedModule):
         )
         return attended.flatten(0, 1).index_select(0, place)
 
-    def _remember(self, key: Tensor, value: Tensor, packed: Packed, state: Memory | None) -> Memory:
+    def _remember(self, key: Tensor, value: Tensor, packed: Packed, state: Memory) -> Memory:
         """The memory after the new tokens."""
         batch = packed.offsets.shape[0] - 1
-        if state is None:
-            state = self.make_state(batch, key.dtype, key.device)
         counts = packed.offsets.diff()
         total = state.total + counts
         if self.config.span == "full":

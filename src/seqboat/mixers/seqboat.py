@@ -82,13 +82,17 @@ class SeqBoat(RecurrentMixer):
 
     def mix(self, x: Tensor, mask: Tensor | None, state: SeqBoatState | None) -> MixerOutput:
         padding = None if mask is None else Aligned(mask)
-        branch = self.norm(x, mask) if self.config.prenorm else x
+        branch = self._open(x, mask)
         ssm = self.ssm(branch, padding, None if state is None else state.ssm)
         hidden = self._drop(F.silu(ssm.y))
         sma = self.sma(hidden, padding, None if state is None else state.sma, self.linear(hidden))
         y = self._close(sma.y, x, mask)
         after = SeqBoatState(ssm.state, sma.state) if self.causal else None
         return MixerOutput(zero_padding(y, mask), after, sma.routing)
+
+    def _open(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        # autocast may widen the output of a norm: states keep to the type of the inputs
+        return self.norm(x, mask).to(x.dtype) if self.config.prenorm else x
 
     def _drop(self, x: Tensor) -> Tensor:
         rate = self.config.dropout
@@ -98,7 +102,7 @@ class SeqBoat(RecurrentMixer):
         if self.causal:
             branches = self._drop(branches)
         y = F.silu(branches + x)
-        return y if self.config.prenorm else self.norm(y, mask)
+        return (y if self.config.prenorm else self.norm(y, mask)).to(x.dtype)
 
     def make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> SeqBoatState:
         return SeqBoatState(
@@ -112,10 +116,9 @@ class SeqBoat(RecurrentMixer):
         mask: Tensor | None = None,
         inplace: bool = False,
     ) -> MixerOutput:
-        rows = None if mask is None else mask
-        branch = self.norm(x, rows) if self.config.prenorm else x
+        branch = self._open(x, mask)
         ssm = self.ssm.advance(branch, state.ssm, mask, inplace)
         hidden = self._drop(F.silu(ssm.y))
         sma = self.sma.advance(hidden, state.sma, mask, inplace, self.linear(hidden))
-        y = self._close(sma.y, x, rows)
+        y = self._close(sma.y, x, mask)
         return MixerOutput(keep_rows(mask, y), SeqBoatState(ssm.state, sma.state), sma.routing)
