@@ -53,6 +53,16 @@ class Router(nn.Module, ABC):
         return F.linear(x, layer.weight.to(x.dtype), bias)
 
 
+def decide(logit: Tensor) -> Routing:
+    """Activate where the probability is above one half.
+
+    A token that is not finite has a logit that is not finite either; it activates nothing, so that it cannot
+    reach its batch mates.
+    """
+    probs = torch.sigmoid(logit)
+    return Routing((probs > 0.5) & (logit < math.inf), probs)
+
+
 class TemperedSoftmax(Router):
     """softmax(u / tau) over (skip, activate), with a learned temperature: the paper's router."""
 
@@ -78,8 +88,7 @@ class TemperedSoftmax(Router):
     def route(self, x: Tensor) -> Routing:
         logits = self.linear(self.logits, x).unflatten(-1, (self.modules_count, 2))
         # softmax over two is a sigmoid of their difference
-        probs = torch.sigmoid((logits[..., 1] - logits[..., 0]) / self.temperature.to(x.dtype))
-        return Routing(probs > 0.5, probs)
+        return decide((logits[..., 1] - logits[..., 0]) / self.temperature.to(x.dtype))
 
 
 class SigmoidRouter(Router):
@@ -91,8 +100,7 @@ class SigmoidRouter(Router):
         init_linear(self.logits)
 
     def route(self, x: Tensor) -> Routing:
-        probs = torch.sigmoid(self.linear(self.logits, x))
-        return Routing(probs > 0.5, probs)
+        return decide(self.linear(self.logits, x))
 
 
 class GumbelSoftmax(Router):
@@ -131,8 +139,7 @@ class GumbelSoftmax(Router):
             # the difference of two Gumbel variables is logistic
             uniform = torch.rand_like(difference).clamp(1e-7, 1 - 1e-7)
             difference = difference + torch.logit(uniform)
-        probs = torch.sigmoid(difference / self.temperature.to(x.dtype))
-        return Routing(probs > 0.5, probs)
+        return decide(difference / self.temperature.to(x.dtype))
 
 
 class XMoE(Router):
