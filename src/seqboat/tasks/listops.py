@@ -1,0 +1,269 @@
+"""ListOps: nested expressions of MIN, MAX, MED and SM over digits, and the digit each is worth.
+
+    [MAX 4 [MIN 7 3 ] 1 ]  ->  4
+
+The task of Nangia and Bowman (2018) in the parameters of the Long Range Arena, section 4 of the paper. This
+module makes expressions, turns them into token ids, and reads and writes the published table, one expression
+and its value per line:
+
+    Source                                                Target
+    ( ( ( ( [MAX 4 ) ( ( ( [MIN 7 ) 3 ) ] ) ) 1 ) ] )     4
+
+The parentheses of that table bind each operator to its arguments one by one; they say nothing that the brackets
+do not, and models never see them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import islice
+from os import PathLike
+from random import Random
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from seqboat.checks import check_positive, require
+
+DIGITS = tuple("0123456789")
+OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
+CLOSE = "]"
+TOKENS = ("<pad>", *DIGITS, *OPERATORS, CLOSE)
+"""Every token; its place is its id."""
+PAD = 0
+"""The id of padding."""
+CLASSES = 10
+"""Values: the digits."""
+MAX_DRAWS = 1_000_000
+"""Expressions drawn in a row without one to keep, after which the configuration is held to be impossible."""
+
+_IDS = {token: i for i, token in enumerate(TOKENS)}
+_DIGIT, _OPERATOR, _CLOSE = _IDS["0"], _IDS[OPERATORS[0]], _IDS[CLOSE]
+_HEADER = "Source\tTarget"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListOpsConfig:
+    """Which expressions to make; by default those of the Long Range Arena."""
+
+    max_depth: int = 10
+    """Depth of the deepest nodes, which are digits; the root has depth 1."""
+    max_arguments: int = 10
+    """An operator has from 2 to this many arguments, all counts alike."""
+    operator_rate: float = 0.25
+    """Probability that an argument above the largest depth is an operator, not a digit."""
+    longer_than: int = 500
+    """Keep expressions of more tokens than this; a digit counts 1, an operator and its closing bracket 2."""
+    shorter_than: int = 2000
+    """Keep expressions of fewer tokens than this."""
+
+    def __post_init__(self) -> None:
+        check_positive("max_depth", self.max_depth, least=2)
+        check_positive("max_arguments", self.max_arguments, least=2)
+        check_positive("longer_than", self.longer_than, least=0)
+        check_positive("shorter_than", self.shorter_than)
+        require(0 <= self.operator_rate <= 1, f"operator_rate must be in [0, 1], got {self.operator_rate!r}")
+        require(
+            self.longer_than + 1 < self.shorter_than,
+            f"shorter_than must leave room above longer_than ({self.longer_than}), got {self.shorter_than}",
+        )
+
+
+class Expression(NamedTuple):
+    """An expression and what it is worth."""
+
+    tokens: tuple[str, ...]
+    """digits, opening operators such as "[MAX", and "]" """
+    value: int
+    """from 0 to 9"""
+
+
+class _TooLong(Exception):
+    """The expression being drawn has reached a length at which it cannot be kept."""
+
+
+def _apply(operator: int, values: list[int]) -> int:
+    if operator == 0:
+        return min(values)
+    if operator == 1:
+        return max(values)
+    if operator == 2:
+        values.sort()
+        middle = len(values) // 2
+        # the integer part of the median: of an even count, the mean of the two in the middle
+        return values[middle] if len(values) % 2 else (values[middle - 1] + values[middle]) // 2
+    return sum(values) % 10
+
+
+def _draw(random: Random, config: ListOpsConfig, depth: int, ids: bytearray) -> int:
+    """Append the ids of an operator at this depth and of everything below it; returns its value."""
+    # random.random() alone: Python promises that its numbers stay the same for a seed
+    uniform = random.random
+    operator = int(uniform() * len(OPERATORS))
+    count = 2 + int(uniform() * (config.max_arguments - 1))
+    ids.append(_OPERATOR + operator)
+    values = []
+    for _ in range(count):
+        if depth + 1 < config.max_depth and uniform() < config.operator_rate:
+            values.append(_draw(random, config, depth + 1, ids))
+        else:
+            digit = int(uniform() * 10)
+            ids.append(_DIGIT + digit)
+            values.append(digit)
+    ids.append(_CLOSE)
+    if len(ids) >= config.shorter_than:
+        raise _TooLong
+    return _apply(operator, values)
+
+
+def iterate(seed: int = 0, config: ListOpsConfig | None = None) -> Iterator[Expression]:
+    """Distinct expressions without end, the same for the same seed.
+
+    The root is always an operator: a digit alone would only be thrown away for its length.
+
+    Raises:
+        ValueError: if a million draws in a row bring nothing new of an allowed length.
+    """
+    config = config or ListOpsConfig()
+    random = Random(seed)
+    seen: set[bytes] = set()
+    misses = 0
+    while misses < MAX_DRAWS:
+        misses += 1
+        ids = bytearray()
+        try:
+            value = _draw(random, config, 1, ids)
+        except _TooLong:
+            continue
+        if len(ids) <= config.longer_than:
+            continue
+        # sixteen bytes stand for an expression of up to thousands of tokens
+        digest = blake2b(ids, digest_size=16).digest()
+        if digest in seen:
+            continue
+        seen.add(digest)
+        misses = 0
+        yield Expression(tuple(TOKENS[i] for i in ids), value)
+    raise ValueError(
+        f"config allows no more than {len(seen)} distinct expressions that {MAX_DRAWS:,} draws can find: {config}"
+    )
+
+
+def generate(count: int, seed: int = 0, config: ListOpsConfig | None = None) -> list[Expression]:
+    """The first `count` expressions of a seed.
+
+    >>> small = ListOpsConfig(max_depth=3, max_arguments=3, longer_than=5, shorter_than=12)
+    >>> tokens, value = generate(1, seed=1, config=small)[0]
+    >>> " ".join(tokens), value
+    ('[MAX [MIN 2 0 ] 5 ]', 5)
+    """
+    check_positive("count", count, least=0)
+    return list(islice(iterate(seed, config), count))
+
+
+def encode(tokens: Iterable[str]) -> NDArray[np.uint8]:
+    """The ids of an expression's tokens.
+
+    >>> encode(["[MIN", "3", "7", "]"]).tolist()
+    [11, 4, 8, 15]
+    """
+    try:
+        return np.array([_IDS[token] for token in tokens], dtype=np.uint8)
+    except KeyError as error:
+        raise ValueError(f"tokens must be among {' '.join(TOKENS[1:])}; got {error.args[0]!r}") from None
+
+
+def decode(ids: Iterable[int]) -> tuple[str, ...]:
+    """The tokens of an expression's ids; padding is left out."""
+    return tuple(TOKENS[i] for i in ids if i != PAD)
+
+
+def pad(sequences: Sequence[NDArray[np.uint8]]) -> NDArray[np.int64]:
+    """Encoded expressions as rows (batch, time), padded on the right to the longest.
+
+    >>> pad([encode(["1"]), encode(["2", "3"])]).tolist()
+    [[2, 0], [3, 4]]
+    """
+    rows = np.full((len(sequences), max(map(len, sequences), default=0)), PAD, dtype=np.int64)
+    for row, sequence in zip(rows, sequences, strict=True):
+        row[: len(sequence)] = sequence
+    return rows
+
+
+def to_source(tokens: Sequence[str]) -> str:
+    """An expression as the published table writes it.
+
+    >>> to_source(["[MIN", "3", "7", "]"])
+    '( ( ( [MIN 3 ) 7 ) ] )'
+    """
+    # an operator with its first i arguments is itself bound in parentheses, as is each step up to the bracket
+    open_parts: list[list[str]] = []
+    done = ""
+    for i, token in enumerate(tokens):
+        require(done == "", f"tokens must be one expression, got {len(tokens) - i} more after its end")
+        if token in OPERATORS:
+            open_parts.append([token])
+            continue
+        require(bool(open_parts), f"tokens must begin with one of {' '.join(OPERATORS)}; got {token!r}")
+        open_parts[-1].append(token)
+        if token == CLOSE:
+            parts = open_parts.pop()
+            bound = "( " * (len(parts) - 1) + parts[0] + "".join(f" {part} )" for part in parts[1:])
+            if open_parts:
+                open_parts[-1].append(bound)
+            else:
+                done = bound
+    require(done != "", "tokens must be one whole expression; its last bracket is not closed")
+    return done
+
+
+def from_source(text: str) -> tuple[str, ...]:
+    """The tokens of an expression of the published table; parentheses are dropped.
+
+    >>> from_source("( ( ( [MIN 3 ) 7 ) ] )")
+    ('[MIN', '3', '7', ']')
+    """
+    tokens = tuple(token for token in text.split() if token not in ("(", ")"))
+    encode(tokens)
+    return tokens
+
+
+def format_line(expression: Expression) -> str:
+    """One line of the published table, without its end."""
+    return f"{to_source(expression.tokens)}\t{expression.value}"
+
+
+def parse_line(line: str) -> Expression:
+    """An expression from one line of the published table."""
+    source, tab, target = line.rstrip("\r\n").partition("\t")
+    require(
+        tab != "" and target in DIGITS,
+        f"a line must be an expression, a tab and a digit from 0 to 9; got {line.rstrip()[-40:]!r}",
+    )
+    return Expression(from_source(source), int(target))
+
+
+def write_table(path: str | PathLike[str], expressions: Iterable[Expression]) -> None:
+    """Write expressions as the published files have them (basic_train.tsv and its like)."""
+    with open(path, "w", encoding="ascii", newline="\n") as file:
+        file.write(_HEADER + "\n")
+        file.writelines(format_line(expression) + "\n" for expression in expressions)
+
+
+def read_table(path: str | PathLike[str]) -> Iterator[Expression]:
+    """Read expressions from a published file.
+
+    Raises:
+        ValueError: naming the file and the line that is not as expected.
+    """
+    with open(path, encoding="ascii", errors="replace") as file:
+        header = file.readline().rstrip("\r\n")
+        require(header == _HEADER, f"{path}: first line must be {_HEADER!r}, got {header[:40]!r}")
+        for number, line in enumerate(file, start=2):
+            try:
+                yield parse_line(line)
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: {error}") from None
