@@ -8,8 +8,8 @@ Appendix A.2 of the paper. Three attention functions f in O = f(Q K^T * scale + 
 
 `banded` serves the working memory: blocks of queries against the neighbouring blocks of keys, which are views of
 one array, a few blocks at a time. `dense` serves full and chunked attention on (groups, slots). Both keep only
-their inputs (and one number per query) for the backward pass and compute the scores again there, so memory
-is linear in the number of active tokens.
+their inputs for the backward pass and compute the scores again there, so memory is linear in the number of active
+tokens.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torch import Tensor
 AttentionName = Literal["softmax", "relu2", "laplace"]
 ATTENTIONS = ("softmax", "relu2", "laplace")
 
-SCORES_AT_ONCE = 1 << 20
-"""How many scores are held at a time; docs/performance.md has the measurement behind the number."""
+SCORES_AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 26}
+"""How many scores are held at a time: what fits in a core's cache, or fills a GPU (docs/performance.md)."""
 
 LAPLACE_MU = math.sqrt(0.5)
 LAPLACE_SIGMA = math.sqrt(0.25 / math.pi)
@@ -43,17 +43,11 @@ def attention_weights(scores: Tensor, kind: str) -> Tensor:
     return 0.5 * torch.erfc((LAPLACE_MU - scores) * (1 / (LAPLACE_SIGMA * math.sqrt(2))))
 
 
-def _weights_again(scores: Tensor, kind: str, log_sum: Tensor) -> Tensor:
-    """As `attention_weights`, from the saved logarithm of the softmax's denominator."""
+def _grad_scores(scores: Tensor, weights: Tensor, grad_weights: Tensor, kind: str) -> Tensor:
+    """Gradient of the scores from that of the weights."""
     if kind == "softmax":
-        return scores.sub_(log_sum[..., None]).exp_()
-    return attention_weights(scores, kind)
-
-
-def _grad_scores(scores: Tensor, weights: Tensor, grad_weights: Tensor, kind: str, row_sum: Tensor) -> Tensor:
-    """Gradient of the scores; row_sum is the sum of grad_weights * weights over the keys (softmax)."""
-    if kind == "softmax":
-        return grad_weights.sub_(row_sum[..., None]).mul_(weights)
+        # one pass per row: (grad - sum(grad * weights)) * weights
+        return torch.ops.aten._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
     if kind == "relu2":
         return grad_weights.mul_(F.relu(scores)).mul_(2)
     density = ((scores - LAPLACE_MU) / LAPLACE_SIGMA).square_().mul_(-0.5).exp_()
@@ -71,10 +65,18 @@ def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def _bmm_into(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """A batched product written where it belongs, unless that has another type."""
+    if out.dtype == a.dtype:
+        torch.bmm(a, b, out=out)
+    else:
+        out.copy_(torch.bmm(a, b))
+
+
 class _Band:
     """The geometry of a banded product: n blocks of queries, each with `left` + 1 + `right` blocks of keys."""
 
-    def __init__(self, tokens: int, left: int, right: int) -> None:
+    def __init__(self, tokens: int, left: int, right: int, device: str = "cpu") -> None:
         reach = max(left, right)
         # blocks of a quarter of the reach waste few products; below 16 or above 128 the products get slow
         self.size = min(128, max(16, 1 << max(reach // 2, 1).bit_length() - 1))
@@ -84,7 +86,7 @@ class _Band:
         self.blocks = -(-tokens // self.size)
         self.tokens = tokens
         self.width = (self.before + 1 + self.after) * self.size
-        self.at_once = max(1, SCORES_AT_ONCE // (self.size * self.width))
+        self.at_once = max(1, SCORES_AT_ONCE.get(device, 1 << 22) // (self.size * self.width))
 
     def queries(self, x: Tensor, fill: float = 0) -> Tensor:
         """(tokens, ...) to (blocks, size, ...)."""
@@ -140,8 +142,20 @@ def _band_scores(
         index = places[1][part][:, None, :] - places[0][part][:, :, None]
         index = index.add_(reach).clamp_(0, 2 * reach)
         scores += table.index_select(0, index.view(-1)).view(index.shape)
-    scores.masked_fill_(groups[0][part][:, :, None] != groups[1][part][:, None, :], HIDDEN)
+    _hide_other_groups(scores, groups[0][part], groups[1][part])
     return scores, index
+
+
+def _hide_other_groups(scores: Tensor, query_group: Tensor, key_group: Tensor) -> None:
+    """Write HIDDEN where query and key belong to different groups."""
+    if scores.device.type != "cpu":
+        scores.masked_fill_(query_group[:, :, None] != key_group[:, None, :], HIDDEN)
+        return
+    # most blocks lie inside one group: only those in which the group of the keys changes need a look
+    mixed = (key_group[:, 1:] != key_group[:, :-1]).any(dim=1).nonzero().squeeze(1)
+    for block in mixed.tolist():
+        other = query_group[block, :, None] != key_group[block]
+        scores[block].masked_fill_(other, HIDDEN)
 
 
 def _band_setup(
@@ -184,47 +198,32 @@ def _banded(
     scale: float,
     dropout: float,
     seed: int,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     tokens = q.shape[0]
-    band = _Band(tokens, left, right)
+    band = _Band(tokens, left, right, q.device.type)
     wide = _wide(q[:0]).dtype
     table = None if table is None else table.to(wide)
     groups, static, places = _band_setup(band, group, position, table, wide)
     queries, keys, values = band.queries(q), band.keys(k), band.keys(v)
     out = torch.empty(band.blocks, band.size, v.shape[1], dtype=v.dtype, device=v.device)
-    log_sum = torch.empty(
-        (band.blocks, band.size) if kind == "softmax" else (0,), dtype=wide, device=q.device
-    )
     for begin in range(0, band.blocks, band.at_once):
         part = slice(begin, begin + band.at_once)
         scores, _ = _band_scores(band, part, queries, keys, groups, static, places, table, scale)
-        if kind == "softmax":
-            log_sum[part] = torch.logsumexp(scores, dim=-1)
-            weights = scores.sub_(log_sum[part][..., None]).exp_()
-        else:
-            weights = attention_weights(scores, kind)
+        weights = attention_weights(scores, kind)
         if dropout > 0:
             weights.mul_(_dropout_mask(weights, dropout, seed + begin))
-        out[part] = torch.bmm(weights, _wide(values[part]))
-    return out.view(-1, v.shape[1])[:tokens].clone(), log_sum.view(-1)
+        _bmm_into(out[part], weights, _wide(values[part]))
+    return out.view(-1, v.shape[1])[:tokens].clone()
 
 
 @_banded.register_fake
 def _(q, k, v, group, position, table, left, right, kind, scale, dropout, seed):  # type: ignore[no-untyped-def]
-    band = _Band(1, left, right)
-    padded = (q.shape[0] + band.size - 1) // band.size * band.size
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return (
-        v.new_empty(q.shape[0], v.shape[1]),
-        q.new_empty(padded if kind == "softmax" else 0, dtype=wide),
-    )
+    return v.new_empty(q.shape[0], v.shape[1])
 
 
 @torch.library.custom_op("seqboat::banded_backward", mutates_args=())
 def _banded_backward(
     grad: Tensor,
-    out: Tensor,
-    log_sum: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -239,13 +238,12 @@ def _banded_backward(
     seed: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     tokens = q.shape[0]
-    band = _Band(tokens, left, right)
+    band = _Band(tokens, left, right, q.device.type)
     wide = _wide(q[:0]).dtype
     bias = None if table is None else table.to(wide)
     groups, static, places = _band_setup(band, group, position, bias, wide)
     queries, keys, values = band.queries(q), band.keys(k), band.keys(v)
-    grads, log_sum = band.queries(grad), log_sum.view(-1, band.size)
-    row_sum = band.queries((_wide(grad) * _wide(out)).sum(dim=-1)) if kind == "softmax" else grads
+    grads = band.queries(grad)
     grad_q = torch.empty(band.blocks, band.size, q.shape[1], dtype=wide, device=q.device)
     grad_k, grad_v = band.gather_buffer(k), band.gather_buffer(v)
     grad_static = static.new_zeros(static.shape)
@@ -253,7 +251,7 @@ def _banded_backward(
     for begin in range(0, band.blocks, band.at_once):
         part = slice(begin, begin + band.at_once)
         scores, index = _band_scores(band, part, queries, keys, groups, static, places, bias, scale)
-        weights = _weights_again(scores, kind, log_sum[part])
+        weights = attention_weights(scores, kind)
         above = _wide(grads[part])
         count = above.shape[0]
         grad_weights = torch.bmm(above, _wide(values[part]).transpose(1, 2))
@@ -262,7 +260,7 @@ def _banded_backward(
             scale_of = _dropout_mask(weights, dropout, seed + begin)
             dropped = weights * scale_of
             grad_weights.mul_(scale_of)
-        grad_scores = _grad_scores(scores, weights, grad_weights, kind, row_sum[part])
+        grad_scores = _grad_scores(scores, weights, grad_weights, kind)
         if table is not None and index is not None:
             grad_table.index_add_(0, index.view(-1), grad_scores.view(-1))
         elif table is not None:
@@ -290,7 +288,7 @@ def _banded_backward(
 
 @_banded_backward.register_fake
 def _(  # type: ignore[no-untyped-def]
-    grad, out, log_sum, q, k, v, group, position, table, left, right, kind, scale, dropout, seed
+    grad, q, k, v, group, position, table, left, right, kind, scale, dropout, seed
 ):
     like = q.new_empty(0) if table is None else torch.empty_like(table)
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), like
@@ -298,16 +296,13 @@ def _(  # type: ignore[no-untyped-def]
 
 def _save_banded(ctx, inputs, output):  # type: ignore[no-untyped-def]
     q, k, v, group, position, table, *rest = inputs
-    ctx.save_for_backward(output[0], output[1], q, k, v, group, position, table)
+    ctx.save_for_backward(q, k, v, group, position, table)
     ctx.rest = rest
-    ctx.mark_non_differentiable(output[1])
 
 
-def _backward_banded(ctx, grad, _):  # type: ignore[no-untyped-def]
-    out, log_sum, q, k, v, group, position, table = ctx.saved_tensors
-    dq, dk, dv, dtable = _banded_backward(
-        grad.contiguous(), out, log_sum, q, k, v, group, position, table, *ctx.rest
-    )
+def _backward_banded(ctx, grad):  # type: ignore[no-untyped-def]
+    *tensors, table = ctx.saved_tensors
+    dq, dk, dv, dtable = _banded_backward(grad.contiguous(), *tensors, table, *ctx.rest)
     return dq, dk, dv, None, None, dtable if table is not None else None, *(None,) * 6
 
 
@@ -341,8 +336,7 @@ def banded(
         position: (tokens,), what distances are measured in; places of the packed array by default.
         dropout: rate of weights dropped.
     """
-    out, _ = _banded(q, k, v, group, position, table, left, right, kind, scale, dropout, _draw_seed(dropout))
-    return out
+    return _banded(q, k, v, group, position, table, left, right, kind, scale, dropout, _draw_seed(dropout))
 
 
 def _draw_seed(dropout: float) -> int:
@@ -378,7 +372,7 @@ def _dense_part(
 
 def _dense_parts(q: Tensor, k: Tensor) -> list[slice]:
     row = max(1, q.shape[0] * k.shape[1])
-    at_once = max(1, SCORES_AT_ONCE // row)
+    at_once = max(1, SCORES_AT_ONCE.get(q.device.type, 1 << 22) // row)
     return [slice(begin, begin + at_once) for begin in range(0, q.shape[1], at_once)]
 
 
@@ -397,50 +391,29 @@ def _dense(
     causal: bool,
     dropout: float,
     seed: int,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     wide = _wide(q[:0]).dtype
     bias = None if table is None else table.to(wide)
     out = v.new_empty(*q.shape[:2], v.shape[2])
-    log_sum = q.new_empty(q.shape[:2] if kind == "softmax" else (0,), dtype=wide)
     for part in _dense_parts(q, k):
         scores, _ = _dense_part(
             part, q, k, query_slot, key_slot, query_position, key_position, scale, bias, causal
         )
-        if kind == "softmax":
-            log_sum[:, part] = torch.logsumexp(scores, dim=-1)
         weights = attention_weights(scores, kind)
         if dropout > 0:
             weights.mul_(_dropout_mask(weights, dropout, seed + part.start))
         out[:, part] = torch.bmm(weights, _wide(v))
-    return out, log_sum
+    return out
 
 
 @_dense.register_fake
-def _(  # type: ignore[no-untyped-def]
-    q,
-    k,
-    v,
-    query_slot,
-    key_slot,
-    query_position,
-    key_position,
-    scale,
-    table,
-    kind,
-    causal,
-    dropout,
-    seed,
-):
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    shape = q.shape[:2] if kind == "softmax" else (0,)
-    return v.new_empty(*q.shape[:2], v.shape[2]), q.new_empty(shape, dtype=wide)
+def _(q, k, v, *rest):  # type: ignore[no-untyped-def]
+    return v.new_empty(*q.shape[:2], v.shape[2])
 
 
 @torch.library.custom_op("seqboat::dense_backward", mutates_args=())
 def _dense_backward(
     grad: Tensor,
-    out: Tensor,
-    log_sum: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -457,7 +430,6 @@ def _dense_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     wide = _wide(q[:0]).dtype
     bias = None if table is None else table.to(wide)
-    row_sum = (_wide(grad) * _wide(out)).sum(dim=-1)
     grad_q = torch.empty(q.shape, dtype=wide, device=q.device)
     grad_k = torch.zeros(k.shape, dtype=wide, device=q.device)
     grad_v = torch.zeros(v.shape, dtype=wide, device=q.device)
@@ -466,8 +438,7 @@ def _dense_backward(
         scores, index = _dense_part(
             part, q, k, query_slot, key_slot, query_position, key_position, scale, bias, causal
         )
-        known = log_sum[:, part] if kind == "softmax" else log_sum
-        weights = _weights_again(scores, kind, known)
+        weights = attention_weights(scores, kind)
         above = _wide(grad[:, part])
         grad_weights = torch.bmm(above, _wide(v).transpose(1, 2))
         dropped = weights
@@ -475,7 +446,7 @@ def _dense_backward(
             scale_of = _dropout_mask(weights, dropout, seed + part.start)
             dropped = weights * scale_of
             grad_weights.mul_(scale_of)
-        grad_scores = _grad_scores(scores, weights, grad_weights, kind, row_sum[:, part])
+        grad_scores = _grad_scores(scores, weights, grad_weights, kind)
         if index is not None:
             grad_table.index_add_(0, index.view(-1), grad_scores.view(-1))
         scaled = grad_scores * scale[:, part, None]
@@ -491,36 +462,18 @@ def _dense_backward(
 
 
 @_dense_backward.register_fake
-def _(  # type: ignore[no-untyped-def]
-    grad,
-    out,
-    log_sum,
-    q,
-    k,
-    v,
-    query_slot,
-    key_slot,
-    query_position,
-    key_position,
-    scale,
-    table,
-    kind,
-    causal,
-    dropout,
-    seed,
-):
+def _(grad, q, k, v, query_slot, key_slot, query_position, key_position, scale, table, *rest):  # type: ignore[no-untyped-def]
     like = q.new_empty(0) if table is None else torch.empty_like(table)
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), like
 
 
 def _save_dense(ctx, inputs, output):  # type: ignore[no-untyped-def]
     *tensors, kind, causal, dropout, seed = inputs
-    ctx.save_for_backward(*output, *tensors)
+    ctx.save_for_backward(*tensors)
     ctx.rest = kind, causal, dropout, seed
-    ctx.mark_non_differentiable(output[1])
 
 
-def _backward_dense(ctx, grad, _):  # type: ignore[no-untyped-def]
+def _backward_dense(ctx, grad):  # type: ignore[no-untyped-def]
     *tensors, table = ctx.saved_tensors
     dq, dk, dv, dtable = _dense_backward(grad.contiguous(), *tensors, table, *ctx.rest)
     none = (None,) * 5
@@ -560,8 +513,7 @@ def dense(
         causal: whether a query sees no key behind itself.
         dropout: rate of weights dropped.
     """
-    out, _ = _dense(
+    return _dense(
         q, k, v, query_slot, key_slot, query_position, key_position, scale, table, kind, causal,
         dropout, _draw_seed(dropout),
     )  # fmt: skip
-    return out
