@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqboat.checks import require
+from seqboat.checks import check_choice, require
 from seqboat.mixers.ema import EMA, EMAConfig
 from seqboat.mixers.gau import GAUConfig
 from seqboat.mixers.seqboat import SeqBoat, SeqBoatConfig
@@ -37,13 +37,15 @@ def ema_from_published(params: Mapping[str, Tensor], config: Mapping[str, Any]) 
         params: delta, alpha, beta, gamma, omega.
         config: embed_dim, ndim, bidirectional, truncation.
     """
+    _check_config(config, ("embed_dim",))
     causal = not config.get("bidirectional", False)
     ema = EMA(
         config["embed_dim"],
         EMAConfig(d_state=config.get("ndim", 2), truncation=config.get("truncation")),
         causal=causal,
-    ).to(params["delta"].dtype)
-    load(ema, ema_parameters(params, causal))
+    )
+    _check_published(params, to_published(ema))
+    load(ema.to(params["delta"].dtype), ema_parameters(params, causal))
     return ema
 
 
@@ -68,16 +70,22 @@ def layer_from_published(params: Mapping[str, Tensor], config: Mapping[str, Any]
         config: its constructor arguments.
     """
     ours = layer_config(config)
-    layer = SeqBoat(config["embed_dim"], ours).to(params["mx_proj.weight"].dtype)
-    load(layer, layer_parameters(params, config))
+    layer = SeqBoat(config["embed_dim"], ours)
+    expected = layer_to_published(layer.state_dict(), config)
+    _check_published(params, expected, optional=("norm.norm.num_batches_tracked",))
+    load(layer.to(params["mx_proj.weight"].dtype), layer_parameters(params, config))
     return layer
 
 
 def layer_config(config: Mapping[str, Any]) -> SeqBoatConfig:
     """Our configuration of a published layer."""
+    _check_config(config, ("embed_dim", "zdim", "hdim", "window_size", "max_positions"))
+    rel_pos_bias, norm_type = config.get("rel_pos_bias", "simple"), config.get("norm_type", "layernorm")
+    check_choice("rel_pos_bias", rel_pos_bias, tuple(_POSITIONS))
+    check_choice("norm_type", norm_type, tuple(_NORM_NAMES))
     causal = not config.get("bidirectional", False)
     side = config["window_size"]
-    positions = _POSITIONS[config.get("rel_pos_bias", "simple")]
+    positions = _POSITIONS[rel_pos_bias]
     if positions == "original" and config.get("local_pos", False):
         positions = "compressed"
     return SeqBoatConfig(
@@ -92,7 +100,7 @@ def layer_config(config: Mapping[str, Any]) -> SeqBoatConfig:
             max_positions=config["max_positions"],
         ),
         causal=causal,
-        norm=_NORM_NAMES[config.get("norm_type", "layernorm")],
+        norm=_NORM_NAMES[norm_type],
         prenorm=config.get("prenorm", True),
     )
 
@@ -140,16 +148,13 @@ def layer_parameters(params: Mapping[str, Tensor], config: Mapping[str, Any]) ->
     return ours
 
 
-def layer_to_published(
-    params: Mapping[str, Tensor], config: Mapping[str, Any], table_size: int | None = None
-) -> dict[str, Tensor]:
+def layer_to_published(params: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
     """Our layer parameters (or their gradients) under the published names.
 
     Args:
         params: of a layer from `layer_from_published`, or of one with the same configuration.
-        config: the published constructor arguments.
-        table_size: of the published bias table with `local_pos`; three blocks by default. Its entries that no
-            query can reach are zero.
+        config: the published constructor arguments. With `local_pos` the published bias table covers three
+            blocks; its entries that no query can reach are zero.
     """
     gau = "sma.units.gau."
     ema = {k.removeprefix("ssm."): v for k, v in params.items() if k.startswith("ssm.")}
@@ -171,7 +176,7 @@ def layer_to_published(
     if f"{gau}bias.table" in params:
         table = params[f"{gau}bias.table"]
         if config.get("local_pos", False):
-            size = table_size or 6 * config["window_size"] - 1
+            size = 6 * config["window_size"] - 1
             whole = table.new_zeros(size)
             whole[_table_slice(config, size)] = table
             table = whole
@@ -195,6 +200,28 @@ def to_published(module: SeqBoat | EMA, config: Mapping[str, Any] | None = None)
     if isinstance(module.norm, BatchNorm):
         theirs["norm.norm.num_batches_tracked"] = torch.zeros((), dtype=torch.int64)
     return theirs
+
+
+def _check_config(config: Mapping[str, Any], needed: tuple[str, ...]) -> None:
+    missing = [name for name in needed if name not in config]
+    require(not missing, f"config must hold the published arguments {needed}, missing {missing}")
+
+
+def _check_published(
+    params: Mapping[str, Tensor], expected: Mapping[str, Tensor], optional: tuple[str, ...] = ()
+) -> None:
+    """Refuse published parameters that are missing, unknown or of another shape."""
+    missing = sorted(expected.keys() - params.keys())
+    unknown = sorted(params.keys() - expected.keys() - set(optional))
+    require(
+        not missing and not unknown,
+        f"published parameters do not fit: missing {missing or 'none'}, unknown {unknown or 'none'}",
+    )
+    for name, value in expected.items():
+        require(
+            params[name].shape == value.shape,
+            f"{name} must have shape {tuple(value.shape)}, got {tuple(params[name].shape)}",
+        )
 
 
 def load(module: torch.nn.Module, params: Mapping[str, Tensor]) -> None:
