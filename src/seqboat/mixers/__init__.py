@@ -1,11 +1,28 @@
 """Sequence layers behind one contract: one architecture, one file, one line in MIXERS."""
 
 from seqboat.mixers.base import Mixer, MixerOutput, RecurrentMixer
+from seqboat.mixers.mega import Mega, MegaChunkConfig, MegaConfig
 from seqboat.mixers.seqboat import SeqBoat, SeqBoatConfig
+from seqboat.mixers.transformer import Transformer, TransformerConfig
 
 MIXERS = {
     "seqboat": SeqBoatConfig,
+    "transformer": TransformerConfig,
+    "mega": MegaConfig,
+    "mega-chunk": MegaChunkConfig,
 }
 """Every mixer by the name that commands use: a configuration class with defaults for every field."""
 
-__all__ = ["MIXERS", "Mixer", "MixerOutput", "RecurrentMixer", "SeqBoat", "SeqBoatConfig"]
+__all__ = [
+    "MIXERS",
+    "Mega",
+    "MegaChunkConfig",
+    "MegaConfig",
+    "Mixer",
+    "MixerOutput",
+    "RecurrentMixer",
+    "SeqBoat",
+    "SeqBoatConfig",
+    "Transformer",
+    "TransformerConfig",
+]

@@ -1,0 +1,92 @@
+"""Keys and values of every token so far: the memory of causal layers whose attention sees everything.
+
+Slot s of a row holds its s-th real token. Rows may have seen different numbers of tokens: what lies behind the last
+one of a row is zero and must be hidden from queries.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Cache(NamedTuple):
+    """A memory that grows with the sequence."""
+
+    keys: Tensor
+    """(batch, heads, slots, d_key)"""
+    values: Tensor
+    """(batch, heads, slots, d_value)"""
+    total: Tensor
+    """(batch,): tokens so far"""
+
+
+def make_cache(
+    batch: int, heads: int, d_key: int, d_value: int, dtype: torch.dtype, device: torch.device
+) -> Cache:
+    """The cache before the first token."""
+    return Cache(
+        torch.zeros(batch, heads, 0, d_key, dtype=dtype, device=device),
+        torch.zeros(batch, heads, 0, d_value, dtype=dtype, device=device),
+        torch.zeros(batch, dtype=torch.int64, device=device),
+    )
+
+
+def extend(cache: Cache, keys: Tensor, values: Tensor, counts: Tensor) -> Cache:
+    """Add the first `counts` of (batch, heads, time, d) keys and values to each row.
+
+    The result has as many slots as its longest row needs.
+    """
+    before, total = cache.total, cache.total + counts
+    slots = int(total.max()) if total.numel() else 0
+    slot = torch.arange(slots, device=total.device)
+    fresh = (slot >= before[:, None]) & (slot < total[:, None])
+    source = (slot - before[:, None]).clamp(0, max(keys.shape[2] - 1, 0))
+
+    def join(old: Tensor, new: Tensor) -> Tensor:
+        kept = F.pad(old, (0, 0, 0, slots - old.shape[2]))
+        if new.shape[2] == 0:
+            return kept
+        index = source[:, None, :, None].expand(-1, new.shape[1], -1, new.shape[3])
+        return torch.where(fresh[:, None, :, None], new.to(old.dtype).gather(2, index), kept)
+
+    return Cache(join(cache.keys, keys), join(cache.values, values), total)
+
+
+def append(cache: Cache, key: Tensor, value: Tensor, mask: Tensor | None, inplace: bool) -> Cache:
+    """Add one token (batch, heads, d) to each row that the mask marks.
+
+    Args:
+        cache: to extend.
+        key, value: of the tokens.
+        mask: (batch,), or None for all rows.
+        inplace: whether the cache may be overwritten. It then grows by a quarter at a time, so that most tokens
+            are written without a copy of all earlier ones; its last slots are empty.
+    """
+    keys, values, before = cache
+    total = before + (1 if mask is None else mask.to(before.dtype))
+    need = int(total.max()) if total.numel() else 0
+    spare = need - keys.shape[2]
+    if spare > 0:
+        spare += max(16, need // 4) if inplace else 0
+        keys, values = F.pad(keys, (0, 0, 0, spare)), F.pad(values, (0, 0, 0, spare))
+    elif not inplace:
+        # only as many slots as the longest row needs, however the cache was grown
+        keys, values = keys[:, :, :need].clone(), values[:, :, :need].clone()
+    rows = torch.arange(len(total), device=total.device) if mask is None else mask.nonzero().squeeze(1)
+    place = before.index_select(0, rows)
+    keys[rows, :, place] = key.index_select(0, rows).to(keys.dtype)
+    values[rows, :, place] = value.index_select(0, rows).to(values.dtype)
+    return Cache(keys, values, total)
+
+
+def seen_by_step(cache: Cache) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys, values and the slots that the newest token of each row sees, without empty slots at the end."""
+    used = int(cache.total.max()) if cache.total.numel() else 0
+    slot = torch.arange(used, device=cache.total.device)
+    # a row that saw nothing looks at its empty first slot, so that its softmax is finite
+    visible = (slot < cache.total[:, None]) | (slot == 0)
+    return cache.keys[:, :, :used], cache.values[:, :, :used], visible
