@@ -106,13 +106,14 @@ class SparseModularActivation(RecurrentMixer):
         before = state.modules if state is not None else (None,) * len(self.units)
         seen = None if state is None else state.seen
         after = []
-        for i, unit in enumerate(self.units.values()):
+        for i, (name, unit) in enumerate(self.units.items()):
             packed = pack(active[..., i], seen)
             tokens = packed.take(x)
             if isinstance(unit, PackedModule):
                 out, remembered = unit(tokens, packed, before[i])
             else:
                 out, remembered = unit(tokens), None
+                self._check_output(name, out)
             after.append(remembered)
             scale = confidence[:, i].index_select(0, packed.flat)[:, None]
             y = packed.add(y, (out * scale.to(out.dtype)).to(y.dtype))
@@ -121,6 +122,13 @@ class SparseModularActivation(RecurrentMixer):
         batch, time = x.shape[:2]
         new = torch.full((batch,), time, device=x.device) if mask is None else mask.sum(dim=1)
         return MixerOutput(y, SMAState(tuple(after), new if seen is None else seen + new), routing)
+
+    def _check_output(self, name: str, out: Tensor) -> None:
+        require(
+            out.dim() == 2 and out.shape[1] == self.d_model,
+            f"module {name!r} must return (tokens, {self.d_model}) for (tokens, {self.d_model}), "
+            f"got {tuple(out.shape)}",
+        )
 
     def make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> SMAState:
         return SMAState(
@@ -146,7 +154,7 @@ class SparseModularActivation(RecurrentMixer):
         routing = Routing(active, probs)
         y = torch.zeros_like(x) if base is None else base
         after = []
-        for i, unit in enumerate(self.units.values()):
+        for i, (name, unit) in enumerate(self.units.items()):
             rows = active[:, i].nonzero().squeeze(1)
             tokens = x.index_select(0, rows)
             if isinstance(unit, PackedModule):
@@ -154,6 +162,7 @@ class SparseModularActivation(RecurrentMixer):
                 out, remembered = unit.advance(tokens, rows, position, state.modules[i], inplace)
             else:
                 out, remembered = unit(tokens), None
+                self._check_output(name, out)
             after.append(remembered)
             scale = routing.confidence[:, i].index_select(0, rows)[:, None]
             y = y.index_add(0, rows, (out * scale.to(out.dtype)).to(y.dtype))
