@@ -1,0 +1,291 @@
+"""Small mixers for the contract tests: every entry of MIXERS in both directions, and SeqBoat in many forms.
+
+A mixer that is added to MIXERS is included without a change here: its configuration is made small field by
+field, by the names that all mixers share.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from seqboat.mixers import MIXERS
+from seqboat.mixers.activation import SparseModularActivation
+from seqboat.mixers.base import Mixer, RecurrentMixer
+from seqboat.mixers.ema import EMAConfig
+from seqboat.mixers.gau import GAUConfig
+from seqboat.mixers.s4d import S4DConfig
+from seqboat.mixers.seqboat import SeqBoatConfig
+from seqboat.routers import (
+    ROUTERS,
+    AlwaysActiveConfig,
+    GumbelConfig,
+    GumbelSoftmax,
+    SigmoidConfig,
+    SigmoidRouter,
+    TemperedSoftmax,
+    XMoEConfig,
+)
+from seqboat.state import tensors
+
+D_MODEL = 8
+
+SMALL = {
+    "d_state": 4,
+    "d_z": 6,
+    "d_v": 10,
+    "block": 8,
+    "window": 5,
+    "max_positions": 12,
+    "d_route": 4,
+    "dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+"""Values of fields that would make a test slow, random, or blind to what happens beyond a border."""
+
+
+def shrink(config: Any) -> Any:
+    """The same configuration with small sizes and without dropout, in all of its parts."""
+    changes = {}
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if is_dataclass(value):
+            changes[field.name] = shrink(value)
+        elif field.name in SMALL:
+            changes[field.name] = SMALL[field.name]
+    return replace(config, **changes)
+
+
+def directions(config_class: Any) -> Iterable[tuple[str, Any]]:
+    """Small configurations of a mixer: bidirectional and causal where it offers the choice."""
+    if "causal" in {field.name for field in fields(config_class)}:
+        yield "bidirectional", shrink(config_class(causal=False))
+        yield "causal", shrink(config_class(causal=True))
+    else:
+        yield "default", shrink(config_class())
+
+
+@dataclass(frozen=True)
+class Case:
+    """A mixer to test; `build` makes a new one."""
+
+    name: str
+    build: Callable[[], Mixer]
+
+    def make(self, dtype: torch.dtype = torch.float64, seed: int = 0) -> Mixer:
+        """The mixer in eval mode, its weights moved away from their small initial values."""
+        torch.manual_seed(seed)
+        mixer = enliven(self.build())
+        balance(mixer, torch.randn(4, 64, D_MODEL, dtype=torch.float64))
+        return mixer.to(dtype)
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def enliven(module: Any) -> Any:
+    """To float64 and eval mode, with a random push to every parameter: no part is close to doing nothing."""
+    module = module.to(torch.float64).eval()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    return module
+
+
+def balance(module: nn.Module, inputs: Tensor) -> None:
+    """Shift the bias of every router so that it activates about half of the tokens of these inputs."""
+
+    def shift(router: nn.Module, arguments: tuple[Tensor]) -> None:
+        assert isinstance(router, TemperedSoftmax | SigmoidRouter | GumbelSoftmax)
+        logits = router.logits(arguments[0]).flatten(0, -2)
+        bias: Tensor = router.logits.bias
+        if not isinstance(router, SigmoidRouter):
+            # pairs (skip, activate): the difference decides
+            logits, bias = logits[:, 1::2] - logits[:, 0::2], bias[1::2]
+        bias.sub_(logits.median(dim=0).values)
+
+    hooks = [
+        part.register_forward_pre_hook(shift)
+        for part in module.modules()
+        if isinstance(part, TemperedSoftmax | SigmoidRouter | GumbelSoftmax)
+    ]
+    with torch.no_grad():
+        module(inputs)
+    for hook in hooks:
+        hook.remove()
+
+
+SMALL_GAU = GAUConfig(d_z=6, d_v=10, window=5, max_positions=12)
+SMALL_EMA = EMAConfig(d_state=4, block=8)
+
+SEQBOATS = {
+    "plain": SeqBoatConfig(ssm=SMALL_EMA, gau=SMALL_GAU),
+    "chunk-relu2-compressed-sigmoid": SeqBoatConfig(
+        ssm=SMALL_EMA,
+        router=SigmoidConfig(),
+        gau=replace(SMALL_GAU, span="chunk", attention="relu2", positions="compressed"),
+        norm="rms",
+    ),
+    "full-laplace-none-gumbel": SeqBoatConfig(
+        ssm=SMALL_EMA,
+        router=GumbelConfig(),
+        gau=replace(SMALL_GAU, span="full", attention="laplace", positions="none"),
+        norm="scale",
+        prenorm=True,
+    ),
+    "memory-rotary-xmoe": SeqBoatConfig(
+        ssm=SMALL_EMA,
+        router=XMoEConfig(d_route=4),
+        gau=replace(SMALL_GAU, positions="rotary", window=1),
+        norm="batch",
+        prenorm=True,
+    ),
+    "full-original-always": SeqBoatConfig(
+        ssm=SMALL_EMA, router=AlwaysActiveConfig(), gau=replace(SMALL_GAU, span="full", attention="relu2")
+    ),
+    "s4d": SeqBoatConfig(
+        ssm=S4DConfig(d_state=4, block=8), gau=replace(SMALL_GAU, positions="compressed"), norm="batch"
+    ),
+    "truncated": SeqBoatConfig(ssm=replace(SMALL_EMA, truncation=6), gau=replace(SMALL_GAU, span="chunk")),
+    "fft": SeqBoatConfig(ssm=replace(SMALL_EMA, method="fft"), gau=replace(SMALL_GAU, attention="laplace")),
+}
+"""Forms of the SeqBoat layer that together use every option."""
+
+
+SSMS: dict[str, EMAConfig | S4DConfig] = {
+    "ema": SMALL_EMA,
+    "s4d": S4DConfig(d_state=4, block=8, init="lin"),
+    "s4d-fft": S4DConfig(d_state=4, method="fft", init="inv"),
+    "ema-truncated": replace(SMALL_EMA, truncation=6),
+}
+
+
+def _sparse(causal: bool) -> Mixer:
+    units = {
+        "gau": SMALL_GAU.build(D_MODEL, causal),
+        "ffn": nn.Sequential(nn.Linear(D_MODEL, 12), nn.GELU(), nn.Linear(12, D_MODEL)),
+    }
+    return SparseModularActivation(units, D_MODEL)
+
+
+def _cases() -> list[Case]:
+    cases = []
+    for name, config_class in MIXERS.items():
+        for direction, config in directions(config_class):
+            cases.append(Case(f"{name}-{direction}", partial(config.build, D_MODEL)))
+    for causal in (False, True):
+        direction = "causal" if causal else "bidirectional"
+        for name, seqboat in SEQBOATS.items():
+            layer = replace(seqboat, causal=causal)
+            cases.append(Case(f"layer-{name}-{direction}", partial(layer.build, D_MODEL)))
+        for name, ssm in SSMS.items():
+            cases.append(Case(f"{name}-{direction}", partial(ssm.build, D_MODEL, causal)))
+        cases.append(Case(f"sma-{direction}", partial(_sparse, causal)))
+    return cases
+
+
+CASES = _cases()
+
+
+def is_recurrent(case: Case) -> bool:
+    """Whether the mixer of a case carries a state."""
+    mixer = case.build()
+    return isinstance(mixer, RecurrentMixer) and mixer.causal
+
+
+CAUSAL_CASES = [case for case in CASES if case.build().causal]
+RECURRENT_CASES = [case for case in CASES if is_recurrent(case)]
+
+MASKS = {
+    "full": "######################",
+    "right": "############..........",
+    "left": "......################",
+    "interior": "##..####..#....######.",
+    "single": ".........#............",
+    "none": "......................",
+}
+"""Patterns of real tokens (#) and padding (.)."""
+
+
+def mask_rows(patterns: Iterable[str] | None = None) -> Tensor:
+    """(rows, time): the given patterns, or all of MASKS."""
+    rows = MASKS.values() if patterns is None else patterns
+    return torch.tensor([[sign == "#" for sign in row] for row in rows])
+
+
+def pairwise(options: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
+    """Some of the product of the options, in which every two options of different kinds meet."""
+    every = list(itertools.product(*(range(len(choices)) for choices in options)))
+    random.Random(0).shuffle(every)
+    missing = {
+        ((i, a), (j, b))
+        for i, j in itertools.combinations(range(len(options)), 2)
+        for a in range(len(options[i]))
+        for b in range(len(options[j]))
+    }
+    chosen = []
+    while missing:
+
+        def gain(candidate: tuple[int, ...]) -> int:
+            return len(missing.intersection(itertools.combinations(enumerate(candidate), 2)))
+
+        best = max(every, key=gain)
+        missing.difference_update(itertools.combinations(enumerate(best), 2))
+        chosen.append(best)
+    return [tuple(options[i][pick] for i, pick in enumerate(picks)) for picks in sorted(chosen)]
+
+
+ROUTER_NAMES = tuple(ROUTERS)
+GRID = (
+    ROUTER_NAMES,
+    ("original", "compressed", "rotary", "none"),
+    ("softmax", "relu2", "laplace"),
+    (1, 2, 5, 64),
+    ("memory", "full", "chunk"),
+)
+"""Routers, positions, attention functions, windows (one larger than any sequence here) and spans."""
+
+
+def grid_layer(choice: tuple[Any, ...]) -> SeqBoatConfig:
+    """The causal layer of one choice from GRID."""
+    router, positions, attention, window, span = choice
+    gau = replace(SMALL_GAU, positions=positions, attention=attention, window=window, span=span)
+    return SeqBoatConfig(ssm=SMALL_EMA, router=ROUTERS[router](), gau=gau, causal=True)
+
+
+def grid_name(choice: tuple[Any, ...]) -> str:
+    """A readable name of such a choice."""
+    return "-".join(map(str, choice))
+
+
+def assert_near(got: Tensor, expected: Tensor, tolerance: float, name: str = "values") -> None:
+    """Equal up to this difference, absolute or relative; zero asks for the same bits."""
+    torch.testing.assert_close(
+        got, expected, rtol=tolerance, atol=tolerance, equal_nan=False, msg=lambda text: f"{name}: {text}"
+    )
+
+
+def assert_states_near(got: Any, expected: Any, tolerance: float) -> None:
+    """Two states hold the same numbers; of a memory that grows, places that were never used may be more."""
+    one, two = dict(tensors(got)), dict(tensors(expected))
+    assert one.keys() == two.keys()
+    for name, a in one.items():
+        b = two[name]
+        if a.shape != b.shape:
+            size = min(a.shape[1], b.shape[1])
+            assert not a[:, size:].any() and not b[:, size:].any(), name
+            a, b = a[:, :size], b[:, :size]
+        assert_near(a, b, tolerance, name)
+
+
+def random_cuts(time: int, generator: random.Random) -> list[int]:
+    """The borders of a random split of a sequence, empty pieces included."""
+    cuts = sorted(generator.choices(range(time + 1), k=generator.randint(1, 5)))
+    return [0, *cuts, time]
