@@ -1,0 +1,142 @@
+"""What a person sees of a run: a live table in a terminal, plain lines anywhere else.
+
+A display never stops a run: if the terminal is gone, training goes on without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+
+class Display:
+    """Shows nothing: the display of every process but the first."""
+
+    def start(self, title: str, steps: int, done: int = 0) -> None:
+        """A run begins, or goes on after `done` steps."""
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Metrics of training, as in metrics.jsonl."""
+
+    def scored(self, record: Mapping[str, Any], better: bool) -> None:
+        """Metrics of held-out data, as in metrics.jsonl."""
+
+    def tell(self, message: str) -> None:
+        """Something that happens once."""
+
+    def close(self) -> None:
+        """The run ends."""
+
+
+def rate_text(activation: list[float | None]) -> str:
+    """Activation rates of all layers, in percent."""
+    return " ".join("-" if rate is None else f"{100 * rate:.0f}" for rate in activation)
+
+
+def metric_text(record: Mapping[str, Any]) -> str:
+    """All scores of a record."""
+    skip = ("step", "split", "epoch", "activation", "lr", "grad_norm", "tokens_per_s", "memory_mb", "seconds")
+    return "  ".join(f"{k} {v:.4f}" for k, v in record.items() if k not in skip and isinstance(v, float))
+
+
+class PlainDisplay(Display):
+    """One line for every record."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self.stream = stream or sys.stdout
+        self.steps = 0
+
+    def start(self, title: str, steps: int, done: int = 0) -> None:
+        self.steps = steps
+        self.tell(title)
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        self.tell(
+            f"step {record['step']}/{self.steps}  {metric_text(record)}  lr {record['lr']:.2e}  "
+            f"norm {record['grad_norm']:.2f}  {record['tokens_per_s']:,.0f} tokens/s  "
+            f"{record['memory_mb']:,.0f} MB  active % {rate_text(record['activation'])}"
+        )
+
+    def scored(self, record: Mapping[str, Any], better: bool) -> None:
+        self.tell(
+            f"step {record['step']}/{self.steps}  {record['split']}: {metric_text(record)}  "
+            f"active % {rate_text(record['activation'])}{'  best so far' if better else ''}"
+        )
+
+    def tell(self, message: str) -> None:
+        # a closed pipe or terminal must not end a run
+        with contextlib.suppress(OSError, ValueError):
+            print(message, file=self.stream, flush=True)
+
+
+class LiveDisplay(Display):
+    """A table that is drawn anew, with the activation of every layer as bars; events scroll above it."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self.console = Console()
+        self.live = Live(console=self.console, refresh_per_second=4, transient=False)
+        self.title, self.steps, self.done = "", 0, 0
+        self.train: dict[str, Any] = {}
+        self.held_out: dict[str, Any] = {}
+
+    def start(self, title: str, steps: int, done: int = 0) -> None:
+        self.title, self.steps, self.done = title, steps, done
+        self.live.start()
+        self._draw()
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        self.train, self.done = dict(record), int(record["step"])
+        self._draw()
+
+    def scored(self, record: Mapping[str, Any], better: bool) -> None:
+        self.held_out = dict(record)
+        self.tell(f"step {record['step']}  {record['split']}: {metric_text(record)}{'  *' if better else ''}")
+        self._draw()
+
+    def tell(self, message: str) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self.console.print(message, highlight=False, markup=False)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self.live.stop()
+
+    def _draw(self) -> None:
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table.grid(padding=(0, 2))
+        record = self.train
+        table.add_row("step", f"{self.done:,} of {self.steps:,}")
+        if record:
+            table.add_row("train", metric_text(record))
+            if self.held_out:
+                table.add_row(str(self.held_out["split"]), metric_text(self.held_out))
+            table.add_row("learning rate", f"{record['lr']:.2e}   gradient norm {record['grad_norm']:.2f}")
+            table.add_row("speed", f"{record['tokens_per_s']:,.0f} tokens/s   {record['memory_mb']:,.0f} MB")
+        layers = Table.grid(padding=(0, 1))
+        for number, rate in enumerate(record.get("activation", []), start=1):
+            share = 0.0 if rate is None else rate
+            text = "no router" if rate is None else f"{100 * share:5.1f} %"
+            layers.add_row(f"layer {number}", ProgressBar(1.0, share, width=40), text)
+        with contextlib.suppress(OSError, ValueError):
+            self.live.update(
+                Group(Text(self.title), ProgressBar(max(self.steps, 1), self.done, width=60), table, layers)
+            )
+
+
+def make_display(first: bool = True) -> Display:
+    """The display that fits: live in a terminal with rich installed, or else plain lines."""
+    if not first:
+        return Display()
+    if sys.stdout.isatty():
+        with contextlib.suppress(ImportError):
+            return LiveDisplay()
+    return PlainDisplay()
