@@ -298,14 +298,7 @@ class GAU(PackedModule):
         counts = packed.offsets.diff()
         total = state.total + counts
         if self.config.span == "full":
-            grown = int(counts.max()) if batch else 0
-            pad = (0, 0, 0, grown)
-            state = Memory(
-                F.pad(state.keys, pad),
-                F.pad(state.values, pad),
-                F.pad(state.positions, (0, grown)),
-                state.total,
-            )
+            state = _grow(state, int(total.max()) if batch else 0)
             slot = torch.arange(state.keys.shape[1], device=key.device).expand(batch, -1)
         else:
             slot = self._slots_at(total)
@@ -391,8 +384,7 @@ class GAU(PackedModule):
         """Write one token of some rows into the memory."""
         keys, values, positions, count = state
         if self.config.span == "full":
-            pad = (0, 0, 0, 1)
-            keys, values, positions = F.pad(keys, pad), F.pad(values, pad), F.pad(positions, (0, 1))
+            keys, values, positions, _ = _grow(state, int(slot.max()) + 1 if len(slot) else 0)
             place = slot
         else:
             place = slot % self.window
@@ -409,6 +401,14 @@ class GAU(PackedModule):
             positions.index_put(target, position),
             count.index_add(0, rows, torch.ones_like(rows)),
         )
+
+
+def _grow(state: Memory, slots: int) -> Memory:
+    """The memory with room for so many tokens per row."""
+    more = max(0, slots - state.keys.shape[1])
+    pad = (0, 0, 0, more)
+    keys, values = F.pad(state.keys, pad), F.pad(state.values, pad)
+    return Memory(keys, values, F.pad(state.positions, (0, more)), state.total)
 
 
 def _wide(x: Tensor) -> torch.dtype:
