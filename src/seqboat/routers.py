@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqboat.checks import check_positive, require
+from seqboat.checks import check_mask, check_positive, require
 from seqboat.nn import init_linear
 from seqboat.sma import Routing
 
@@ -40,6 +40,9 @@ class Router(nn.Module, ABC):
         Returns:
             active and probs, both (..., modules); probs in float32 at least.
         """
+        require(
+            x.shape[-1:] == (self.d_model,), f"x must have shape (..., {self.d_model}), got {tuple(x.shape)}"
+        )
         with torch.autocast(x.device.type, enabled=False):
             return self.route(x if x.dtype == torch.float64 else x.float())
 
@@ -125,12 +128,12 @@ class GumbelSoftmax(Router):
         self.start, self.decay, self.floor = start, decay, floor
         self.logits = nn.Linear(d_model, 2 * modules)
         init_linear(self.logits)
-        self.register_buffer("training_step", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("training_step", torch.zeros((), dtype=torch.int64))
 
     @property
     def temperature(self) -> Tensor:
         """tau' at the current training step."""
-        return (self.start * self.decay**self.training_step).clamp(min=self.floor)
+        return (self.start * self.decay ** self.training_step.double()).clamp(min=self.floor)
 
     def route(self, x: Tensor) -> Routing:
         logits = self.linear(self.logits, x).unflatten(-1, (self.modules_count, 2))
@@ -277,6 +280,7 @@ def activation(routing: Routing, mask: Tensor | None = None) -> Activation:
     active = routing.active
     if mask is None:
         mask = active.new_ones(active.shape[:2])
+    check_mask(mask, active)
     count = (active & mask[..., None]).sum(dim=1)
     total = mask.sum(dim=1)[:, None]
     confidence = torch.where(mask[..., None], routing.confidence, 0).sum(dim=(0, 1))
