@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from seqboat.checks import require
+from seqboat.checks import check_positive, require
 
 State = TypeVar("State", bound=Any)
 
@@ -49,11 +49,20 @@ def select_rows(state: State, rows: Tensor) -> State:
         rows.dim() == 1 and rows.dtype in (torch.int64, torch.int32),
         f"rows must be a one-dimensional integer tensor, got {rows.dtype} of shape {tuple(rows.shape)}",
     )
-    return map_state(lambda part: part.index_select(0, rows.to(part.device)), state)
+    return map_state(lambda part: _take_rows(part, rows), state)
+
+
+def _take_rows(part: Tensor, rows: Tensor) -> Tensor:
+    # rows on another device are checked there: looking at them here would make the host wait
+    if rows.device.type == "cpu" and rows.numel():
+        last, wrong = len(part) - 1, rows[(rows < 0) | (rows >= len(part))]
+        require(wrong.numel() == 0, f"rows must lie in 0..{last}, got {wrong[:1].tolist()}")
+    return part.index_select(0, rows.to(part.device))
 
 
 def repeat_rows(state: State, times: int) -> State:
     """Every row `times` times in a row, as `generate` with several beams expects."""
+    check_positive("times", times)
     return map_state(lambda part: part.repeat_interleave(times, dim=0), state)
 
 
@@ -72,7 +81,7 @@ def check_state(state: Any, like: Any, device: torch.device, what: str) -> None:
 
     Args:
         state: what the caller passed.
-        like: a fresh state; only its shapes and types are read; a size of zero stands for any.
+        like: a fresh state; only its shapes and types are read; behind the batch, a size of zero stands for any.
         device: where the state has to be.
         what: the name of the layer, for the message.
     """
@@ -88,11 +97,11 @@ def check_state(state: Any, like: Any, device: torch.device, what: str) -> None:
     )
     for name, want in expected.items():
         have = got[name]
-        require(
-            have.dim() == want.dim()
-            and all(a == b or b == 0 for a, b in zip(have.shape, want.shape, strict=True)),
-            f"{name} must have shape {tuple(want.shape)} for this {what} and batch, got {tuple(have.shape)}",
-        )
+        fits = have.shape[:1] == want.shape[:1] and have.dim() == want.dim()
+        fits = fits and all(a == b or b == 0 for a, b in zip(have.shape[1:], want.shape[1:], strict=True))
+        sizes = ", ".join(str(size or "any") if i else str(size) for i, size in enumerate(want.shape))
+        sizes += "," if want.dim() == 1 else ""
+        require(fits, f"{name} must have shape ({sizes}) for this {what} and batch, got {tuple(have.shape)}")
         require(
             have.dtype == want.dtype and have.device == device,
             f"{name} must be {want.dtype} on {device} for this {what}, got {have.dtype} on {have.device}",
