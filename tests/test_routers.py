@@ -1,0 +1,308 @@
+"""Who decides: decisions by hand, temperatures, noise, extreme values, statistics."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from seqboat.mixers.seqboat import SeqBoat, SeqBoatConfig
+from seqboat.routers import (
+    ROUTERS,
+    AlwaysActive,
+    GumbelConfig,
+    GumbelSoftmax,
+    Router,
+    SigmoidRouter,
+    TemperedSoftmax,
+    XMoE,
+    activation,
+    activations,
+    set_training_step,
+)
+from seqboat.sma import Routing
+
+every_router = pytest.mark.parametrize("config", ROUTERS.values(), ids=ROUTERS.keys())
+
+
+def set_linear(layer: nn.Linear, weight: list[list[float]], bias: list[float] | None = None) -> None:
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor(weight))
+        if bias is not None:
+            layer.bias.copy_(torch.tensor(bias))
+
+
+def test_tempered_softmax_by_hand() -> None:
+    router = TemperedSoftmax(2)
+    set_linear(router.logits, [[1.0, 0.0], [0.0, 1.0]], [0.5, 0.0])
+    nn.init.constant_(router.log_temperature, math.log(2.0))
+    x = torch.tensor([[1.0, 3.0], [3.0, 1.0], [0.0, 0.5]])
+    active, probs = router(x)
+    # softmax over (skip, activate) of (1.5, 3), (3.5, 1) and the tie (0.5, 0.5), each divided by 2
+    expected = torch.softmax(torch.tensor([[1.5, 3.0], [3.5, 1.0], [0.5, 0.5]]) / 2, dim=-1)[:, 1:]
+    torch.testing.assert_close(probs, expected)
+    assert active.tolist() == [[True], [False], [False]]
+    torch.testing.assert_close(router(x).confidence, torch.tensor([[probs[0, 0].item()], [0.0], [0.0]]))
+
+
+def test_tempered_softmax_of_several_modules() -> None:
+    torch.manual_seed(0)
+    router = TemperedSoftmax(5, modules=3)
+    nn.init.normal_(router.logits.weight)
+    nn.init.normal_(router.log_temperature)
+    x = torch.randn(4, 7, 5)
+    logits = router.logits(x).view(4, 7, 3, 2) / router.log_temperature.exp()[:, None]
+    best = logits.softmax(dim=-1)
+    active, probs = router(x)
+    torch.testing.assert_close(probs, best[..., 1])
+    assert active.equal(best.argmax(dim=-1) == 1)
+
+
+@pytest.mark.parametrize(("d_model", "scale"), [(64, 1.0), (100, 0.3)])
+def test_temperature_starts_at_scale_times_root_of_the_width(d_model: int, scale: float) -> None:
+    router = TemperedSoftmax(d_model, temperature_scale=scale)
+    torch.testing.assert_close(router.temperature, torch.tensor([scale * math.sqrt(d_model)]))
+
+
+def test_sigmoid_by_hand() -> None:
+    router = SigmoidRouter(1)
+    set_linear(router.logits, [[2.0]], [-1.0])
+    active, probs = router(torch.tensor([[0.0], [0.5], [1.0]]))
+    torch.testing.assert_close(probs, torch.sigmoid(torch.tensor([[-1.0], [0.0], [1.0]])))
+    assert active.tolist() == [[False], [False], [True]]
+
+
+@pytest.mark.parametrize("step", [0, 1, 1000, 100_000, 277_258, 277_259, 10_000_000])
+def test_gumbel_temperature_falls_with_the_training_step(step: int) -> None:
+    layer = SeqBoat(4, SeqBoatConfig(router=GumbelConfig()))
+    router = layer.sma.router
+    assert isinstance(router, GumbelSoftmax)
+    set_training_step(layer, step)
+    assert float(router.temperature) == pytest.approx(max(2 * 0.999995**step, 0.5), rel=1e-12)
+    # the step is saved with the weights
+    other = SeqBoat(4, SeqBoatConfig(router=GumbelConfig()))
+    other.load_state_dict(layer.state_dict())
+    assert isinstance(other.sma.router, GumbelSoftmax)
+    assert other.sma.router.temperature.equal(router.temperature)
+
+
+def test_the_training_step_survives_a_change_of_type() -> None:
+    router = GumbelSoftmax(4)
+    set_training_step(router, 123_457)
+    expected = 2 * 0.999995**123_457
+    assert float(router.to(torch.bfloat16).temperature) == pytest.approx(expected, rel=1e-9)
+
+
+@torch.no_grad()
+def test_gumbel_noise_in_training_only() -> None:
+    router = GumbelSoftmax(3)
+    x = torch.zeros(20_000, 3)
+    router.eval()
+    assert router(x).probs.equal(router(x).probs)
+    torch.testing.assert_close(router(x).probs, torch.full((20_000, 1), 0.5))
+    router.train()
+    torch.manual_seed(0)
+    first = router(x)
+    assert not first.probs.equal(router(x).probs)
+    # the logit is logistic noise divided by the temperature 2: variance pi^2 / 3 / 4, half of it positive
+    noise = torch.logit(first.probs.double())
+    assert float(first.active.double().mean()) == pytest.approx(0.5, abs=0.02)
+    assert float(noise.var()) == pytest.approx(math.pi**2 / 12, rel=0.05)
+
+
+def test_gumbel_at_low_temperature_decides_by_the_noisy_logit() -> None:
+    router = GumbelSoftmax(1)
+    set_linear(router.logits, [[0.0], [1.0]], [0.0, 0.0])
+    set_training_step(router, 10_000_000)
+    router.train()
+    torch.manual_seed(0)
+    rate = float(router(torch.ones(20_000, 1)).active.double().mean())
+    # P(u + logistic > 0) = sigmoid(u), whatever the temperature
+    assert rate == pytest.approx(1 / (1 + math.exp(-1)), abs=0.02)
+
+
+def test_xmoe_by_hand() -> None:
+    router = XMoE(2, modules=2, d_route=2)
+    set_linear(router.project, [[1.0, 0.0], [0.0, 1.0]])
+    with torch.no_grad():
+        router.options.copy_(torch.tensor([[2.0, 0.0], [0.0, 3.0], [-1.0, 0.0]]))
+    nn.init.constant_(router.log_temperature, math.log(0.5))
+    x = torch.tensor([[5.0, 0.0], [0.0, 7.0], [-1.0, 0.0], [3.0, 4.0]])
+    cosines = torch.tensor([[1.0, 0.0, -1.0], [0.0, 1.0, 0.0], [-1.0, 0.0, 1.0], [0.6, 0.8, -0.6]])
+    active, probs = router(x)
+    torch.testing.assert_close(probs, torch.softmax(cosines / 0.5, dim=-1)[:, 1:])
+    assert active.tolist() == [[False, False], [True, False], [False, True], [True, False]]
+
+
+def test_xmoe_activates_at_most_one_module() -> None:
+    torch.manual_seed(0)
+    router = XMoE(6, modules=4)
+    nn.init.normal_(router.project.weight)
+    active, probs = router(torch.randn(50, 20, 6))
+    counts = active.sum(dim=-1)
+    assert set(counts.unique().tolist()) == {0, 1}
+    chosen = probs.masked_fill(~active, 0).amax(dim=-1)
+    assert (chosen >= probs.amax(dim=-1)).equal(counts == 1)
+
+
+def test_always_active() -> None:
+    active, probs = AlwaysActive(3, modules=2)(torch.randn(4, 5, 3))
+    assert active.shape == probs.shape == (4, 5, 2)
+    assert active.all() and (probs == 1).all()
+
+
+@every_router
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_single_precision_at_least(config: Any, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    router = config().build(6, 2)
+    for parameter in router.parameters():
+        nn.init.normal_(parameter)
+    router.eval()
+    x = torch.randn(3, 4, 6)
+    expected = router(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = router(x)
+    assert inside.probs.dtype == torch.float32
+    assert inside.probs.equal(expected.probs) and inside.active.equal(expected.active)
+    probs = router.to(dtype)(x.to(dtype)).probs
+    assert probs.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+@every_router
+@pytest.mark.parametrize("size", [1e4, -1e4, 1e30])
+@pytest.mark.parametrize("log_temperature", [None, 1e3, -1e3])
+def test_extreme_logits_and_temperatures(config: Any, size: float, log_temperature: float | None) -> None:
+    torch.manual_seed(0)
+    router: Router = config().build(6)
+    temperature = getattr(router, "log_temperature", None)
+    if log_temperature is not None:
+        if temperature is None:
+            pytest.skip("this router learns no temperature")
+        nn.init.constant_(temperature, log_temperature)
+    x = (size * torch.randn(3, 4, 6)).requires_grad_()
+    routing = router(x)
+    assert routing.probs.isfinite().all()
+    if not list(router.parameters()):
+        return
+    routing.confidence.sum().backward()
+    for name, parameter in router.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all(), name
+    assert x.grad is not None and x.grad.isfinite().all()
+
+
+@every_router
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
+def test_a_token_that_is_not_finite_activates_nothing(config: Any, poison: float) -> None:
+    torch.manual_seed(0)
+    router: Router = config().build(6, 2).eval()
+    x = torch.randn(200, 6)
+    clean = router(x).active
+    x[::2, 3] = poison
+    active = router(x).active
+    assert not active[::2].any() and active[1::2].equal(clean[1::2])
+
+
+@every_router
+def test_tokens_are_routed_alone(config: Any) -> None:
+    torch.manual_seed(0)
+    router: Router = config().build(6, 2).double().eval()
+    x = torch.randn(3, 5, 6, dtype=torch.float64)
+    whole = router(x)
+    for row in range(3):
+        for t in range(5):
+            single = router(x[row, t])
+            torch.testing.assert_close(single.probs, whole.probs[row, t], rtol=0, atol=1e-12)
+            assert single.active.equal(whole.active[row, t])
+
+
+@pytest.mark.parametrize("config", [config for name, config in ROUTERS.items() if name != "always-active"])
+def test_gradient_of_the_confidence_skips_inactive_tokens(config: Any) -> None:
+    torch.manual_seed(0)
+    router: Router = config().build(6).double().eval()
+    for parameter in router.parameters():
+        nn.init.normal_(parameter)
+    x = torch.randn(40, 6, dtype=torch.float64, requires_grad=True)
+    routing = router(x)
+    routing.confidence.sum().backward()
+    assert x.grad is not None
+    assert x.grad.abs().sum(dim=-1).gt(0).equal(routing.active[:, 0])
+    assert routing.active.any() and not routing.active.all()
+
+
+def test_statistics_by_hand() -> None:
+    active = torch.tensor([[[1, 0], [0, 0], [1, 1]], [[1, 0], [1, 0], [0, 0]]]).bool()
+    probs = torch.tensor([[[0.9, 0.1], [0.2, 0.3], [0.7, 0.8]], [[0.6, 0.2], [1.0, 0.4], [0.3, 0.3]]])
+    whole = activation(Routing(active, probs))
+    torch.testing.assert_close(whole.rate, torch.tensor([4 / 6, 1 / 6]))
+    torch.testing.assert_close(whole.confidence, torch.tensor([(0.9 + 0.7 + 0.6 + 1.0) / 4, 0.8]))
+    torch.testing.assert_close(whole.per_row, torch.tensor([[2 / 3, 1 / 3], [2 / 3, 0.0]]))
+    mask = torch.tensor([[True, True, False], [True, False, False]])
+    masked = activation(Routing(active, probs), mask)
+    torch.testing.assert_close(masked.rate, torch.tensor([2 / 3, 0.0]))
+    torch.testing.assert_close(masked.confidence, torch.tensor([0.75, 0.0]))
+    torch.testing.assert_close(masked.per_row, torch.tensor([[0.5, 0.0], [1.0, 0.0]]))
+
+
+def test_statistics_of_nothing() -> None:
+    nothing = activation(Routing(torch.zeros(2, 0, 1, dtype=torch.bool), torch.zeros(2, 0, 1)))
+    assert nothing.rate.tolist() == [0.0] and nothing.confidence.tolist() == [0.0]
+    assert nothing.per_row.tolist() == [[0.0], [0.0]]
+
+
+def test_statistics_of_a_model_skip_layers_without_a_router() -> None:
+    routing = Routing(torch.ones(1, 2, 1, dtype=torch.bool), torch.ones(1, 2, 1))
+    measured = activations((None, routing, None))
+    assert [part.rate.tolist() for part in measured] == [[1.0]]
+
+
+def test_statistics_refuse_a_mask_of_another_shape() -> None:
+    routing = Routing(torch.ones(2, 3, 1, dtype=torch.bool), torch.ones(2, 3, 1))
+    with pytest.raises(ValueError, match=r"mask must have shape \(batch, time\) = \(2, 3\), got \(1, 3\)"):
+        activation(routing, torch.ones(1, 3, dtype=torch.bool))
+
+
+def test_padding_is_never_active() -> None:
+    torch.manual_seed(0)
+    for config in ROUTERS.values():
+        layer = SeqBoat(4, SeqBoatConfig(router=config()))
+        mask = torch.rand(3, 12) < 0.5
+        routing = layer(torch.randn(3, 12, 4), mask).routing
+        assert not routing.active[~mask].any() and not routing.probs[~mask].any()
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: TemperedSoftmax(0), "d_model must be an integer >= 1, got 0"),
+        (lambda: TemperedSoftmax(4, 0), "modules must be an integer >= 1, got 0"),
+        (lambda: TemperedSoftmax(4, temperature_scale=0.0), "temperature_scale must be positive, got 0.0"),
+        (lambda: GumbelSoftmax(4, floor=0.0), "floor must be positive, got 0.0"),
+        (lambda: GumbelSoftmax(4, decay=1.5), r"decay must be in \(0, 1\], got 1.5"),
+        (lambda: XMoE(4, d_route=0), "d_route must be an integer >= 1, got 0"),
+    ],
+)
+def test_errors(build: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+@every_router
+def test_input_of_another_width(config: Any) -> None:
+    router: Router = config().build(6)
+    with pytest.raises(ValueError, match=r"x must have shape \(\.\.\., 6\), got \(2, 5\)"):
+        router(torch.randn(2, 5))
+
+
+def test_confidence_reaches_the_output() -> None:
+    """The router of a layer learns: its weights get a gradient that is not zero."""
+    torch.manual_seed(0)
+    for config in ROUTERS.values():
+        layer = SeqBoat(8, SeqBoatConfig(router=config()))
+        x: Tensor = torch.randn(2, 30, 8)
+        layer(x).y.square().sum().backward()
+        for name, parameter in layer.sma.router.named_parameters():
+            assert parameter.grad is not None and parameter.grad.any(), name

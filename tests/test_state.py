@@ -1,0 +1,266 @@
+"""States as values: rows picked, repeated and reordered, graphs cut, sizes constant, strangers refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mixer_cases import (
+    D_MODEL,
+    RECURRENT_CASES,
+    SMALL_EMA,
+    SMALL_GAU,
+    Case,
+    assert_near,
+    assert_states_near,
+)
+from seqboat.mixers.base import RecurrentMixer
+from seqboat.mixers.gau import GAUConfig
+from seqboat.mixers.s4d import S4DConfig
+from seqboat.mixers.seqboat import SeqBoatConfig
+from seqboat.state import (
+    check_state,
+    detach_state,
+    map_state,
+    repeat_rows,
+    select_rows,
+    state_bytes,
+    tensors,
+)
+
+every_recurrent_case = pytest.mark.parametrize("case", RECURRENT_CASES, ids=str)
+
+
+def make(case: Case) -> RecurrentMixer:
+    mixer = case.make()
+    assert isinstance(mixer, RecurrentMixer)
+    return mixer
+
+
+def sequence(batch: int, time: int) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(batch, time, D_MODEL, generator=generator, dtype=torch.float64)
+
+
+@every_recurrent_case
+@torch.no_grad()
+def test_reordered_rows_continue_as_the_reordered_batch(case: Case) -> None:
+    mixer = make(case)
+    x = sequence(3, 20)
+    rows = torch.tensor([2, 0, 0, 1, 2])
+    state = select_rows(mixer(x[:, :11]).state, rows)
+    expected = mixer(x[rows])
+    later = mixer(x[rows][:, 11:], state=state)
+    assert_near(later.y, expected.y[:, 11:], 1e-10)
+    assert_states_near(later.state, expected.state, 1e-10)
+    for t in range(11, 20):
+        out = mixer.step(x[rows][:, t], state)
+        assert_near(out.y, expected.y[:, t], 1e-10)
+        state = out.state
+
+
+@every_recurrent_case
+@torch.no_grad()
+def test_repeated_rows(case: Case) -> None:
+    mixer = make(case)
+    state = mixer(sequence(2, 9)).state
+    repeated = repeat_rows(state, 3)
+    assert_states_near(repeated, select_rows(state, torch.tensor([0, 0, 0, 1, 1, 1])), 0)
+    assert state_bytes(repeated) == 3 * state_bytes(state)
+    assert type(repeated) is type(state)
+
+
+@every_recurrent_case
+def test_gradient_flows_through_a_state_until_it_is_detached(case: Case) -> None:
+    mixer = make(case)
+    whole, parts = sequence(2, 16).requires_grad_(), sequence(2, 16).requires_grad_()
+    mixer(whole).y[:, 9:].square().sum().backward()
+    expected = {name: parameter.grad for name, parameter in mixer.named_parameters()}
+    mixer.zero_grad()
+    state = mixer(parts[:, :9]).state
+    mixer(parts[:, 9:], state=state).y.square().sum().backward()
+    assert whole.grad is not None and parts.grad is not None
+    assert_near(parts.grad, whole.grad, 1e-10)
+    for name, parameter in mixer.named_parameters():
+        want = expected[name]
+        assert parameter.grad is not None and want is not None
+        assert_near(parameter.grad, want, 1e-9, name)
+    parts.grad = None
+    state = detach_state(mixer(parts[:, :9]).state)
+    assert not any(part.requires_grad for _, part in tensors(state))
+    mixer(parts[:, 9:], state=state).y.square().sum().backward()
+    later: Any = parts.grad
+    assert not later[:, :9].any() and later[:, 9:].any()
+
+
+@every_recurrent_case
+def test_gradient_flows_through_steps(case: Case) -> None:
+    mixer = make(case)
+    whole, parts = sequence(2, 12).requires_grad_(), sequence(2, 12).requires_grad_()
+    mixer(whole).y.square().sum().backward()
+    state, total = mixer.init_state(2), torch.zeros((), dtype=torch.float64)
+    for t in range(12):
+        out = mixer.step(parts[:, t], state)
+        state, total = out.state, total + out.y.square().sum()
+    total.backward()
+    assert whole.grad is not None and parts.grad is not None
+    assert_near(parts.grad, whole.grad, 1e-10)
+
+
+@pytest.mark.parametrize("span", ["memory", "chunk"])
+@torch.no_grad()
+def test_size_is_constant(span: Any) -> None:
+    config = SeqBoatConfig(ssm=SMALL_EMA, gau=replace(SMALL_GAU, span=span), causal=True)
+    layer = config.build(D_MODEL)
+    state = layer.init_state(2)
+    size = state_bytes(state)
+    shapes = [part.shape for _, part in tensors(state)]
+    # EMA states, keys, values, positions, counts of active tokens and of all tokens, in float32 and int64
+    assert size == 2 * (4 * D_MODEL * 4 + 5 * (6 * 4 + 10 * 4 + 8) + 8 + 8)
+    x = torch.randn(1000, 2, D_MODEL)
+    for token in x:
+        state = layer.step(token, state, inplace=True).state
+        assert [part.shape for _, part in tensors(state)] == shapes
+    assert state.sma.seen.tolist() == [1000, 1000]
+    assert state_bytes(layer(x.transpose(0, 1)).state) == size
+
+
+@torch.no_grad()
+def test_full_span_grows_with_the_active_tokens_alone() -> None:
+    config = SeqBoatConfig(ssm=SMALL_EMA, gau=replace(SMALL_GAU, span="full"), causal=True)
+    layer = config.build(D_MODEL)
+    out = layer(torch.randn(1, 200, D_MODEL))
+    active = int(out.routing.active.sum())
+    assert 0 < active < 200
+    assert out.state.sma.modules[0].keys.shape == (1, active, 6)
+
+
+@torch.no_grad()
+def test_resting_rows_do_not_grow_a_full_memory() -> None:
+    config = SeqBoatConfig(ssm=SMALL_EMA, gau=replace(SMALL_GAU, span="full"), causal=True)
+    layer = config.build(D_MODEL)
+    state = layer(torch.randn(2, 9, D_MODEL)).state
+    for _ in range(5):
+        state = layer.step(torch.randn(2, D_MODEL), state, torch.tensor([False, False])).state
+    assert state_bytes(state) == state_bytes(layer(torch.randn(2, 0, D_MODEL), state=state).state)
+    totals = state.sma.modules[0].total
+    assert state.sma.modules[0].keys.shape[1] == int(totals.max())
+
+
+def test_map_and_names() -> None:
+    state = (torch.ones(2), (None, torch.zeros(2, 3)))
+    assert [name for name, _ in tensors(state)] == ["state.0", "state.1.1"]
+    doubled = map_state(lambda part: 2 * part, state)
+    assert doubled[1][0] is None and doubled[0].tolist() == [2.0, 2.0]
+    assert state_bytes(state) == 4 * (2 + 6)
+    with pytest.raises(ValueError, match="a state holds tensors and tuples, not dict"):
+        map_state(lambda part: part, {"a": torch.ones(1)})
+
+
+def test_rows_must_be_whole_numbers() -> None:
+    state = (torch.ones(3, 2),)
+    with pytest.raises(ValueError, match=r"rows must be a one-dimensional integer tensor, got torch.float32"):
+        select_rows(state, torch.ones(2))
+    with pytest.raises(ValueError, match=r"rows must be .* got torch.bool of shape \(3,\)"):
+        select_rows(state, torch.tensor([True, False, True]))
+    with pytest.raises(ValueError, match=r"rows must be .* of shape \(1, 2\)"):
+        select_rows(state, torch.tensor([[0, 1]]))
+    with pytest.raises(ValueError, match=r"rows must lie in 0\.\.2, got \[3\]"):
+        select_rows(state, torch.tensor([0, 3]))
+    with pytest.raises(ValueError, match=r"rows must lie in 0\.\.2, got \[-1\]"):
+        select_rows(state, torch.tensor([-1]))
+    with pytest.raises(ValueError, match="times must be an integer >= 1, got 0"):
+        repeat_rows(state, 0)
+    assert select_rows(state, torch.tensor([], dtype=torch.int64))[0].shape == (0, 2)
+
+
+LAYER = SeqBoatConfig(ssm=SMALL_EMA, gau=SMALL_GAU, causal=True)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (
+            replace(LAYER, ssm=replace(SMALL_EMA, d_state=6)),
+            r"state.ssm.states must have shape \(2, 8, 4\) for this SeqBoat and batch, got \(2, 8, 6\)",
+        ),
+        (
+            replace(LAYER, gau=replace(SMALL_GAU, window=7)),
+            r"state.sma.modules.0.keys must have shape \(2, 5, 6\) .* got \(2, 7, 6\)",
+        ),
+        (
+            replace(LAYER, gau=replace(SMALL_GAU, d_v=12)),
+            r"state.sma.modules.0.values must have shape \(2, 5, 10\) .* got \(2, 5, 12\)",
+        ),
+        (
+            replace(LAYER, ssm=replace(SMALL_EMA, truncation=5)),
+            r"state of another model: SeqBoat expects \[.*'state.ssm.states'\], got \[.*'state.ssm.history'\]",
+        ),
+    ],
+    ids=["d_state", "window", "d_v", "truncation"],
+)
+def test_state_of_another_model(other: SeqBoatConfig, message: str) -> None:
+    layer, stranger = LAYER.build(D_MODEL), other.build(D_MODEL)
+    state = stranger.init_state(2)
+    with pytest.raises(ValueError, match=message):
+        layer(torch.randn(2, 3, D_MODEL), state=state)
+    with pytest.raises(ValueError, match=message):
+        layer.step(torch.randn(2, D_MODEL), state)
+
+
+def test_state_of_another_batch_type_or_layer() -> None:
+    layer = LAYER.build(D_MODEL)
+    x = torch.randn(2, 3, D_MODEL)
+    with pytest.raises(ValueError, match=r"state.ssm.states must have shape \(2, 8, 4\) .* got \(3, 8, 4\)"):
+        layer(x, state=layer.init_state(3))
+    with pytest.raises(ValueError, match=r"state.ssm.states must have shape \(2, 8, 4\) .* got \(1, 8, 4\)"):
+        layer.step(x[:, 0], layer.init_state(1))
+    with pytest.raises(ValueError, match=r"must be torch.float32 on cpu .* got torch.float64 on cpu"):
+        layer(x, state=layer.init_state(2, torch.float64))
+    with pytest.raises(ValueError, match="state must be a SeqBoatState of this SeqBoat, got SSMState"):
+        layer(x, state=layer.init_state(2).ssm)
+    with pytest.raises(ValueError, match="state must be a SeqBoatState of this SeqBoat, got Tensor"):
+        layer(x, state=torch.zeros(2))
+    with pytest.raises(ValueError, match="state must be a SeqBoatState of this SeqBoat, got NoneType"):
+        layer.step(x[:, 0], None)
+    meta = map_state(lambda part: part.to("meta"), layer.init_state(2))
+    with pytest.raises(ValueError, match=r"must be torch.float32 on cpu .* got torch.float32 on meta"):
+        layer(x, state=meta)
+
+
+def test_bidirectional_layers_take_no_state() -> None:
+    layer = replace(LAYER, causal=False).build(D_MODEL)
+    message = "this SeqBoat is bidirectional: only causal layers carry a state"
+    state = LAYER.build(D_MODEL).init_state(2)
+    with pytest.raises(ValueError, match=message):
+        layer.init_state(2)
+    with pytest.raises(ValueError, match=message):
+        layer(torch.randn(2, 3, D_MODEL), state=state)
+    with pytest.raises(ValueError, match=message):
+        layer.step(torch.randn(2, D_MODEL), state)
+
+
+def test_check_state_reads_a_size_of_zero_as_any() -> None:
+    fresh = (torch.zeros(2, 0, 3),)
+    check_state((torch.zeros(2, 7, 3),), fresh, torch.device("cpu"), "layer")
+    with pytest.raises(ValueError, match=r"state.0 must have shape \(2, any, 3\) .* got \(2, 7, 4\)"):
+        check_state((torch.zeros(2, 7, 4),), fresh, torch.device("cpu"), "layer")
+    # the batch is never any
+    with pytest.raises(ValueError, match=r"state.0 must have shape \(0, any, 3\) .* got \(2, 7, 3\)"):
+        check_state((torch.zeros(2, 7, 3),), (torch.zeros(0, 0, 3),), torch.device("cpu"), "layer")
+    with pytest.raises(ValueError, match=r"state.0 must have shape \(2,\) .* got \(3,\)"):
+        check_state((torch.zeros(3),), (torch.zeros(2),), torch.device("cpu"), "layer")
+
+
+def test_state_dtype_follows_the_inputs() -> None:
+    config = SeqBoatConfig(ssm=S4DConfig(d_state=4), gau=GAUConfig(d_z=4, window=3), causal=True)
+    layer = config.build(D_MODEL).to(torch.bfloat16)
+    state = layer(torch.randn(2, 5, D_MODEL, dtype=torch.bfloat16)).state
+    kinds = {name: part.dtype for name, part in tensors(state)}
+    assert kinds["state.ssm.states"] == torch.float32
+    assert kinds["state.sma.modules.0.keys"] == torch.bfloat16
+    assert {name: part.dtype for name, part in tensors(layer.init_state(2))} == kinds
