@@ -1,1 +1,49 @@
 """Tasks: one file each, which reads the published file format or makes the data itself."""
+
+from seqboat.tasks.base import IGNORE, SPLITS, Batch, Dataset, Example, Loss, Split, Task, TaskConfig
+from seqboat.tasks.copy import CopyTaskConfig
+from seqboat.tasks.enwik8 import Enwik8TaskConfig
+from seqboat.tasks.files import ClassifyTaskConfig, LMTextTaskConfig
+from seqboat.tasks.image import ImageTaskConfig
+from seqboat.tasks.listops import ListOpsTaskConfig
+from seqboat.tasks.recall import RecallTaskConfig
+from seqboat.tasks.retrieval import RetrievalTaskConfig
+from seqboat.tasks.speech import SpeechTaskConfig
+from seqboat.tasks.text import TextTaskConfig
+
+TASKS = {
+    "listops": ListOpsTaskConfig,
+    "text": TextTaskConfig,
+    "retrieval": RetrievalTaskConfig,
+    "image": ImageTaskConfig,
+    "speech": SpeechTaskConfig,
+    "enwik8": Enwik8TaskConfig,
+    "recall": RecallTaskConfig,
+    "copy": CopyTaskConfig,
+    "classify": ClassifyTaskConfig,
+    "lmtext": LMTextTaskConfig,
+}
+"""Every task by the name that commands use: a configuration class with defaults for every field."""
+
+__all__ = [
+    "IGNORE",
+    "SPLITS",
+    "TASKS",
+    "Batch",
+    "ClassifyTaskConfig",
+    "CopyTaskConfig",
+    "Dataset",
+    "Enwik8TaskConfig",
+    "Example",
+    "ImageTaskConfig",
+    "LMTextTaskConfig",
+    "ListOpsTaskConfig",
+    "Loss",
+    "RecallTaskConfig",
+    "RetrievalTaskConfig",
+    "SpeechTaskConfig",
+    "Split",
+    "Task",
+    "TaskConfig",
+    "TextTaskConfig",
+]

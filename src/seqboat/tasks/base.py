@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -39,11 +39,11 @@ BYTES = 256
 class Example(NamedTuple):
     """One example, as arrays."""
 
-    inputs: NDArray[np.generic]
+    inputs: NDArray[Any]
     """(time,) token ids, or (time, channels) real values"""
-    target: NDArray[np.generic] | int
+    target: NDArray[Any] | int
     """the class; of a language model (time,) the token wanted after each token, or IGNORE"""
-    second: NDArray[np.generic] | None = None
+    second: NDArray[Any] | None = None
     """the other sequence of a pair"""
 
 
@@ -53,7 +53,7 @@ class Batch(NamedTuple):
     inputs: Tensor
     """(batch, time) int64 token ids, or (batch, time, channels) float32 real values"""
     mask: Tensor | None
-    """(batch, time) bool, True on real tokens; None where all examples of the task have the same length"""
+    """(batch, time) bool, True on real tokens; None where no row is padded"""
     targets: Tensor
     """(batch,) int64 classes, or (batch, time) int64 tokens with IGNORE"""
     second: Tensor | None = None
@@ -129,7 +129,7 @@ class Task(ABC):
     max_length: int
     """The longest sequence that an example can have."""
     fixed_length: bool = False
-    """Whether all examples have max_length tokens: batches then carry no mask."""
+    """Whether all examples have max_length tokens: there is then nothing to bucket, and no padding."""
     metric: str = "accuracy"
     """The number that tells better from worse."""
     better: Literal["higher", "lower"] = "higher"
@@ -161,15 +161,15 @@ class Task(ABC):
         second, second_mask = self._pad(seconds)
         return Batch(inputs, mask, targets, second, second_mask)
 
-    def _pad(self, rows: Sequence[NDArray[np.generic]]) -> tuple[Tensor, Tensor | None]:
+    def _pad(self, rows: Sequence[NDArray[Any]]) -> tuple[Tensor, Tensor | None]:
         dtype = torch.float32 if self.vocab is None else torch.int64
         time = max(len(row) for row in rows)
         inputs = torch.zeros((len(rows), time, *rows[0].shape[1:]), dtype=dtype)
         for to, row in zip(inputs, rows, strict=True):
             to[: len(row)] = torch.from_numpy(np.ascontiguousarray(row)).to(dtype)
-        if self.fixed_length:
-            return inputs, None
         sizes = torch.tensor([len(row) for row in rows])
+        if bool((sizes == time).all()):
+            return inputs, None
         return inputs, torch.arange(time) < sizes[:, None]
 
     def loss(self, output: Output, batch: Batch) -> Loss:
@@ -206,7 +206,7 @@ class Task(ABC):
             parts.append(f"class {int(example.target)}")
         return "\n".join(parts)
 
-    def _spell(self, inputs: NDArray[np.generic]) -> str:
+    def _spell(self, inputs: NDArray[Any]) -> str:
         return " ".join(str(value) for value in inputs.reshape(-1).tolist())
 
     def check_split(self, split: str) -> None:

@@ -27,6 +27,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seqboat.checks import check_positive, require
+from seqboat.data import Prepared, Progress, RaggedWriter, Skips, Staging
+from seqboat.sources import Source
+from seqboat.tasks.base import SPLITS, Dataset, Example, Split
+from seqboat.tasks.stored import RaggedDataset, StoredTask, StoredTaskConfig
 
 DIGITS = tuple("0123456789")
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
@@ -43,6 +47,7 @@ MAX_DRAWS = 1_000_000
 _IDS = {token: i for i, token in enumerate(TOKENS)}
 _DIGIT, _OPERATOR, _CLOSE = _IDS["0"], _IDS[OPERATORS[0]], _IDS[CLOSE]
 _HEADER = "Source\tTarget"
+_TABLES = {f"basic_{split}.tsv": split for split in SPLITS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,3 +272,80 @@ def read_table(path: str | PathLike[str]) -> Iterator[Expression]:
                 yield parse_line(line)
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListOpsTaskConfig(StoredTaskConfig):
+    """The value of an expression."""
+
+    max_length: int = 2000
+    """Tokens after which an expression is cut; published ones are shorter."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive("max_length", self.max_length)
+
+    def build(self) -> ListOpsTask:
+        return ListOpsTask(self)
+
+
+class ListOpsTask(StoredTask):
+    """The value of an expression."""
+
+    name = "listops"
+    kind = "classify"
+    vocab = len(TOKENS)
+    classes = CLASSES
+
+    def __init__(self, config: ListOpsTaskConfig | None = None) -> None:
+        config = config or ListOpsTaskConfig()
+        super().__init__(config)
+        self.max_length = config.max_length
+
+    def whole(self, split: Split) -> Dataset:
+        return RaggedDataset(self.store, split, self.max_length)
+
+    def show(self, example: Example) -> str:
+        return f"{' '.join(decode(example.inputs.tolist()))} -> {example.target}"
+
+
+def prepare(source: Source, staging: Staging, skips: Skips) -> Prepared:
+    """Read `basic_{train,val,test}.tsv`, in a folder or the LRA archive."""
+    counts: dict[str, int] = {}
+    for entry in source.entries(lambda name: name.rpartition("/")[2] in _TABLES):
+        split = _TABLES[entry.base]
+        require(split not in counts, f"{source} has more than one {entry.base}")
+        expressions = RaggedWriter(staging, split)
+        values = []
+        lines = entry.read().decode("ascii", errors="replace").splitlines()
+        require(lines[:1] == [_HEADER], f"{source}: the first line of {entry.name} must be {_HEADER!r}")
+        for number, line in enumerate(lines[1:], start=2):
+            try:
+                expression = parse_line(line)
+                require(len(expression.tokens) > 0, "empty expression")
+            except ValueError as error:
+                skips.add(entry.name, f"line {number}", str(error))
+                continue
+            expressions.append(encode(expression.tokens))
+            values.append(expression.value)
+        staging.put(f"{split}.labels", np.array(values, np.uint8))
+        counts[split] = len(values)
+    for name, split in _TABLES.items():
+        require(counts.get(split, 0) > 0, f"{source} holds no expressions for {split}: expected {name}")
+    return Prepared(counts)
+
+
+def prepare_drawn(
+    staging: Staging, counts: dict[str, int], seed: int, config: ListOpsConfig, advance: Progress
+) -> Prepared:
+    """Make distinct expressions, the splits one after the other from one stream."""
+    stream = iterate(seed, config)
+    for split, count in counts.items():
+        expressions = RaggedWriter(staging, split)
+        values = []
+        for tokens, value in islice(stream, count):
+            expressions.append(encode(tokens))
+            values.append(value)
+            advance(1)
+        staging.put(f"{split}.labels", np.array(values, np.uint8))
+    return Prepared(counts, {"seed": seed})

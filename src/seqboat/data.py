@@ -1,0 +1,409 @@
+"""Prepared data: arrays in memory-mapped files with a manifest, written to the side and put in place at once.
+
+    data/text/manifest.json        format version, source, counts, what was skipped, sha256 of every array
+    data/text/train.tokens.npy     ...
+    data/.text.partial/            work that is not finished; nobody reads it, the next run continues or replaces it
+
+A folder under its final name is always complete: it is filled under another name, flushed to disk, and renamed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any, BinaryIO, NamedTuple, Protocol, Self
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from seqboat.checks import require
+
+FORMAT = 1
+"""Version of the layout of prepared folders; folders of another version are not read."""
+MANIFEST = "manifest.json"
+KEPT_SKIPS = 100
+"""Skipped records that a manifest lists one by one; the rest is only counted."""
+_HEADER = 128
+"""Bytes before the data of our .npy files, so that the number of rows can be filled in at the end."""
+
+
+class MissingData(ValueError):
+    """The data of a task is not there; the message says how to get it."""
+
+
+def sha256_of(path: Path) -> str:
+    """The sha256 of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def free_bytes(folder: Path) -> int:
+    """Room on the disk that holds a folder, which need not exist yet."""
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder survive a crash of the machine."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_json(path: Path, content: object) -> None:
+    """Write JSON so that the file is either whole or not there."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        json.dump(content, file, indent=1, ensure_ascii=False, sort_keys=True)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+class Skips:
+    """Records that were left out, and why; refuses when they are too many to be accidents."""
+
+    def __init__(self, strict: bool = False, most: float = 0.1) -> None:
+        """
+        Args:
+            strict: refuse the first bad record.
+            most: refuse when more than this share of the records is bad.
+        """
+        self.strict = strict
+        self.most = most
+        self.count = 0
+        self.listed: list[dict[str, str]] = []
+
+    def add(self, file: object, record: object, reason: str) -> None:
+        """Leave a record out."""
+        if self.strict:
+            raise ValueError(f"{file}, {record}: {reason}")
+        self.count += 1
+        if len(self.listed) < KEPT_SKIPS:
+            self.listed.append({"file": str(file), "record": str(record), "reason": reason})
+
+    def check(self, kept: int) -> None:
+        """Refuse if too much was left out of what would have been `kept + count` records."""
+        if self.count > self.most * (kept + self.count):
+            first = self.listed[0]
+            raise ValueError(
+                f"{self.count} of {kept + self.count} records are bad; the first: "
+                f"{first['file']}, {first['record']}: {first['reason']}"
+            )
+
+
+class ArrayWriter:
+    """An .npy file that grows by rows."""
+
+    def __init__(self, path: Path, dtype: DTypeLike, row: tuple[int, ...] = ()) -> None:
+        self.path = path
+        self.dtype = np.dtype(dtype)
+        self.row = row
+        self.rows = 0
+        self.file: BinaryIO = open(path, "wb")  # noqa: SIM115 - closed by `close`
+        self.file.write(b"\0" * _HEADER)
+
+    def append(self, rows: NDArray[np.generic]) -> None:
+        """Add rows (n, *row)."""
+        require(
+            rows.shape[1:] == self.row,
+            f"{self.path.name}: rows must have shape {self.row}, got {rows.shape[1:]}",
+        )
+        self.file.write(np.ascontiguousarray(rows, dtype=self.dtype).tobytes())
+        self.rows += len(rows)
+
+    def close(self) -> None:
+        """Write the header and flush to disk."""
+        self.file.seek(0)
+        self.file.write(_npy_header(self.dtype, (self.rows, *self.row)))
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self.file.close()
+
+
+def _npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+    # NumPy pads its header to a multiple of 64 bytes as well, but its length would depend on the number of rows
+    fields = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    text = repr(fields).encode("ascii")
+    room = _HEADER - len(np.lib.format.MAGIC_PREFIX) - 4
+    require(len(text) < room, f"array header too long: {fields}")
+    return np.lib.format.MAGIC_PREFIX + b"\x01\x00" + struct.pack("<H", room) + text.ljust(room - 1) + b"\n"
+
+
+class Staging:
+    """A folder being filled; `finish` puts it in place.
+
+    Use as a context: leaving it without `finish` removes the unfinished folder, unless its plan allows to continue.
+    """
+
+    def __init__(self, root: Path, name: str, plan: Mapping[str, object] | None = None) -> None:
+        """
+        Args:
+            root: the data folder.
+            name: of the prepared data.
+            plan: everything that decides what is made. An unfinished folder with the same plan is continued, any
+                other is removed.
+        """
+        self.root = root
+        self.name = name
+        self.final = root / name
+        self.folder = root / f".{name}.partial"
+        self.plan = None if plan is None else {"format": FORMAT, **plan}
+        self.writers: dict[str, ArrayWriter] = {}
+        self.lock: BinaryIO | None = None
+
+    def __enter__(self) -> Self:
+        self.root.mkdir(parents=True, exist_ok=True)
+        restore(self.root, self.name)
+        self.lock = _lock(self.root / f".{self.name}.lock")
+        plan_file = self.folder / "plan.json"
+        if self.folder.exists() and not (self.plan is not None and _read_json(plan_file) == self.plan):
+            shutil.rmtree(self.folder)
+        self.folder.mkdir(exist_ok=True)
+        if self.plan is not None:
+            write_json(plan_file, self.plan)
+        return self
+
+    def array(self, name: str, dtype: DTypeLike, row: tuple[int, ...] = ()) -> ArrayWriter:
+        """A new array to append rows to."""
+        writer = ArrayWriter(self.folder / f"{name}.npy", dtype, row)
+        self.writers[name] = writer
+        return writer
+
+    def put(self, name: str, array: NDArray[np.generic]) -> None:
+        """A whole array at once."""
+        self.array(name, array.dtype, array.shape[1:]).append(array)
+
+    def finish(self, source: str, made: Prepared, skips: Skips | None = None) -> Path:
+        """Close the arrays, write the manifest, and rename the folder to its final name."""
+        skips = skips or Skips()
+        arrays = {}
+        for name, writer in self.writers.items():
+            writer.close()
+            arrays[name] = {
+                "bytes": writer.path.stat().st_size,
+                "dtype": writer.dtype.str,
+                "sha256": sha256_of(writer.path),
+                "shape": [writer.rows, *writer.row],
+            }
+        for path in self.folder.iterdir():
+            if path.stem not in arrays or path.suffix != ".npy":
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        manifest = {
+            "format": FORMAT,
+            "name": self.name,
+            "source": source,
+            "counts": dict(made.counts),
+            "skipped": skips.count,
+            "skipped_records": skips.listed,
+            "arrays": arrays,
+            "extra": dict(made.extra),
+        }
+        write_json(self.folder / MANIFEST, manifest)
+        sync_folder(self.folder)
+        old = self.root / f".{self.name}.old"
+        if self.final.exists():
+            os.rename(self.final, old)
+        os.rename(self.folder, self.final)
+        sync_folder(self.root)
+        if old.exists():
+            shutil.rmtree(old)
+        return self.final
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for writer in self.writers.values():
+            writer.file.close()
+        if self.folder.exists() and self.plan is None:
+            shutil.rmtree(self.folder)
+        if self.lock is not None:
+            self.lock.close()
+            (self.root / f".{self.name}.lock").unlink(missing_ok=True)
+
+
+def restore(root: Path, name: str) -> None:
+    """Mend what a crash between two renames left: the old folder was put aside, the new one is not in place."""
+    final, old = root / name, root / f".{name}.old"
+    if old.exists():
+        if final.exists():
+            shutil.rmtree(old)
+        else:
+            os.rename(old, final)
+
+
+def _lock(path: Path) -> BinaryIO:
+    """Keep other processes out until the file is closed; a killed process keeps nothing."""
+    try:
+        import fcntl
+    except ImportError:  # not a Unix: nothing to lock with
+        return open(path, "wb")
+    file = open(path, "wb")  # noqa: SIM115 - the open file is the lock
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise ValueError(f"another process is preparing {path.parent / path.name[1:-5]}") from None
+    return file
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+class Arrays(Protocol):
+    """Arrays by name."""
+
+    def __getitem__(self, name: str, /) -> NDArray[Any]: ...
+
+
+class Store:
+    """Prepared arrays, opened when they are first used; cheap to send to another process."""
+
+    def __init__(self, folder: Path) -> None:
+        """Open a prepared folder, after `find` has made sure that it is whole."""
+        self.folder = folder
+        self.manifest: dict[str, Any] = _read_manifest(folder)
+        self._open: dict[str, NDArray[np.generic]] = {}
+
+    @classmethod
+    def find(cls, root: str | Path, name: str) -> Store:
+        """The prepared data of a task.
+
+        Raises:
+            MissingData: where there is none, or none that this version reads.
+        """
+        folder = Path(root) / name
+        if Path(root).is_dir():
+            restore(Path(root), name)
+        if not (folder / MANIFEST).exists():
+            raise MissingData(
+                f"{folder} holds no prepared data: run `seqboat data prepare {name}`"
+                f" (`seqboat data list` says what is needed and where to get it)"
+            )
+        return cls(folder)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"folder": self.folder, "manifest": self.manifest, "_open": {}}
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        if name not in self._open:
+            require(name in self.manifest["arrays"], f"{self.folder} has no array {name!r}")
+            array = np.load(self.folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
+            entry = self.manifest["arrays"][name]
+            require(
+                list(array.shape) == entry["shape"] and array.dtype.str == entry["dtype"],
+                f"{self.folder / name}.npy does not fit its manifest: prepare it again",
+            )
+            self._open[name] = array
+        return self._open[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.manifest["arrays"]
+
+    def verify(self) -> None:
+        """Compare every array with its sha256."""
+        for name, entry in self.manifest["arrays"].items():
+            path = self.folder / f"{name}.npy"
+            got = sha256_of(path)
+            require(
+                got == entry["sha256"],
+                f"{path} is damaged: sha256 is {got}, expected {entry['sha256']}; prepare it again",
+            )
+
+    @property
+    def bytes(self) -> int:
+        """Size on disk."""
+        return sum(entry["bytes"] for entry in self.manifest["arrays"].values())
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    manifest = _read_json(folder / MANIFEST)
+    again = f"remove it, then run `seqboat data prepare {folder.name}`"
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("arrays"), dict):
+        raise MissingData(f"{folder / MANIFEST} cannot be read: {again}")
+    if manifest.get("format") != FORMAT:
+        raise MissingData(
+            f"{folder} was prepared in format {manifest.get('format')}, this version reads {FORMAT}: {again}"
+        )
+    for name, entry in manifest["arrays"].items():
+        path = folder / f"{name}.npy"
+        size = path.stat().st_size if path.exists() else None
+        if size != entry["bytes"]:
+            raise MissingData(f"{path} has {size} bytes, expected {entry['bytes']}: {again}")
+    return manifest
+
+
+class Prepared(NamedTuple):
+    """What a preparation made."""
+
+    counts: Mapping[str, int]
+    """examples per split"""
+    extra: Mapping[str, object] = MappingProxyType({})
+    """more for the manifest, such as the mean of the training part"""
+
+
+class RaggedWriter:
+    """Sequences of different lengths, end to end, with their offsets."""
+
+    def __init__(self, staging: Staging, name: str, dtype: DTypeLike = np.uint8) -> None:
+        self.tokens = staging.array(f"{name}.tokens", dtype)
+        self.offsets = staging.array(f"{name}.offsets", np.int64)
+        self.offsets.append(np.zeros(1, np.int64))
+
+    def append(self, tokens: NDArray[np.generic] | bytes) -> None:
+        """Add one sequence."""
+        if isinstance(tokens, bytes):
+            tokens = np.frombuffer(tokens, np.uint8)
+        self.tokens.append(tokens)
+        self.offsets.append(np.array([self.tokens.rows]))
+
+
+Progress = Callable[[int], None]
+"""Called with the number of units done since the last call."""
+
+
+@contextmanager
+def progress(title: str, total: int | None, unit: str = "") -> Iterator[Progress]:
+    """Show how far some work is: a bar on a terminal, a line every few seconds elsewhere."""
+    import sys
+    import time
+
+    if sys.stderr.isatty():
+        try:
+            from rich.console import Console
+            from rich.progress import Progress as Bar
+        except ImportError:
+            pass
+        else:
+            with Bar(console=Console(stderr=True), transient=True) as bar:
+                task = bar.add_task(title, total=total)
+                yield lambda count: bar.advance(task, count)
+            return
+    done = 0
+    last = time.monotonic()
+
+    def advance(count: int) -> None:
+        nonlocal done, last
+        done += count
+        now = time.monotonic()
+        if now - last >= 5:
+            last = now
+            of = "" if total is None else f" of {total:,}"
+            print(f"{title}: {done:,}{of} {unit}".rstrip(), file=sys.stderr, flush=True)
+
+    yield advance

@@ -1,0 +1,198 @@
+"""Image: what is in a gray picture, read pixel by pixel? CIFAR-10 as 1,024 pixels, section 4.1 of the paper.
+
+    row 0     . . : - = + * # ...  \\
+    row 1     . : - = + * # % ...   >  1,024 values, (pixel / 255 - 0.48) / 0.24, row after row  -> 6 (frog)
+    ...                            /
+"""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from seqboat.checks import check_positive, require
+from seqboat.data import Prepared, Skips, Staging, Store
+from seqboat.sources import Source, read_file
+from seqboat.tasks.base import Dataset, Example, Split
+from seqboat.tasks.stored import StoredTask, StoredTaskConfig, hold_out
+
+CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+PARTS = {"train": tuple(f"data_batch_{i}.bin" for i in range(1, 6)), "test": ("test_batch.bin",)}
+SIDE = 32
+RECORD = 1 + 3 * SIDE * SIDE
+SHADES = " .:-=+*#%@"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageTaskConfig(StoredTaskConfig):
+    """Gray CIFAR-10, pixel by pixel."""
+
+    pool: int = 1
+    """Average squares of so many pixels a side first: 2 makes sequences of 256."""
+    holdout: int = 5000
+    """Training images kept back for validation, as published; drawn with torch's generator and seed 42."""
+    mean: float = 0.48
+    """Subtracted from pixels in [0, 1]."""
+    std: float = 0.24
+    """What pixels are then divided by."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive("holdout", self.holdout)
+        check_positive("pool", self.pool)
+        require(SIDE % self.pool == 0, f"pool must divide {SIDE}, got {self.pool}")
+        require(self.std > 0, f"std must be positive, got {self.std!r}")
+
+    def build(self) -> ImageTask:
+        return ImageTask(self)
+
+
+class PixelDataset(Dataset):
+    """Images as sequences of pixels."""
+
+    def __init__(self, store: Store, name: str, mean: float, std: float, pool: int = 1) -> None:
+        self.store = store
+        self.name = name
+        self.mean = mean
+        self.std = std
+        self.pool = pool
+
+    def __len__(self) -> int:
+        return len(self.store[f"{self.name}.labels"])
+
+    def __getitem__(self, index: int) -> Example:
+        image = np.asarray(self.store[f"{self.name}.images"][index], dtype=np.float32)
+        if self.pool > 1:
+            small = len(image) // self.pool
+            image = image.reshape(small, self.pool, small, self.pool).mean(axis=(1, 3))
+        pixels = (image.reshape(-1, 1) / 255 - self.mean) / self.std
+        return Example(pixels.astype(np.float32), int(self.store[f"{self.name}.labels"][index]))
+
+    def lengths(self) -> NDArray[np.int64]:
+        side = self.store[f"{self.name}.images"].shape[1] // self.pool
+        return np.full(len(self), side * side, dtype=np.int64)
+
+
+class ImageTask(StoredTask):
+    """Gray CIFAR-10, pixel by pixel."""
+
+    name = "image"
+    kind = "classify"
+    vocab = None
+    classes = len(CLASSES)
+    fixed_length = True
+
+    def __init__(self, config: ImageTaskConfig | None = None) -> None:
+        self.settings = config or ImageTaskConfig()
+        super().__init__(self.settings)
+        self.max_length = (SIDE // self.settings.pool) ** 2
+
+    def whole(self, split: Split) -> Dataset:
+        part = "test" if split == "test" else "train"
+        settings = self.settings
+        images = PixelDataset(self.store, part, settings.mean, settings.std, settings.pool)
+        return images if split == "test" else hold_out(images, split, settings.holdout)
+
+    def show(self, example: Example) -> str:
+        assert not isinstance(example.target, np.ndarray)
+        pixels = example.inputs[:, 0] * self.settings.std + self.settings.mean
+        return f"{draw(pixels)}\n-> {example.target} ({CLASSES[example.target]})"
+
+
+def draw(pixels: NDArray[np.floating]) -> str:
+    """A square image in [0, 1] as characters."""
+    side = round(len(pixels) ** 0.5)
+    shades = (np.clip(pixels, 0, 1) * (len(SHADES) - 1)).round().astype(int).reshape(side, side)
+    return "\n".join("".join(SHADES[shade] * 2 for shade in row).rstrip() for row in shades)
+
+
+def to_gray(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Luma (ITU-R 601) of (n, 3, height, width) in whole numbers, as the usual image libraries compute it."""
+    red, green, blue = (images[:, i].astype(np.uint32) for i in range(3))
+    return ((19595 * red + 38470 * green + 7471 * blue + 32768) >> 16).astype(np.uint8)
+
+
+def prepare(source: Source, staging: Staging, skips: Skips) -> Prepared:
+    """Read CIFAR-10's binary version (a folder or its tar archive) or gray images as .npy (also compressed)."""
+    folder = source.path if source.kind() == "folder" else None
+    if folder is not None and _npy(folder, "train_images"):
+        return _prepare_gray(folder, staging, skips)
+    wanted = {name for names in PARTS.values() for name in names}
+    found: dict[str, bytes] = {}
+    pickled = False
+    for entry in source.entries():
+        if entry.base in wanted:
+            found[entry.base] = entry.read()
+        elif entry.base in ("data_batch_1", "test_batch", "batches.meta"):
+            pickled = True
+    require(
+        bool(found) or not pickled,
+        f"{source} is the Python version of CIFAR-10, whose pickles could run any code: "
+        f"get the binary version, cifar-10-binary.tar.gz, from the same page",
+    )
+    counts = {}
+    for part, names in PARTS.items():
+        images, labels = staging.array(f"{part}.images", np.uint8, (SIDE, SIDE)), []
+        for name in names:
+            require(
+                name in found,
+                f"{source} has no {name}: expected the folder cifar-10-batches-bin or its archive",
+            )
+            content = found[name]
+            require(
+                len(content) > 0 and len(content) % RECORD == 0,
+                f"{source}: {name} has {len(content)} bytes, expected a multiple of {RECORD}: it is cut short",
+            )
+            records = np.frombuffer(content, np.uint8).reshape(-1, RECORD)
+            good = records[:, 0] < len(CLASSES)
+            for row in np.flatnonzero(~good):
+                skips.add(
+                    name, f"record {row}", f"label must be at most {len(CLASSES) - 1}, got {records[row, 0]}"
+                )
+            images.append(to_gray(records[good, 1:].reshape(-1, 3, SIDE, SIDE)))
+            labels.append(records[good, 0])
+        staging.put(f"{part}.labels", np.concatenate(labels))
+        counts[part] = images.rows
+    return Prepared(counts)
+
+
+def _npy(folder: Path, stem: str) -> Path | None:
+    found = sorted(folder.glob(f"{stem}.npy*"))
+    return found[0] if found else None
+
+
+def load_npy(path: Path) -> NDArray[Any]:
+    """An array from a file that may be compressed; pickled objects are refused."""
+    try:
+        array: NDArray[Any] = np.load(io.BytesIO(read_file(path)), allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"{path} is not an array of numbers: {error}") from error
+    return array
+
+
+def _prepare_gray(folder: Path, staging: Staging, skips: Skips) -> Prepared:
+    counts = {}
+    for part in PARTS:
+        paths = [_npy(folder, f"{part}_{what}") for what in ("images", "labels")]
+        require(None not in paths, f"{folder} needs {part}_images.npy.xz and {part}_labels.npy.xz")
+        images, labels = (load_npy(path) for path in paths if path is not None)
+        require(
+            images.dtype == np.uint8 and images.shape == (len(labels), SIDE, SIDE),
+            f"{paths[0]} must hold uint8 of shape ({len(labels)}, {SIDE}, {SIDE}), "
+            f"got {images.dtype} of shape {images.shape}",
+        )
+        values = labels.astype(np.int64)
+        good = (values >= 0) & (values < len(CLASSES))
+        for row in np.flatnonzero(~good):
+            skips.add(
+                paths[1], f"row {row}", f"label must be from 0 to {len(CLASSES) - 1}, got {labels[row]}"
+            )
+        staging.put(f"{part}.images", images[good])
+        staging.put(f"{part}.labels", labels[good].astype(np.uint8))
+        counts[part] = int(good.sum())
+    return Prepared(counts)

@@ -1,0 +1,124 @@
+"""Recall: which value went with this key? Multi-query associative recall, a diagnostic that learns in a minute.
+
+    inputs    A 4 B 3 C 6 _ _ B _ _ A C _        keys and values, then keys again between blanks
+    targets   . . . . . . . . 3 . . 4 6 .        the value of each key asked for; nothing elsewhere
+
+A state-space model must squeeze all pairs into its state; attention looks the pair up. After Arora et al. (2023).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from seqboat.checks import check_positive, require
+from seqboat.tasks.base import IGNORE, SPLITS, Dataset, Example, Split, Task
+
+BLANK = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecallTaskConfig:
+    """Multi-query associative recall."""
+
+    length: int = 64
+    """Tokens per example."""
+    pairs: int = 8
+    """Keys and values per example, each key asked for once."""
+    vocab: int = 64
+    """Token ids: the blank, then keys and values, half of the rest each."""
+    power: float = 0.01
+    """Places of questions are drawn with weight place^(power - 1): small powers ask early, 1 asks evenly."""
+    train_size: int = 20_000
+    """Training examples."""
+    eval_size: int = 1_000
+    """Examples of each other split."""
+    seed: int = 0
+    """Of the examples; splits never share one."""
+
+    def __post_init__(self) -> None:
+        for name in ("length", "pairs", "train_size", "eval_size"):
+            check_positive(name, getattr(self, name))
+        check_positive("seed", self.seed, least=0)
+        require(
+            self.length >= 3 * self.pairs,
+            f"length must be at least {3 * self.pairs} for {self.pairs} pairs and their questions, got {self.length}",
+        )
+        require(
+            (self.vocab - 1) // 2 >= self.pairs,
+            f"vocab must be at least {2 * self.pairs + 1} for {self.pairs} different keys, got {self.vocab}",
+        )
+
+    def build(self) -> RecallTask:
+        return RecallTask(self)
+
+
+def draw_recall(config: RecallTaskConfig, split: Split, index: int) -> Example:
+    """An example; the same for the same configuration, split and number.
+
+    >>> example = draw_recall(RecallTaskConfig(length=12, pairs=2, vocab=9), "train", 0)
+    >>> example.inputs.tolist()
+    [3, 6, 1, 5, 3, 0, 0, 0, 1, 0, 0, 0]
+    >>> [None if token == IGNORE else token for token in example.target.tolist()]
+    [None, None, None, None, 6, None, None, None, 5, None, None, None]
+    """
+    random = np.random.default_rng([config.seed, SPLITS.index(split), index])
+    half = (config.vocab - 1) // 2
+    keys = 1 + random.permutation(half)[: config.pairs]
+    values = 1 + half + random.integers(half, size=config.pairs)
+    inputs = np.full(config.length, BLANK, dtype=np.int64)
+    targets = np.full(config.length, IGNORE, dtype=np.int64)
+    start = 2 * config.pairs
+    inputs[0:start:2], inputs[1:start:2] = keys, values
+    weights = np.arange(1, config.length - start + 1, dtype=np.float64) ** (config.power - 1)
+    places = start + random.choice(len(weights), config.pairs, replace=False, p=weights / weights.sum())
+    inputs[places], targets[places] = keys, values
+    return Example(inputs, targets)
+
+
+class _Drawn(Dataset):
+    def __init__(self, config: RecallTaskConfig, split: Split) -> None:
+        self.config = config
+        self.split = split
+
+    def __len__(self) -> int:
+        return self.config.train_size if self.split == "train" else self.config.eval_size
+
+    def __getitem__(self, index: int) -> Example:
+        require(0 <= index < len(self), f"index must be in [0, {len(self)}), got {index}")
+        return draw_recall(self.config, self.split, index)
+
+    def lengths(self) -> NDArray[np.int64]:
+        return np.full(len(self), self.config.length, dtype=np.int64)
+
+
+class RecallTask(Task):
+    """Multi-query associative recall."""
+
+    name = "recall"
+    kind = "lm"
+    fixed_length = True
+
+    def __init__(self, config: RecallTaskConfig | None = None) -> None:
+        self.config = config or RecallTaskConfig()
+        self.vocab = self.config.vocab
+        self.classes = self.config.vocab
+        self.max_length = self.config.length
+
+    def dataset(self, split: Split) -> Dataset:
+        self.check_split(split)
+        return _Drawn(self.config, split)
+
+    def show(self, example: Example) -> str:
+        assert isinstance(example.target, np.ndarray)
+        return show_targets(example.inputs, example.target, BLANK)
+
+
+def show_targets(inputs: NDArray[np.int64], targets: NDArray[np.int64], blank: int) -> str:
+    """Inputs above targets, in columns."""
+    width = len(str(max(int(inputs.max()), 1)))
+    above = " ".join(("_" if token == blank else str(token)).rjust(width) for token in inputs.tolist())
+    below = " ".join(("." if token == IGNORE else str(token)).rjust(width) for token in targets.tolist())
+    return f"inputs   {above}\ntargets  {below}"

@@ -1,0 +1,231 @@
+"""Speech: which of ten words is said? One second of raw sound, 16,000 samples, section 4.2 of the paper.
+
+    sample    0 ...   2000        4000        6000   ... 15999
+              ______ /\\/\\/\\/\\/\\_______ /\\/\\/\\____________         -> 3 ("down")
+
+Speech Commands (Warden, 2018) in the subset SC10: ten words, only clips of exactly 16,000 samples. The published
+results split the clips at random into 70/15/15 parts, so that a speaker can be in two of them; the data set's own
+split goes by speaker. Both are here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import wave
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from seqboat.checks import check_choice, check_positive, require
+from seqboat.data import ArrayWriter, Prepared, Skips, Staging, Store
+from seqboat.sources import Source
+from seqboat.tasks.base import SPLITS, Dataset, Example, Split, Subset
+from seqboat.tasks.image import load_npy
+from seqboat.tasks.stored import StoredTask, StoredTaskConfig
+
+WORDS = ("yes", "no", "up", "down", "left", "right", "on", "off", "stop", "go")
+RATE = 16_000
+SAMPLES = 16_000
+FULL_SCALE = 32_768
+"""Samples are stored as 16-bit numbers and read as fractions of this."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeechTaskConfig(StoredTaskConfig):
+    """Ten spoken words, raw samples."""
+
+    pool: int = 1
+    """Average so many samples first: 8 makes sequences of 2,000."""
+    parts: Literal["random", "speaker"] = "random"
+    """Split clips at random 70/15/15 within each word, as published; or by speaker, as the data set does."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive("pool", self.pool)
+        check_choice("parts", self.parts, ("random", "speaker"))
+        require(SAMPLES % self.pool == 0, f"pool must divide {SAMPLES}, got {self.pool}")
+
+    def build(self) -> SpeechTask:
+        return SpeechTask(self)
+
+
+class ClipDataset(Dataset):
+    """Clips of one second."""
+
+    def __init__(self, store: Store, pool: int) -> None:
+        self.store = store
+        self.pool = pool
+        self.mean = float(store.manifest["extra"]["mean"])
+        self.std = float(store.manifest["extra"]["std"])
+
+    def __len__(self) -> int:
+        return len(self.store["labels"])
+
+    def __getitem__(self, index: int) -> Example:
+        samples = self.store["clips"][index].astype(np.float32) / FULL_SCALE
+        samples = samples.reshape(-1, self.pool).mean(axis=1, keepdims=True)
+        return Example((samples - self.mean) / self.std, int(self.store["labels"][index]))
+
+    def lengths(self) -> NDArray[np.int64]:
+        return np.full(len(self), SAMPLES // self.pool, dtype=np.int64)
+
+
+class SpeechTask(StoredTask):
+    """Ten spoken words."""
+
+    name = "speech"
+    kind = "classify"
+    vocab = None
+    classes = len(WORDS)
+    fixed_length = True
+
+    def __init__(self, config: SpeechTaskConfig | None = None) -> None:
+        self.settings = config or SpeechTaskConfig()
+        super().__init__(self.settings)
+        self.max_length = SAMPLES // self.settings.pool
+
+    def whole(self, split: Split) -> Dataset:
+        clips = ClipDataset(self.store, self.settings.pool)
+        if self.settings.parts == "speaker":
+            parts = np.asarray(self.store["parts"])
+        else:
+            parts = random_parts(np.asarray(self.store["labels"]))
+        return Subset(clips, np.flatnonzero(parts == SPLITS.index(split)))
+
+    def show(self, example: Example) -> str:
+        assert not isinstance(example.target, np.ndarray)
+        return f"{example.inputs.shape[0]} samples\n-> {example.target} ({WORDS[example.target]})"
+
+
+def random_parts(labels: NDArray[Any], seed: int = 0) -> NDArray[np.uint8]:
+    """The part of each clip (0 train, 1 val, 2 test): 70/15/15 at random within each class."""
+    random = np.random.default_rng(seed)
+    parts = np.zeros(len(labels), np.uint8)
+    for label in np.unique(labels):
+        rows = random.permutation(np.flatnonzero(labels == label))
+        held = round(0.15 * len(rows))
+        parts[rows[:held]] = 1
+        parts[rows[held : 2 * held]] = 2
+    return parts
+
+
+def speaker_part(speaker: str) -> int:
+    """The part that the data set's authors put a speaker in: 10 % val, 10 % test, by a hash of the name."""
+    most = 2**27 - 1
+    percent = int(hashlib.sha1(speaker.encode()).hexdigest(), 16) % (most + 1) * (100.0 / most)
+    return 1 if percent < 10 else 2 if percent < 20 else 0
+
+
+def prepare(source: Source, staging: Staging, skips: Skips) -> Prepared:
+    """Read `speech_commands_v0.02` (a folder or its tar archive) or the compact clips with their index."""
+    if source.kind() == "folder" and (source.path / "index.tsv").exists():
+        labels, parts, other = _read_compact(source.path, staging.array("clips", np.int16, (SAMPLES,)), skips)
+    else:
+        labels, parts, other = _read_wavs(source, staging, skips)
+    require(len(labels) > 0, f"{source} holds no clips: expected folders {', '.join(WORDS)} with .wav files")
+    staging.put("labels", np.array(labels, np.uint8))
+    staging.put("parts", np.array(parts, np.uint8))
+    staging.writers["clips"].file.flush()
+    mean, std = _moments(staging.writers["clips"], np.array(parts) == 0)
+    counts: dict[str, int] = {split: parts.count(i) for i, split in enumerate(SPLITS)}
+    return Prepared(counts, {"mean": mean, "std": std, "other_lengths": other})
+
+
+def _moments(clips: ArrayWriter, rows: NDArray[np.bool_]) -> tuple[float, float]:
+    """Mean and deviation of the chosen clips, as fractions of full scale."""
+    samples = np.memmap(clips.path, clips.dtype, "r", offset=128, shape=(clips.rows, *clips.row))
+    total = squares = 0.0
+    numbers = np.flatnonzero(rows) if rows.any() else np.arange(clips.rows)
+    for start in range(0, len(numbers), 256):
+        part = samples[numbers[start : start + 256]].astype(np.float64) / FULL_SCALE
+        total += float(part.sum())
+        squares += float((part**2).sum())
+    count = len(numbers) * SAMPLES
+    mean = total / count
+    return mean, max((squares / count - mean**2) ** 0.5, 1e-8)
+
+
+def _read_wavs(source: Source, staging: Staging, skips: Skips) -> tuple[list[int], list[int], int]:
+    unsorted = ArrayWriter(staging.folder / "unsorted.npy", np.int16, (SAMPLES,))
+    names: list[tuple[str, str]] = []
+    other = 0
+    for entry in source.entries(lambda name: name.endswith(".wav")):
+        if len(entry.parts) < 2 or entry.parts[-2] not in WORDS:
+            continue
+        try:
+            samples = read_wav(entry.read())
+        except ValueError as error:
+            skips.add(source.label, entry.name, str(error))
+            continue
+        if len(samples) == SAMPLES:
+            unsorted.append(samples[None])
+            names.append((entry.parts[-2], entry.base))
+        else:
+            other += 1
+    unsorted.close()
+    # an archive lists its files in any order: sort, so that every form of the data gives the same arrays
+    order = sorted(range(len(names)), key=lambda i: names[i])
+    clips = staging.array("clips", np.int16, (SAMPLES,))
+    rows = np.load(unsorted.path, mmap_mode="r")
+    for i in order:
+        clips.append(rows[i : i + 1])
+    labels = [WORDS.index(names[i][0]) for i in order]
+    parts = [speaker_part(names[i][1].partition("_nohash_")[0]) for i in order]
+    return labels, parts, other
+
+
+def read_wav(content: bytes) -> NDArray[np.int16]:
+    """The samples of a 16 kHz, 16 bit, one-channel WAV file.
+
+    Raises:
+        ValueError: saying what else it is.
+    """
+    try:
+        with wave.open(io.BytesIO(content)) as clip:
+            channels, width, rate, count = clip.getparams()[:4]
+            require(channels == 1, f"expected one channel, got {channels}")
+            require(width == 2, f"expected 16 bit samples, got {8 * width}")
+            require(rate == RATE, f"expected {RATE} samples per second, got {rate}")
+            require(count > 0, "no samples")
+            data = clip.readframes(count)
+    except (wave.Error, EOFError) as error:
+        raise ValueError(f"not a WAV file: {error or 'cut short'}") from None
+    require(len(data) == 2 * count, f"cut short: {len(data) // 2} of {count} samples")
+    return np.frombuffer(data, "<i2")
+
+
+def _read_compact(folder: Path, clips: ArrayWriter, skips: Skips) -> tuple[list[int], list[int], int]:
+    """Clips as `[2, n, 16000]` bytes: high and low byte of the zigzag-coded difference of neighbouring samples."""
+    index = (folder / "index.tsv").read_text(encoding="utf-8").splitlines()
+    want = ["row", "split", "label", "word"]
+    require(index[0].split("\t")[:4] == want, f"{folder / 'index.tsv'}: first line must begin with {want}")
+    by_split: dict[str, dict[int, tuple[int, int]]] = {split: {} for split in SPLITS}
+    for number, line in enumerate(index[1:], start=2):
+        row, split, label = line.split("\t")[:3]
+        if split not in by_split or not label.isdigit() or int(label) >= len(WORDS):
+            skips.add("index.tsv", f"line {number}", f"no such split or label: {split}, {label}")
+        else:
+            by_split[split][int(row)] = (number, int(label))
+    labels, parts = [], []
+    for i, split in enumerate(SPLITS):
+        found = sorted(folder.glob(f"{split}.npy*"))
+        require(len(found) > 0, f"{folder} has no {split}.npy.xz")
+        planes = load_npy(found[0])
+        require(
+            planes.dtype == np.uint8 and planes.ndim == 3 and planes.shape[::2] == (2, SAMPLES),
+            f"{found[0]} must hold uint8 of shape (2, clips, {SAMPLES}), got {planes.dtype} of {planes.shape}",
+        )
+        rows = sorted(by_split[split])
+        require(not rows or rows[-1] < planes.shape[1], f"{found[0]} has fewer clips than index.tsv says")
+        for start in range(0, len(rows), 256):
+            some = rows[start : start + 256]
+            coded = planes[0, some].astype(np.int32) << 8 | planes[1, some]
+            steps = (coded >> 1) ^ -(coded & 1)
+            clips.append(np.cumsum(steps, axis=1).astype(np.int16))
+        labels += [by_split[split][row][1] for row in rows]
+        parts += [i] * len(rows)
+    return labels, parts, 0

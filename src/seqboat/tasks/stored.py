@@ -1,0 +1,106 @@
+"""Tasks whose examples are prepared arrays: what they have in common.
+
+A stored task names its store (a folder in the data folder) and says how one example is made from its arrays.
+Splits, subsets and hold-outs are numbers of rows, so that one prepared folder serves every recipe.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from seqboat.checks import check_positive, require
+from seqboat.data import Store
+from seqboat.tasks.base import Dataset, Example, Split, Subset, Task, draw_subset
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTaskConfig:
+    """Where prepared data is, and how much of it to use."""
+
+    data_dir: str = "data"
+    """The data folder."""
+    store: str = ""
+    """Name of the prepared data in it; by default the task's own name."""
+    train_size: int | None = None
+    """Use only so many training examples, drawn at random; None uses all."""
+    eval_size: int | None = None
+    """Use only so many examples of each other split; None uses all."""
+
+    def __post_init__(self) -> None:
+        for name in ("train_size", "eval_size"):
+            if getattr(self, name) is not None:
+                check_positive(name, getattr(self, name))
+
+
+def ragged(store: Store, name: str, index: int, max_length: int) -> NDArray[Any]:
+    """One of the sequences that `RaggedWriter` wrote, cut to a length."""
+    start, end = (int(i) for i in store[f"{name}.offsets"][index : index + 2])
+    return store[f"{name}.tokens"][start : min(end, start + max_length)]
+
+
+def ragged_lengths(store: Store, name: str, max_length: int) -> NDArray[np.int64]:
+    """The lengths of all sequences, cut."""
+    return np.minimum(np.diff(store[f"{name}.offsets"]), max_length)
+
+
+class RaggedDataset(Dataset):
+    """Sequences of different lengths with a class each."""
+
+    def __init__(self, store: Store, name: str, max_length: int) -> None:
+        self.store = store
+        self.name = name
+        self.max_length = max_length
+
+    def __len__(self) -> int:
+        return len(self.store[f"{self.name}.labels"])
+
+    def __getitem__(self, index: int) -> Example:
+        tokens = ragged(self.store, self.name, index, self.max_length)
+        return Example(tokens.astype(np.int64), int(self.store[f"{self.name}.labels"][index]))
+
+    def lengths(self) -> NDArray[np.int64]:
+        return ragged_lengths(self.store, self.name, self.max_length)
+
+
+class StoredTask(Task):
+    """A task on prepared arrays."""
+
+    def __init__(self, config: StoredTaskConfig) -> None:
+        self.config = config
+        self._store: Store | None = None
+
+    @property
+    def store(self) -> Store:
+        """The prepared data."""
+        if self._store is None:
+            self._store = Store.find(Path(self.config.data_dir), self.config.store or self.name)
+        return self._store
+
+    def dataset(self, split: Split) -> Dataset:
+        self.check_split(split)
+        size = self.config.train_size if split == "train" else self.config.eval_size
+        return draw_subset(self.whole(split), size)
+
+    @abstractmethod
+    def whole(self, split: Split) -> Dataset:
+        """All examples of a split."""
+
+
+def hold_out(train: Dataset, split: Split, size: int, seed: int = 42) -> Dataset:
+    """A training set without the examples kept back for validation, or those examples.
+
+    The numbers are those of a random split with torch's generator and this seed, as published for Image.
+    """
+    require(
+        0 < size < len(train), f"holdout must be less than the {len(train)} training examples, got {size}"
+    )
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed)).numpy()
+    kept = len(train) - size
+    return Subset(train, order[:kept] if split == "train" else order[kept:])

@@ -1,0 +1,151 @@
+"""Text: is a film review positive? Bytes of the reviews of Maas et al. (2011), section 4.1 of the paper.
+
+    "This is a great film, ..."         -> 1
+    "I want my two hours back. ..."     -> 0
+
+    bytes   T   h   i   s       i   s       a       g   r   e   a   t
+    ids    84 104 105 115  32 105 115  32  97  32 103 114 101  97 116
+
+The data has 25,000 reviews for training and as many for testing, and no validation part. The Long Range Arena
+validates on the test part; `holdout` keeps back training reviews instead.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from seqboat.checks import check_positive, require
+from seqboat.data import Prepared, RaggedWriter, Skips, Staging
+from seqboat.sources import Source, read_file
+from seqboat.tasks.base import BYTES, Dataset, Example, Split
+from seqboat.tasks.stored import RaggedDataset, StoredTask, StoredTaskConfig, hold_out
+
+PARTS = ("train", "test")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextTaskConfig(StoredTaskConfig):
+    """Sentiment of film reviews, as bytes."""
+
+    max_length: int = 4096
+    """Bytes after which a review is cut."""
+    holdout: int = 0
+    """Training reviews kept back for validation; 0 validates on the test reviews, as published."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive("max_length", self.max_length)
+        check_positive("holdout", self.holdout, least=0)
+
+    def build(self) -> TextTask:
+        return TextTask(self)
+
+
+class TextTask(StoredTask):
+    """Sentiment of film reviews."""
+
+    name = "text"
+    kind = "classify"
+    vocab = BYTES
+    classes = 2
+
+    def __init__(self, config: TextTaskConfig | None = None) -> None:
+        config = config or TextTaskConfig()
+        super().__init__(config)
+        self.max_length = config.max_length
+        self.holdout = config.holdout
+
+    def whole(self, split: Split) -> Dataset:
+        if not self.holdout:
+            part = "train" if split == "train" else "test"
+            return RaggedDataset(self.store, part, self.max_length)
+        if split == "test":
+            return RaggedDataset(self.store, "test", self.max_length)
+        return hold_out(RaggedDataset(self.store, "train", self.max_length), split, self.holdout)
+
+    def show(self, example: Example) -> str:
+        return f"{bytes(example.inputs.astype(np.uint8)).decode(errors='replace')}\n-> {example.target}"
+
+
+def prepare(source: Source, staging: Staging, skips: Skips) -> Prepared:
+    """Read `aclImdb` (a folder or its tar archive) or `imdb_{train,test}.jsonl` (also compressed)."""
+    if source.kind() == "folder" and any(_jsonl(source.path, part) for part in PARTS):
+        records = _read_jsonl(source.path, skips)
+    else:
+        records = _read_reviews(source, skips)
+    counts = {}
+    for part in PARTS:
+        require(
+            len(records[part]) > 0,
+            f"{source} holds no {part} reviews: expected aclImdb/{part}/pos/*.txt and neg/*.txt, "
+            f"or imdb_{part}.jsonl.xz",
+        )
+        texts = RaggedWriter(staging, part)
+        for _, _, text in sorted(records[part]):
+            texts.append(text)
+        labels = np.array([label for _, label, _ in sorted(records[part])], np.uint8)
+        staging.put(f"{part}.labels", labels)
+        counts[part] = len(labels)
+    return Prepared(counts)
+
+
+Records = dict[str, list[tuple[str, int, bytes]]]
+
+
+def _read_reviews(source: Source, skips: Skips) -> Records:
+    records: Records = {part: [] for part in PARTS}
+    for entry in source.entries(lambda name: name.endswith(".txt")):
+        if len(entry.parts) < 3:
+            continue
+        part, sentiment = entry.parts[-3:-1]
+        if part not in PARTS or sentiment not in ("pos", "neg"):
+            continue
+        text = entry.read()
+        if problem := bad_text(text):
+            skips.add(source.label, entry.name, problem)
+            continue
+        records[part].append((entry.name.rpartition(f"{part}/")[2], int(sentiment == "pos"), text))
+    return records
+
+
+def _jsonl(folder: Path, part: str) -> Path | None:
+    found = sorted(folder.glob(f"imdb_{part}.jsonl*"))
+    return found[0] if found else None
+
+
+def _read_jsonl(folder: Path, skips: Skips) -> Records:
+    records: Records = {part: [] for part in PARTS}
+    for part in PARTS:
+        path = _jsonl(folder, part)
+        require(path is not None, f"{folder} has no imdb_{part}.jsonl.xz")
+        assert path is not None
+        for number, line in enumerate(read_file(path).splitlines(), start=1):
+            where = f"line {number}"
+            try:
+                record = json.loads(line)
+                label, text = record["label"], record["text"].encode()
+            except (ValueError, KeyError, TypeError, AttributeError):
+                skips.add(path.name, where, "not a JSON object with label and text")
+                continue
+            if label not in (0, 1):
+                skips.add(path.name, where, f"label must be 0 or 1, got {label!r}")
+            elif problem := bad_text(text):
+                skips.add(path.name, where, problem)
+            else:
+                records[part].append((f"{number:09d}", int(label), text))
+    return records
+
+
+def bad_text(text: bytes) -> str | None:
+    """What is wrong with a text, if anything."""
+    if not text.strip():
+        return "empty text"
+    try:
+        text.decode()
+    except UnicodeDecodeError as error:
+        return f"not UTF-8 at byte {error.start}"
+    return None
