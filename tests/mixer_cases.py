@@ -278,10 +278,11 @@ def assert_states_near(got: Any, expected: Any, tolerance: float) -> None:
     assert one.keys() == two.keys()
     for name, a in one.items():
         b = two[name]
-        if a.shape != b.shape:
-            size = min(a.shape[1], b.shape[1])
-            assert not a[:, size:].any() and not b[:, size:].any(), name
-            a, b = a[:, :size], b[:, :size]
+        assert a.dim() == b.dim() and a.shape[:1] == b.shape[:1], name
+        for dim, size in enumerate(map(min, a.shape, b.shape)):
+            spare = [part.narrow(dim, size, part.shape[dim] - size) for part in (a, b)]
+            assert not any(part.any() for part in spare), name
+            a, b = a.narrow(dim, 0, size), b.narrow(dim, 0, size)
         assert_near(a, b, tolerance, name)
 
 
