@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from seqboat.precision import full_precision
+
 AttentionName = Literal["softmax", "relu2", "laplace"]
 ATTENTIONS = ("softmax", "relu2", "laplace")
 
@@ -185,6 +187,7 @@ def _band_setup(
 
 
 @torch.library.custom_op("seqboat::banded", mutates_args=())
+@full_precision
 def _banded(
     q: Tensor,
     k: Tensor,
@@ -222,6 +225,7 @@ def _(q, k, v, group, position, table, left, right, kind, scale, dropout, seed):
 
 
 @torch.library.custom_op("seqboat::banded_backward", mutates_args=())
+@full_precision
 def _banded_backward(
     grad: Tensor,
     q: Tensor,
@@ -377,6 +381,7 @@ def _dense_parts(q: Tensor, k: Tensor) -> list[slice]:
 
 
 @torch.library.custom_op("seqboat::dense", mutates_args=())
+@full_precision
 def _dense(
     q: Tensor,
     k: Tensor,
@@ -412,6 +417,7 @@ def _(q, k, v, *rest):  # type: ignore[no-untyped-def]
 
 
 @torch.library.custom_op("seqboat::dense_backward", mutates_args=())
+@full_precision
 def _dense_backward(
     grad: Tensor,
     q: Tensor,
