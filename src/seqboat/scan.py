@@ -23,6 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from seqboat.precision import full_precision
+
 BLOCK = 64
 """Tokens per block; docs/performance.md has the measurement behind the number."""
 
@@ -128,6 +130,7 @@ def _to_channels(x: Tensor, block: int) -> Tensor:
 
 
 @torch.library.custom_op("seqboat::block_scan", mutates_args=())
+@full_precision
 def _block_scan(
     x: Tensor,
     mix: Tensor,
@@ -162,6 +165,7 @@ def _(x, mix, enter, leave, decay, start, bidirectional):  # type: ignore[no-unt
 
 
 @torch.library.custom_op("seqboat::block_scan_backward", mutates_args=())
+@full_precision
 def _block_scan_backward(
     grad_outputs: Tensor,
     grad_states: Tensor | None,
