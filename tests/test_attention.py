@@ -14,6 +14,9 @@ from seqboat import attention
 from seqboat.attention import AttentionName, banded, dense
 
 KINDS: tuple[AttentionName, ...] = ("softmax", "relu2", "laplace")
+TINY = 1e-250
+"""Weights above this are seen at all."""
+
 kinds = pytest.mark.parametrize("kind", KINDS)
 biases = pytest.mark.parametrize("bias", ["none", "places", "positions"])
 bands = pytest.mark.parametrize(
@@ -270,7 +273,7 @@ def test_parts_do_not_matter(kind: AttentionName, monkeypatch: pytest.MonkeyPatc
 def dropout_scale(weights: Tensor, run: Any, count: int, rate: float) -> Tensor:
     """Which weights were dropped, seen through values that are the identity matrix."""
     dropped = run(torch.eye(count, dtype=torch.float64))
-    scale = torch.where(weights > 1e-12, dropped / weights.clamp(min=1e-12), 0.0)
+    scale = torch.where(weights > TINY, dropped / weights.clamp(min=TINY), 0.0)
     kept = (scale - 1 / (1 - rate)).abs() < 1e-6
     assert (kept | (scale.abs() < 1e-12)).all(), "a weight was neither kept nor dropped"
     return kept.double() / (1 - rate)
@@ -289,7 +292,7 @@ def test_banded_dropout(kind: AttentionName) -> None:
 
     weights = run(torch.eye(count, dtype=torch.float64), dropout=0.0).detach()
     keep = dropout_scale(weights, lambda v: run(v).detach(), count, rate)
-    visible = weights > 1e-12
+    visible = weights > TINY
     share = float((keep[visible] > 0).double().mean())
     assert share == pytest.approx(1 - rate, abs=0.05)
     assert_same(run(inputs["v"]), naive_banded(**inputs, **options, keep=keep), differentiable(inputs))
@@ -308,7 +311,7 @@ def test_dense_dropout(kind: AttentionName) -> None:
 
     weights = run(torch.eye(count, dtype=torch.float64), dropout=0.0).detach()
     keep = dropout_scale(weights, lambda v: run(v).detach(), count, rate)
-    share = float((keep[weights > 1e-12] > 0).double().mean())
+    share = float((keep[weights > TINY] > 0).double().mean())
     assert share == pytest.approx(1 - rate, abs=0.05)
     want = naive_dense(**inputs, kind=kind, causal=False, keep=keep)
     assert_same(run(inputs["v"]), want, differentiable(inputs))
