@@ -143,7 +143,7 @@ SEQBOATS = {
     "memory-rotary-xmoe": SeqBoatConfig(
         ssm=SMALL_EMA,
         router=XMoEConfig(d_route=4),
-        gau=replace(SMALL_GAU, positions="rotary", window=1),
+        gau=replace(SMALL_GAU, positions="rotary", window=3),
         norm="batch",
         prenorm=True,
     ),

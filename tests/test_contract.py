@@ -336,25 +336,31 @@ def relative_error(got: Tensor, expected: Tensor) -> float:
 
 
 @every_case
-def test_autocast_to_bfloat16(case: Case) -> None:
-    mixer = case.make(torch.float32).train()
+@pytest.mark.parametrize("backward_inside", [False, True], ids=["after", "inside"])
+def test_autocast_to_bfloat16(case: Case, backward_inside: bool) -> None:
     x = sequence(3, TIME, torch.float32).requires_grad_()
     plain = case.make(torch.float32).train()
     torch.manual_seed(2)
-    expected = plain(x).y.detach()
+    expected = plain(x).y
+    expected.square().sum().backward()
+    mixer = case.make(torch.float32).train()
     torch.manual_seed(2)
     with torch.autocast("cpu", torch.bfloat16):
         out = mixer(x)
+        if backward_inside:
+            out.y.square().sum().backward()
     assert out.y.dtype == torch.float32
-    assert out.y.isfinite().all()
-    assert relative_error(out.y.detach(), expected) < 2e-2
+    assert relative_error(out.y.detach(), expected.detach()) < 2e-2
     if out.routing is not None:
         assert out.routing.probs.dtype == torch.float32
     for name, part in tensors(out.state):
-        assert part.dtype in (torch.float32, torch.bfloat16, torch.int64), name
-    out.y.square().sum().backward()
-    for name, parameter in mixer.named_parameters():
-        assert parameter.grad is not None and parameter.grad.isfinite().all(), name
+        assert part.dtype in (torch.float32, torch.int64), name
+    if not backward_inside:
+        out.y.square().sum().backward()
+    for (name, parameter), other in zip(mixer.named_parameters(), plain.parameters(), strict=True):
+        assert parameter.grad is not None and other.grad is not None
+        # gradients of biases are sums of many numbers of both signs, each with an error of about 2^-8
+        assert relative_error(parameter.grad, other.grad) < 0.1, name
 
 
 @every_recurrent_case
