@@ -96,6 +96,8 @@ class BatchNorm(Norm):
             mean, var, count = self._moments(x)
             self._track(mean, var, count)
         else:
+            # whatever padding holds, NaN included, must not reach a gradient
+            x = torch.where(mask[..., None], x, 0)
             mean, var, count = self._masked_moments(x, mask)
             self._track(mean, var, count)
         scale = self.weight * torch.rsqrt(var + self.eps)
@@ -114,7 +116,7 @@ class BatchNorm(Norm):
         wide = x if x.dtype == torch.float64 else x.float()
         dims = tuple(range(x.dim() - 1))
         count = mask.sum().to(wide.dtype)
-        mean = torch.where(real, wide, 0).sum(dim=dims) / count.clamp(min=1)
+        mean = wide.sum(dim=dims) / count.clamp(min=1)
         var = torch.where(real, wide - mean, 0).square().sum(dim=dims) / count.clamp(min=1)
         return mean, var, count
 
