@@ -1,0 +1,249 @@
+"""Norms, positions and convolution, each against torch's own or a direct formula."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from seqboat.nn import (
+    NORMS,
+    BatchNorm,
+    LayerNorm,
+    Norm,
+    RelativeBias,
+    RMSNorm,
+    ScaleNorm,
+    fft_convolve,
+    init_linear,
+    make_norm,
+    masked_mean,
+    rotate,
+    sinusoids,
+)
+
+
+def values(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def randomise(norm: Norm) -> Norm:
+    norm.double()
+    for parameter in norm.parameters():
+        nn.init.normal_(parameter)
+    return norm
+
+
+def test_layer_norm_is_torchs() -> None:
+    norm = LayerNorm(6).double()
+    other = nn.LayerNorm(6).double()
+    nn.init.normal_(norm.weight)
+    nn.init.normal_(norm.bias)
+    other.load_state_dict(norm.state_dict())
+    torch.testing.assert_close(norm(values(2, 5, 6)), other(values(2, 5, 6)))
+
+
+def test_rms_norm_is_torchs() -> None:
+    norm = RMSNorm(6).double()
+    other = nn.RMSNorm(6, eps=1e-5).double()
+    nn.init.normal_(norm.weight)
+    other.load_state_dict(norm.state_dict())
+    torch.testing.assert_close(norm(values(2, 5, 6)), other(values(2, 5, 6)))
+
+
+def test_scale_norm_by_formula() -> None:
+    norm = ScaleNorm(6).double()
+    nn.init.constant_(norm.weight, 3.0)
+    x = values(2, 5, 6)
+    root_mean_square = (x.square().mean(dim=-1, keepdim=True) + 1e-5).sqrt()
+    torch.testing.assert_close(norm(x), 3.0 * x / root_mean_square)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_batch_norm_is_torchs(steps: int) -> None:
+    """Without a mask: outputs, gradients and running averages, in training and in eval."""
+    ours, other = BatchNorm(6).double(), nn.BatchNorm1d(6).double()
+    nn.init.normal_(ours.weight)
+    nn.init.normal_(ours.bias)
+    other.load_state_dict(ours.state_dict(), strict=False)
+    for step in range(steps):
+        x = (values(4, 5, 6) * (step + 2) + step).requires_grad_()
+        z = x.detach().clone().requires_grad_()
+        y, expected = ours(x), other(z.transpose(1, 2)).transpose(1, 2)
+        torch.testing.assert_close(y, expected)
+        weight = values(4, 5, 6).flip(0)
+        (y * weight).sum().backward()
+        (expected * weight).sum().backward()
+        torch.testing.assert_close(x.grad, z.grad)
+        torch.testing.assert_close(ours.running_mean, other.running_mean)
+        torch.testing.assert_close(ours.running_var, other.running_var)
+    torch.testing.assert_close(ours.weight.grad, other.weight.grad)
+    torch.testing.assert_close(ours.bias.grad, other.bias.grad)
+    ours.eval(), other.eval()
+    x = values(2, 3, 6)
+    torch.testing.assert_close(ours(x), other(x.transpose(1, 2)).transpose(1, 2))
+    torch.testing.assert_close(ours(x[:, 0]), other(x[:, 0]))
+
+
+@pytest.mark.parametrize("filling", [100.0, math.nan])
+def test_masked_batch_norm_sees_real_tokens_only(filling: float) -> None:
+    ours, other = BatchNorm(6).double(), BatchNorm(6).double()
+    mask = torch.rand(4, 9, generator=torch.Generator().manual_seed(1)) < 0.6
+    x = torch.where(mask[..., None], values(4, 9, 6), filling).requires_grad_()
+    real = x.detach()[mask].requires_grad_()
+    y, expected = ours(x, mask), other(real)
+    torch.testing.assert_close(y[mask], expected)
+    torch.testing.assert_close(ours.running_mean, other.running_mean)
+    torch.testing.assert_close(ours.running_var, other.running_var)
+    weight = values(*expected.shape)
+    (y[mask] * weight).sum().backward()
+    (expected * weight).sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad[mask], real.grad)
+    assert not x.grad[~mask].any()
+
+
+def test_batch_norm_of_nothing_moves_no_average() -> None:
+    norm = BatchNorm(3)
+    for x, mask in (
+        (torch.zeros(0, 4, 3), None),
+        (torch.zeros(2, 0, 3), None),
+        (torch.full((2, 4, 3), 5.0), torch.zeros(2, 4, dtype=torch.bool)),
+    ):
+        y = norm(x, mask)
+        assert y.shape == x.shape and y.isfinite().all()
+        assert not norm.running_mean.any() and (norm.running_var == 1).all()
+    one = norm(torch.full((1, 1, 3), 2.0))
+    assert one.isfinite().all() and norm.running_var.isfinite().all()
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_norms_keep_type_and_layout(name: str) -> None:
+    norm = make_norm(name, 6)  # type: ignore[arg-type]
+    x = values(2, 5, 6)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        assert norm.to(dtype)(x.to(dtype)).dtype == dtype
+    norm = randomise(norm)
+    turned = x.transpose(0, 1).contiguous().transpose(0, 1)
+    torch.testing.assert_close(norm(turned), norm(x))
+    norm.eval()
+    torch.testing.assert_close(norm(x[:, 2]), norm(x)[:, 2])
+
+
+def test_unknown_norm() -> None:
+    with pytest.raises(ValueError, match="norm must be one of layer, batch, scale, rms; got 'group'"):
+        make_norm("group", 6)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("time", "taps"), [(1, 1), (7, 3), (3, 7), (16, 16), (31, 5)])
+def test_fft_convolution_is_the_direct_one(time: int, taps: int) -> None:
+    x, kernel = values(2, time, 3), values(3, taps)
+    expected = torch.zeros_like(x)
+    for t in range(time):
+        for lag in range(min(taps, t + 1)):
+            expected[:, t] += kernel[:, lag] * x[:, t - lag]
+    torch.testing.assert_close(fft_convolve(x, kernel), expected, rtol=0, atol=1e-12)
+
+
+def test_fft_convolution_of_nothing_has_gradients() -> None:
+    kernel = values(3, 4).requires_grad_()
+    for shape in ((2, 0, 3), (0, 5, 3)):
+        y = fft_convolve(torch.zeros(shape, dtype=torch.float64), kernel)
+        assert y.shape == shape
+        y.sum().backward()
+        assert kernel.grad is not None and not kernel.grad.any()
+    torch.autograd.gradcheck(fft_convolve, (values(2, 5, 3).requires_grad_(), kernel))
+
+
+def test_rotation_by_hand() -> None:
+    x = torch.tensor([[1.0, 0.0, 0.0, 2.0]], dtype=torch.float64)
+    one, hundredth = 3.0, 0.03
+    expected = [[math.cos(one), math.sin(one), -2 * math.sin(hundredth), 2 * math.cos(hundredth)]]
+    torch.testing.assert_close(
+        rotate(x, torch.tensor([3])), torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-12
+    )
+
+
+def test_rotated_products_depend_on_the_distance_alone() -> None:
+    q, k = values(1, 8), values(2, 8)[1:]
+    for distance in (0, 1, 17, 400):
+        products = torch.stack(
+            [
+                (rotate(q, torch.tensor([p])) * rotate(k, torch.tensor([p + distance]))).sum()
+                for p in (0, 5, 1234, 1_000_000)
+            ]
+        )
+        # angles in float64 at position 1e6 have an error of about 1e-10
+        torch.testing.assert_close(products, products[:1].expand(4), rtol=0, atol=1e-8)
+    norms = rotate(k, torch.tensor([999])).norm(dim=-1)
+    torch.testing.assert_close(norms, k.norm(dim=-1))
+
+
+def test_rotation_is_accurate_at_position_one_million() -> None:
+    x = values(1, 8)
+    position = torch.tensor([1_000_000])
+    exact = rotate(x, position)
+    torch.testing.assert_close(rotate(x.float(), position).double(), exact, rtol=0, atol=1e-6)
+    for i in range(4):
+        angle = math.fmod(1_000_000 * 10000.0 ** (-2 * i / 8), 2 * math.pi)
+        turned = x[0, 2 * i] * math.cos(angle) - x[0, 2 * i + 1] * math.sin(angle)
+        assert float(exact[0, 2 * i]) == pytest.approx(float(turned), abs=1e-8)
+
+
+def test_rotation_has_gradients() -> None:
+    position = torch.tensor([0, 3, 70])
+    assert torch.autograd.gradcheck(lambda x: rotate(x, position), values(3, 4).requires_grad_())
+
+
+@pytest.mark.parametrize("d_model", [1, 2, 6, 7])
+def test_sinusoids_by_formula(d_model: int) -> None:
+    position = torch.tensor([[0, 1], [5, 1_000_000]])
+    table = sinusoids(position, d_model)
+    assert table.shape == (2, 2, d_model)
+    half = (d_model + 1) // 2
+    for (row, column), p in zip(((0, 0), (0, 1), (1, 0), (1, 1)), (0, 1, 5, 1_000_000), strict=True):
+        for i in range(d_model):
+            angle = p * 10000.0 ** (-2 * (i % half) / d_model)
+            expected = math.sin(angle) if i < half else math.cos(angle)
+            assert float(table[row, column, i]) == pytest.approx(expected, abs=1e-9)
+
+
+def test_relative_bias_is_clamped_at_its_ends() -> None:
+    bias = RelativeBias(2)
+    assert bias.table.shape == (5,)
+    with torch.no_grad():
+        bias.table.copy_(torch.arange(5.0))
+    distance = torch.tensor([[-100, -3, -2, -1], [0, 1, 2, 100]])
+    assert bias(distance).tolist() == [[0.0, 0.0, 0.0, 1.0], [2.0, 3.0, 4.0, 4.0]]
+    bias(distance).sum().backward()
+    assert bias.table.grad is not None and bias.table.grad.tolist() == [3.0, 1.0, 1.0, 1.0, 2.0]
+    assert RelativeBias(0)(distance).unique().numel() == 1
+    with pytest.raises(ValueError, match="max_distance must be an integer >= 0, got -1"):
+        RelativeBias(-1)
+
+
+def test_masked_mean() -> None:
+    x = values(3, 5, 2)
+    torch.testing.assert_close(masked_mean(x, None), x.mean(dim=1))
+    mask = torch.tensor([[1, 1, 1, 1, 1], [0, 1, 0, 1, 0], [0, 0, 0, 0, 0]]).bool()
+    x = torch.where(mask[..., None], x, math.nan)
+    mean = masked_mean(x, mask)
+    torch.testing.assert_close(mean[0], x[0].mean(dim=0))
+    torch.testing.assert_close(mean[1], (x[1, 1] + x[1, 3]) / 2)
+    assert not mean[2].any()
+    assert masked_mean(torch.zeros(2, 0, 3), None).tolist() == [[0.0] * 3] * 2
+
+
+@torch.no_grad()
+def test_initial_values_of_linear_layers() -> None:
+    torch.manual_seed(0)
+    stack = nn.Sequential(nn.Linear(200, 300), nn.GELU(), nn.Linear(300, 100, bias=False))
+    init_linear(stack)
+    for layer in (stack[0], stack[2]):
+        assert isinstance(layer, nn.Linear)
+        assert float(layer.weight.abs().max()) <= 0.04
+        # a normal cut at two deviations has 0.88 of its deviation
+        assert float(layer.weight.std()) == pytest.approx(0.02 * 0.8796, rel=0.02)
+    assert isinstance(stack[0], nn.Linear) and not stack[0].bias.any()
