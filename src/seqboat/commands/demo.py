@@ -41,7 +41,7 @@ class Recipe:
     """Expressions to test on; training never sees them."""
     d_model: int = 64
     """Width of the model."""
-    num_layers: int = 4
+    num_layers: int = 3
     """SeqBoat layers."""
     d_state: int = 8
     """Averages per channel of the MD-EMA."""
@@ -49,15 +49,17 @@ class Recipe:
     """Width of queries and keys."""
     window: int = 64
     """Working memory of the attention."""
+    temperature_scale: float = 0.3
+    """Initial temperature of the routers; the paper's for ListOps, as is the learning rate."""
     batch: int = 64
     """Expressions per update, of about the same length."""
     pool: int = 16
     """Batches that are drawn together and sorted by length."""
-    steps: int = 2000
+    steps: int = 2800
     """Updates."""
     warmup: float = 0.1
     """Share of the updates until the learning rate is highest."""
-    lr: float = 3e-3
+    lr: float = 4e-3
     """Highest learning rate."""
     weight_decay: float = 0.01
     """Of matrices."""
@@ -101,9 +103,9 @@ class Progress(NamedTuple):
 
     @property
     def metrics(self) -> str:
-        """What a line of progress says."""
+        """What a line of progress says; short enough for a terminal of 80 columns."""
         rates = " ".join(f"{rate:4.0%}" for rate in self.rates)
-        return f"loss {self.loss:.3f}  accuracy {self.accuracy:.2f}  activation {rates}"
+        return f"loss {self.loss:.2f}  accuracy {self.accuracy:.2f}  active {rates}"
 
 
 class Evaluation(NamedTuple):
@@ -154,10 +156,11 @@ def run(options: argparse.Namespace) -> int:
     test = list(islice(expressions, recipe.test_count))
     model = build_model(recipe)
     count = sum(p.numel() for p in model.parameters())
-    print(f"ListOps, {recipe.min_tokens} to {recipe.max_tokens} tokens, for example")
+    example = min(test[:50], key=lambda e: len(e.tokens))
     print(
-        f"  {' '.join(min(test[:50], key=lambda e: len(e.tokens)).tokens)}  ->  the model is to say which digit"
+        f"ListOps: expressions of {recipe.min_tokens} to {recipe.max_tokens} tokens, and the digit each is worth"
     )
+    print(f"  {' '.join(example.tokens)}  ->  {example.value}")
     print(f"model: {recipe.num_layers} SeqBoat layers of width {recipe.d_model}, {count:,} parameters")
     print(f"training: {recipe.steps:,} updates of {recipe.batch} expressions, each seen once", flush=True)
     with reporter(recipe.steps) as report:
@@ -211,11 +214,13 @@ def build_model(recipe: Recipe) -> Classifier:
     from seqboat.mixers.gau import GAUConfig
     from seqboat.mixers.seqboat import SeqBoatConfig
     from seqboat.model import BackboneConfig, Classifier
+    from seqboat.routers import TemperedSoftmaxConfig
     from seqboat.tasks.listops import CLASSES, TOKENS
 
     mixer = SeqBoatConfig(
         # half of the usual block: most expressions are shorter than it
         ssm=EMAConfig(d_state=recipe.d_state, block=32),
+        router=TemperedSoftmaxConfig(temperature_scale=recipe.temperature_scale),
         gau=GAUConfig(d_z=recipe.d_z, window=recipe.window, max_positions=recipe.max_tokens),
     )
     config = BackboneConfig(
@@ -311,7 +316,7 @@ def reporter(steps: int) -> Iterator[Callable[[Progress], None]]:
         yield plain_reporter(steps)
         return
     columns = (
-        progress.BarColumn(bar_width=24),
+        progress.BarColumn(bar_width=10),
         progress.TextColumn("{task.fields[step]}/{task.fields[steps]}"),
         progress.TextColumn("{task.fields[metrics]}"),
         progress.TextColumn("{task.fields[remaining]} left"),
