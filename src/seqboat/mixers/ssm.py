@@ -1,6 +1,6 @@
 """Diagonal state-space layers: what MD-EMA and S4D share.
 
-Equation 3 of the paper, SSM(S) = K * S + D . S, for kernels of the form K[l] = Re(sum_n read_n drive_n q_n^l).
+Equation 2 of the paper, SSM(S) = K * S + D . S, for kernels of the form K[l] = Re(sum_n read_n drive_n q_n^l).
 A subclass says what q, drive and read are; this class runs them over a sequence (scan or FFT), carries the
 state, and takes single steps.
 """
