@@ -37,6 +37,11 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def one_line(error: Exception) -> str:
+    """The message of an error, which may have been written over several lines."""
+    return " ".join(str(error).split())
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
     options = build_parser().parse_args(arguments)
@@ -45,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (UsageError, ValueError) as error:
         if options.debug:
             raise
-        print(f"seqboat {options.command}: error: {error}", file=sys.stderr)
+        print(f"seqboat {options.command}: error: {one_line(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
@@ -54,5 +59,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.debug:
             raise
         kind = type(error).__name__
-        print(f"seqboat {options.command}: {kind}: {error} (--debug shows where)", file=sys.stderr)
+        print(f"seqboat {options.command}: {kind}: {one_line(error)} (--debug shows where)", file=sys.stderr)
         return 1
