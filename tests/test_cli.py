@@ -1,0 +1,135 @@
+"""The command line: help, version, errors of one line with their exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from seqboat import cli
+from seqboat.cli import COMMANDS, UsageError, main
+from seqboat.version import __version__
+
+
+class FakeCommand:
+    """A command whose `run` does what a test wants."""
+
+    def __init__(self, run: Callable[[argparse.Namespace], int]) -> None:
+        self.run = run
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--steps", type=int, default=1)
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[argparse.Namespace], int]], None]:
+    """Make `seqboat fake` run a function."""
+
+    def use(run: Callable[[argparse.Namespace], int]) -> None:
+        monkeypatch.setitem(sys.modules, "fake_command", FakeCommand(run))
+        monkeypatch.setattr(cli, "COMMANDS", {"fake": ("fake_command", "pretend")})
+
+    return use
+
+
+def raises(error: BaseException) -> Callable[[argparse.Namespace], int]:
+    def run(options: argparse.Namespace) -> int:
+        raise error
+
+    return run
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["--help"])
+    assert stop.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for name, (_, line) in COMMANDS.items():
+        assert name in text and line in text
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_of_a_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([name, "--help"])
+    assert stop.value.code == 0
+    assert f"usage: seqboat {name}" in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"seqboat {__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["--nonsense"], ["demo", "--nonsense"]], ids=str)
+def test_what_is_not_known_is_a_usage_error(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "usage: seqboat" in captured.err and "Traceback" not in captured.err
+
+
+def test_arguments_reach_the_command(install: Callable[..., None]) -> None:
+    install(lambda options: options.steps)
+    assert main(["fake"]) == 1
+    assert main(["fake", "--steps", "7"]) == 7
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (UsageError("no such recipe"), 2, "seqboat fake: error: no such recipe\n"),
+        (ValueError("window must be 1"), 2, "seqboat fake: error: window must be 1\n"),
+        (OSError("disk full"), 1, "seqboat fake: OSError: disk full (--debug shows where)\n"),
+        (KeyError("k"), 1, "seqboat fake: KeyError: 'k' (--debug shows where)\n"),
+        (KeyboardInterrupt(), 130, "stopped\n"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
+)
+def test_errors_are_one_line(
+    error: BaseException,
+    code: int,
+    line: str,
+    install: Callable[..., None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    install(raises(error))
+    assert main(["fake"]) == code
+    captured = capsys.readouterr()
+    assert captured.err == line and captured.out == ""
+
+
+@pytest.mark.parametrize("error", [UsageError("a"), ValueError("b"), OSError("c")], ids=repr)
+def test_debug_shows_where(error: Exception, install: Callable[..., None]) -> None:
+    install(raises(error))
+    with pytest.raises(type(error)):
+        main(["--debug", "fake"])
+
+
+def test_an_error_of_several_lines_is_printed_as_one(
+    install: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    install(raises(RuntimeError("first line\n  second line\n")))
+    assert main(["fake"]) == 1
+    assert (
+        capsys.readouterr().err
+        == "seqboat fake: RuntimeError: first line second line (--debug shows where)\n"
+    )
+
+
+def test_as_a_module() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "seqboat", "--version"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0 and done.stdout == f"seqboat {__version__}\n"
