@@ -1,14 +1,327 @@
-"""`seqboat bench`: time and memory of mixers."""
+"""`seqboat bench`: time and memory of mixers, side by side in one run."""
 
 from __future__ import annotations
 
 import argparse
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from seqboat.cli import UsageError
+
+if TYPE_CHECKING:
+    from seqboat.bench import Row, Setting
+    from seqboat.bench_decode import DecodeRow
+    from seqboat.measure import Spread
+
+LAYERS = (
+    "seqboat",
+    "published",
+    "mega-chunk",
+    "transformer:implementation=plain",
+    "transformer:implementation=sdpa",
+    "floor",
+)
+DECODERS = ("seqboat", "mega-chunk", "transformer")
+EXAMPLES = """\
+examples:
+  seqboat bench                                             the paper's Text layer, all yard-sticks
+  seqboat bench --lengths 1024 4096 16384 --plot cost.png   the same number of tokens at each length
+  seqboat bench --mixers seqboat --rates 0.1 0.5 1          how cost falls with the share of active tokens
+  seqboat bench --mixers seqboat seqboat:gau.positions=original --windows 64 256
+  seqboat bench decode --contexts 1024 32768                time per token and size of the state
+  seqboat bench decode-lm                                   the paper's language model against a Transformer
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EXAMPLES
+    parser.add_argument(
+        "what",
+        nargs="?",
+        choices=("layer", "decode", "decode-lm"),
+        default="layer",
+        help="a training step and inference of single layers (default), single tokens of single layers, or "
+        "single tokens of a language model",
+    )
+    parser.add_argument(
+        "--mixers",
+        nargs="+",
+        metavar="NAME[:FIELD=VALUE,...]",
+        help="contenders, the first being what others are compared with: names of mixers, 'published' for the "
+        "paper's algorithm, 'floor' for the bare matrix products of our layer",
+    )
+    parser.add_argument("--preset", choices=("text", "enwik8"), default="text", help="sizes of the layer")
+    parser.add_argument("--lengths", nargs="+", type=int, metavar="N", help="tokens per row")
+    parser.add_argument("--windows", nargs="+", type=int, metavar="W", help="sizes of the working memory")
+    parser.add_argument(
+        "--rates",
+        nargs="+",
+        type=_rate,
+        metavar="R",
+        help="shares of tokens that routers must activate, or 'natural' for what they decide",
+    )
+    parser.add_argument("--batch", type=int, help="rows; by default as many as keep the number of tokens")
+    parser.add_argument("--modes", nargs="+", choices=("training", "inference"), help="default: both")
+    parser.add_argument("--contexts", nargs="+", type=int, metavar="N", help="decode: tokens read before")
+    parser.add_argument("--steps", type=int, help="decode: tokens per round")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds that count (default 5)")
+    parser.add_argument("--warmup", type=int, default=1, help="rounds before them (default 1)")
+    parser.add_argument("--threads", type=int, help="CPU threads; torch's choice by default")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default cpu)")
+    parser.add_argument("--dtype", default="float32", help="type of weights and inputs (default float32)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and inputs")
+    parser.add_argument("--no-memory", action="store_true", help="do not measure memory")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw time and memory against length")
+
+
+def _rate(text: str) -> float | None:
+    if text == "natural":
+        return None
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = -1.0
+    if not 0 <= rate <= 1:
+        raise argparse.ArgumentTypeError(f"expected a number from 0 to 1 or 'natural', got {text!r}")
+    return rate
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
-    raise NotImplementedError
+    _check(options)
+    import torch
+
+    from seqboat.bench import PRESETS
+    from seqboat.measure import write_json
+
+    if options.device.startswith("cuda") and not torch.cuda.is_available():
+        raise UsageError(f"--device {options.device}: torch sees no CUDA device")
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    setting = _setting(PRESETS[options.preset], options)
+    report = {"layer": _layers, "decode": _decode, "decode-lm": _decode_lm}[options.what]
+    record = report(options, setting)
+    if options.json:
+        write_json(record, options.json)
+        print(f"wrote {options.json}")
+    return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Refuse what could only fail after minutes of measuring."""
+    for name in ("lengths", "windows", "contexts"):
+        if any(value < 1 for value in getattr(options, name) or ()):
+            raise UsageError(f"--{name} must be at least 1, got {getattr(options, name)}")
+    for name, least in (("rounds", 1), ("warmup", 0), ("batch", 1), ("steps", 1), ("threads", 1)):
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise UsageError(f"--{name} must be at least {least}, got {value}")
+    for name in ("json", "plot"):
+        path = getattr(options, name)
+        if path is not None and not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
+            raise UsageError(f"--{name}: cannot write to the folder {path.parent}")
+    layer_only = {"plot": options.plot, "lengths": options.lengths, "modes": options.modes}
+    if options.what != "layer":
+        for name, value in layer_only.items():
+            if value:
+                raise UsageError(f"--{name} does not go with '{options.what}'")
+        if len(options.windows or ()) > 1 or len(options.rates or ()) > 1:
+            raise UsageError(f"'{options.what}' takes one window and one rate")
+    elif options.contexts or options.steps:
+        raise UsageError("--contexts and --steps go with 'decode' and 'decode-lm'")
+
+
+def _setting(preset: Setting, options: argparse.Namespace) -> Setting:
+    from dataclasses import replace
+
+    changes: dict[str, Any] = {"device": options.device, "dtype": options.dtype, "seed": options.seed}
+    if options.batch:
+        changes["batch"] = options.batch
+    if options.windows:
+        changes["window"] = options.windows[0]
+    if options.rates:
+        changes["rate"] = options.rates[0]
+    return replace(preset, **changes)
+
+
+def _layers(options: argparse.Namespace, setting: Setting) -> dict[str, Any]:
+    from seqboat.bench import MODES, as_record, parse_contender, plot, run_layers, sweep
+
+    contenders = [parse_contender(text) for text in options.mixers or LAYERS]
+    if len({contender.label for contender in contenders}) < len(contenders):
+        raise UsageError("--mixers: the same contender twice")
+    settings = sweep(
+        setting,
+        options.lengths or [setting.length],
+        options.windows or [setting.window],
+        options.rates or [setting.rate],
+        None if options.batch else setting.tokens,
+    )
+    modes = tuple(mode for mode in MODES if mode in (options.modes or MODES))
+    rows = _with_progress(
+        lambda progress: run_layers(
+            contenders,
+            settings,
+            modes,
+            rounds=options.rounds,
+            warmup=options.warmup,
+            memory=not options.no_memory,
+            progress=progress,
+        )
+    )
+    _print_layers(rows, options)
+    if options.plot:
+        plot(rows, options.plot)
+        print(f"drew {options.plot}")
+    return as_record(rows, setting, what="layer", rounds=options.rounds)
+
+
+def _decode(options: argparse.Namespace, setting: Setting) -> dict[str, Any]:
+    from dataclasses import replace
+
+    from seqboat.bench import as_record, parse_contender
+    from seqboat.bench_decode import run_decode
+
+    contenders = [parse_contender(text) for text in options.mixers or DECODERS]
+    setting = replace(setting, batch=options.batch or 1, causal=True)
+    rows = _with_progress(
+        lambda progress: run_decode(
+            contenders,
+            setting,
+            options.contexts or [1024, 8192, 32768],
+            steps=options.steps or 64,
+            rounds=options.rounds,
+            warmup=options.warmup,
+            progress=progress,
+        )
+    )
+    _print_decode(rows, "one layer")
+    return as_record(rows, setting, what="decode", rounds=options.rounds)
+
+
+def _decode_lm(options: argparse.Namespace, setting: Setting) -> dict[str, Any]:
+    from seqboat.bench import as_record
+    from seqboat.bench_decode import LanguageModelSize, run_decode_lm
+
+    if options.mixers:
+        raise UsageError("--mixers does not go with 'decode-lm'")
+    if options.device != "cpu" or options.dtype != "float32" or options.batch not in (None, 1):
+        raise UsageError("'decode-lm' runs on the CPU in float32 with batch 1")
+    if len(options.contexts or ()) > 1:
+        raise UsageError("'decode-lm' takes one context")
+    size = LanguageModelSize(**({"window": options.windows[0]} if options.windows else {}))
+    rows = _with_progress(
+        lambda progress: run_decode_lm(
+            size,
+            context=(options.contexts or [8192])[0],
+            rate=setting.rate,
+            steps=options.steps or 16,
+            rounds=options.rounds,
+            warmup=options.warmup,
+            seed=options.seed,
+            progress=progress,
+        )
+    )
+    _print_decode(rows, f"language model of {size.num_layers} layers of width {size.d_model}, batch 1")
+    return as_record(rows, size, what="decode-lm", rounds=options.rounds)
+
+
+def _with_progress(job: Callable[[Callable[[str], None]], list[Any]]) -> list[Any]:
+    """Run a job that says what it does, on a line that vanishes."""
+    from rich.console import Console
+
+    with Console(stderr=True).status("starting") as status:
+        return job(lambda message: status.update(message))
+
+
+def _machine_line() -> str:
+    from seqboat.measure import machine
+
+    found = machine()
+    where = found["cuda"] or found["cpu"] or "unknown CPU"
+    return f"{where}, {found['threads']} of {found['cores']} cores, torch {found['torch']}"
+
+
+def _print_layers(rows: Sequence[Row], options: argparse.Namespace) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from seqboat.measure import human_bytes
+
+    with_floor = any(row.floor_ratio is not None for row in rows)
+    several = {name: len({getattr(row, name) for row in rows}) > 1 for name in ("length", "window", "rate")}
+    table = Table(title=f"preset {options.preset}; {_machine_line()}", title_justify="left")
+    table.add_column("mode")
+    table.add_column("batch x length", justify="right")
+    for name in ("window", "rate"):
+        if several[name]:
+            table.add_column(name, justify="right")
+    table.add_column("contender", overflow="fold")
+    for name in ("active", "median", "quartiles", "ratio"):
+        table.add_column(name, justify="right")
+    if with_floor:
+        table.add_column("x floor", justify="right")
+    table.add_column("memory", justify="right")
+    table.add_column("ratio", justify="right")
+    previous: tuple[Any, ...] | None = None
+    for row in rows:
+        key = (row.mode, row.batch, row.length, row.window, row.rate)
+        if previous is not None and key != previous:
+            table.add_section()
+        previous = key
+        cells = [row.mode, f"{row.batch} x {row.length}"]
+        cells += [str(row.window)] if several["window"] else []
+        cells += ["natural" if row.rate is None else f"{row.rate:g}"] if several["rate"] else []
+        cells += [row.contender, "" if row.active is None else f"{row.active:.0%}"]
+        cells += ["refused", "", ""] if row.seconds is None else [*_durations(row.seconds), _times(row.ratio)]
+        cells += [_times(row.floor_ratio)] if with_floor else []
+        memory = row.memory if row.seconds is not None else row.memory_estimate
+        shown = "" if memory is None else human_bytes(memory)
+        cells += [shown if row.seconds is not None else f"~ {shown}", _times(row.memory_ratio)]
+        table.add_row(*cells)
+    console = Console()
+    console.print(table)
+    for note in dict.fromkeys(row.note for row in rows if row.note):
+        console.print(f"refused: {note}", highlight=False)
+
+
+def _print_decode(rows: Sequence[DecodeRow], what: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from seqboat.measure import human_bytes
+
+    table = Table(title=f"decoding, {what}; {_machine_line()}", title_justify="left")
+    table.add_column("contender", overflow="fold")
+    for name in (
+        "context", "parameters", "time per token", "quartiles", "tokens/s", "ratio", "growth", "state",
+    ):  # fmt: skip
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_row(
+            row.contender,
+            str(row.context),
+            f"{row.parameters:,}",
+            *_durations(row.seconds),
+            f"{row.tokens_per_second:.1f}",
+            _times(row.ratio),
+            _times(row.growth),
+            human_bytes(row.state_bytes),
+        )
+    Console().print(table)
+
+
+def _durations(seconds: Spread) -> list[str]:
+    from seqboat.measure import human_seconds
+
+    low, high = human_seconds(seconds.low), human_seconds(seconds.high)
+    return [human_seconds(seconds.median), f"{low} .. {high}"]
+
+
+def _times(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.2f}x"

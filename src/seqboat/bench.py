@@ -1,0 +1,670 @@
+"""Time and memory of layers, side by side in one run.
+
+Contenders take turns in every round, so that whatever else the machine does falls on all of them; what is shown
+is the median over the rounds with its quartiles, and the ratio to the first contender of the same run. Memory is what
+a step needs beyond what was there before it: from CUDA's allocator, or, on the CPU, the peak of the resident set of a
+process in which nothing else runs. Before anything large is allocated its memory is estimated from shorter
+sequences, and what would not fit is refused.
+
+Two contenders are not mixers: "published" is the paper's algorithm (benchmarks/published.py of the repository), and
+"floor" is the bare sum of matrix products that the mathematics of our layer asks for.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import math
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from difflib import get_close_matches
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from seqboat.attention import AttentionName
+from seqboat.checks import require
+from seqboat.measure import (
+    Spread,
+    available_memory,
+    extra_peak,
+    extrapolate,
+    human_bytes,
+    in_child,
+    machine,
+    spread,
+    time_rounds,
+)
+from seqboat.mixers import MIXERS, Mixer, SeqBoat, SeqBoatConfig
+from seqboat.mixers.gau import GAU, Positions
+from seqboat.mixers.ssm import DiagonalSSM
+from seqboat.routers import AlwaysActive, Router
+from seqboat.sma import Routing
+
+Mode = Literal["training", "inference"]
+MODES: tuple[Mode, ...] = ("training", "inference")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A layer and its batch; the defaults are the paper's Text setting with half of the tokens active."""
+
+    batch: int = 4
+    """Rows."""
+    length: int = 4096
+    """Tokens per row."""
+    d_model: int = 128
+    """Width."""
+    d_z: int = 64
+    """Width of queries and keys of gated attention."""
+    d_v: int = 256
+    """Width of its values."""
+    d_state: int = 16
+    """States per channel of state-space layers."""
+    window: int = 256
+    """Working memory."""
+    heads: int = 4
+    """Heads of multi-head attention."""
+    attention: AttentionName = "softmax"
+    """Attention function of gated attention."""
+    positions: Positions = "compressed"
+    """Positions of our attention unit."""
+    causal: bool = False
+    """One direction or both."""
+    prenorm: bool = False
+    """Whether norms come first."""
+    rate: float | None = 0.5
+    """Share of the tokens that routers activate; None for what they decide themselves."""
+    dtype: str = "float32"
+    """Type of weights and inputs."""
+    device: str = "cpu"
+    """Where to run."""
+    seed: int = 0
+    """Of weights and inputs."""
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "length", "d_model", "d_z", "d_v", "d_state", "window", "heads"):
+            require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
+        require(self.rate is None or 0 <= self.rate <= 1, f"rate must be between 0 and 1, got {self.rate}")
+        require(
+            isinstance(getattr(torch, self.dtype, None), torch.dtype),
+            f"dtype must be a torch type such as float32, got {self.dtype!r}",
+        )
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the batch."""
+        return self.batch * self.length
+
+
+PRESETS = {
+    "text": Setting(),
+    "enwik8": Setting(
+        batch=1, length=8192, d_model=616, d_z=128, d_v=1232, window=1024, heads=11,
+        positions="rotary", causal=True, prenorm=True,
+    ),
+}  # fmt: skip
+"""Layers of the paper: LRA's Text, and the language model of enwik8."""
+
+
+class Contender(NamedTuple):
+    """What is measured: a name and the fields of its configuration that differ from the setting's."""
+
+    label: str
+    name: str
+    overrides: dict[str, Any]
+
+
+def parse_contender(text: str) -> Contender:
+    """Read NAME or NAME:FIELD=VALUE,FIELD=VALUE; fields of parts are dotted.
+
+    >>> parse_contender("seqboat:gau.window=32,causal=True").overrides
+    {'gau.window': 32, 'causal': True}
+    """
+    name, _, rest = text.partition(":")
+    known = [*MIXERS, "published", "floor"]
+    if name not in known:
+        near = get_close_matches(name, known, 1)
+        hint = f", did you mean {near[0]}?" if near else ""
+        raise ValueError(f"unknown contender {name!r}{hint} There are: {', '.join(known)}")
+    overrides = {}
+    for pair in filter(None, rest.split(",")):
+        field, equals, value = pair.partition("=")
+        require(bool(equals), f"{text}: expected FIELD=VALUE after the colon, got {pair!r}")
+        try:
+            overrides[field] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            overrides[field] = value
+    require(not (overrides and name == "floor"), "floor takes no fields: it follows the setting")
+    return Contender(text, name, overrides)
+
+
+def configure(contender: Contender, setting: Setting) -> Any:
+    """The configuration of a contender under a setting."""
+    config = MIXERS["seqboat" if contender.name in ("published", "floor") else contender.name]()
+    config = _fit(config, setting)
+    for path, value in contender.overrides.items():
+        config = _override(config, path.split("."), value, contender.label)
+    return config
+
+
+def _fit(config: Any, setting: Setting) -> Any:
+    """Give the fields that mixers share the values of the setting, in all parts of a configuration."""
+    shared = {
+        "causal": setting.causal,
+        "prenorm": setting.prenorm,
+        "d_z": setting.d_z,
+        "d_v": setting.d_v,
+        "d_state": setting.d_state,
+        "heads": setting.heads,
+        "max_positions": max(setting.length, 2),
+    }
+    changes: dict[str, Any] = {}
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if is_dataclass(value):
+            changes[field.name] = _fit(value, setting)
+        elif field.name in shared:
+            changes[field.name] = shared[field.name]
+    config = replace(config, **changes)
+    if isinstance(config, SeqBoatConfig):
+        gau = replace(
+            config.gau, window=setting.window, attention=setting.attention, positions=setting.positions
+        )
+        config = replace(config, gau=gau)
+    return config
+
+
+def _override(config: Any, path: Sequence[str], value: Any, label: str) -> Any:
+    known = [field.name for field in fields(config)]
+    require(
+        path[0] in known,
+        f"{label}: {type(config).__name__} has no field {path[0]!r}; it has {', '.join(known)}",
+    )
+    if len(path) == 1:
+        return replace(config, **{path[0]: value})
+    part = getattr(config, path[0])
+    require(is_dataclass(part), f"{label}: {path[0]} has no fields of its own")
+    return replace(config, **{path[0]: _override(part, path[1:], value, label)})
+
+
+def load_published() -> Any:
+    """The class of the published algorithm, from the repository that this package lies in."""
+    source = Path(__file__).parents[2] / "benchmarks" / "published.py"
+    require(source.is_file(), f"'published' needs the repository of this package: there is no {source}")
+    spec = importlib.util.spec_from_file_location("seqboat_published", source)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.Published
+
+
+class ForcedRate(Router):
+    """Activates a fixed share of the tokens, picked by chance but always the same ones.
+
+    The probabilities are those of another router, so that its cost and its gradient stay; only its decisions do not
+    count.
+    """
+
+    def __init__(self, router: Router, rate: float, seed: int = 0) -> None:
+        super().__init__(router.d_model, router.modules_count)
+        require(0 <= rate <= 1, f"rate must be between 0 and 1, got {rate}")
+        self.router, self.rate, self.seed = router, rate, seed
+        self._pattern: Tensor | None = None
+        self._steps = 0
+
+    def route(self, x: Tensor) -> Routing:
+        probs = self.router.route(x).probs
+        picked = self._step(x.shape[0]) if x.dim() == 2 else self._sequence(x)
+        return Routing(picked.to(x.device)[..., None].expand(probs.shape), probs)
+
+    def _sequence(self, x: Tensor) -> Tensor:
+        """(batch, time): in each row the same number of tokens, at places of its own."""
+        shape = x.shape[:-1]
+        if self._pattern is None or self._pattern.shape != shape or self._pattern.device != x.device:
+            generator = torch.Generator().manual_seed(self.seed)
+            order = torch.rand(shape, generator=generator).argsort(dim=-1).argsort(dim=-1)
+            self._pattern = (order < round(self.rate * shape[-1])).to(x.device)
+        return self._pattern
+
+    def _step(self, batch: int) -> Tensor:
+        """(batch,): evenly over the steps, rows at different times."""
+        # the golden section spreads any number of rows evenly
+        phase = torch.arange(batch, dtype=torch.float64) * (math.sqrt(5) - 1) / 2
+        before = torch.floor(self._steps * self.rate + phase)
+        self._steps += 1
+        return torch.floor(self._steps * self.rate + phase) > before
+
+
+def force_rate(module: nn.Module, rate: float, seed: int = 0) -> None:
+    """Replace the routers of a module, those that always activate excepted."""
+    for part in list(module.modules()):
+        for name, child in list(part.named_children()):
+            if isinstance(child, Router) and not isinstance(child, AlwaysActive | ForcedRate):
+                setattr(part, name, ForcedRate(child, rate, seed))
+
+
+def build(contender: Contender, setting: Setting) -> Mixer:
+    """The layer of a contender, with its routers forced if the setting asks for a rate."""
+    torch.manual_seed(setting.seed)
+    config = configure(contender, setting)
+    layer = load_published()(setting.d_model, config) if contender.name == "published" else None
+    layer = layer or config.build(setting.d_model)
+    layer = layer.to(setting.device, getattr(torch, setting.dtype))
+    if setting.rate is not None:
+        force_rate(layer, setting.rate, setting.seed)
+    return layer
+
+
+class Runner(ABC):
+    """Something that can be timed in each mode."""
+
+    parameters: int = 0
+
+    @abstractmethod
+    def run(self, mode: Mode) -> None:
+        """One step."""
+
+    def active(self) -> float | None:
+        """The share of tokens that were activated."""
+        return None
+
+
+class LayerRunner(Runner):
+    """A layer on random inputs."""
+
+    def __init__(self, contender: Contender, setting: Setting) -> None:
+        self.layer = build(contender, setting)
+        self.parameters = sum(p.numel() for p in self.layer.parameters())
+        self.x = _inputs(setting).requires_grad_()
+        self.above = torch.randn_like(self.x)
+
+    def run(self, mode: Mode) -> None:
+        if mode == "inference":
+            with torch.no_grad():
+                self.layer.eval()(self.x)
+            return
+        self.x.grad = None
+        self.layer.train().zero_grad(set_to_none=True)
+        self.layer(self.x).y.backward(self.above)
+
+    def active(self) -> float | None:
+        with torch.no_grad():
+            routing = self.layer.eval()(self.x).routing
+        return None if routing is None else float(routing.active.float().mean())
+
+
+def _inputs(setting: Setting) -> Tensor:
+    generator = torch.Generator().manual_seed(setting.seed)
+    shape = (setting.batch, setting.length, setting.d_model)
+    return torch.randn(shape, generator=generator).to(setting.device, getattr(torch, setting.dtype))
+
+
+class Product(NamedTuple):
+    """A batch of matrix products (rows x inner) @ (inner x columns)."""
+
+    what: str
+    batch: int
+    rows: int
+    inner: int
+    columns: int
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions."""
+        return 2 * self.batch * self.rows * self.inner * self.columns
+
+
+def forward_products(layer: SeqBoat, setting: Setting, active: int) -> list[Product]:
+    """The matrix products of one forward pass.
+
+    The state-space layer counts as the products of its block scan (within blocks, into and out of the states);
+    attention as the products inside the window alone: `window` + 1 keys per active token.
+    """
+    gau, ssm = layer.sma.units["gau"], layer.ssm
+    assert isinstance(gau, GAU) and isinstance(ssm, DiagonalSSM)
+    d, tokens = setting.d_model, setting.tokens
+    block = min(ssm.block, setting.length)
+    blocks, states = -(-tokens // block), ssm.d_state * ssm.directions
+    keys = min(gau.left + 1 + gau.right, max(active, 1))
+    # as many products as in a band of this width, in square-like blocks
+    groups = -(-active // keys)
+    found = [
+        Product("scan: within blocks", d, blocks, block, block),
+        Product("scan: into states", d, blocks, block, states),
+        Product("scan: out of states", d, blocks, states, block),
+        Product("linear", 1, tokens, d, d),
+        Product("router", 1, tokens, d, 2),
+        Product("gau: base", 1, active, d, gau.d_z + 2 * gau.d_v),
+        Product("gau: scores", groups, keys, gau.d_z, keys),
+        Product("gau: values", groups, keys, keys, gau.d_v),
+        Product("gau: out", 1, active, gau.d_v, d),
+    ]
+    return [product for product in found if product.flops]
+
+
+def backward_products(forward: Sequence[Product]) -> list[Product]:
+    """For each product, the gradients of its two factors. Scores that are computed again do not count."""
+    found = []
+    for what, batch, rows, inner, columns in forward:
+        found.append(Product(f"{what}, left", batch, rows, columns, inner))
+        found.append(Product(f"{what}, right", batch, inner, rows, columns))
+    return found
+
+
+class FloorRunner(Runner):
+    """The matrix products of our layer and nothing else, with all operands in place."""
+
+    def __init__(self, setting: Setting) -> None:
+        contender = Contender("floor", "floor", {})
+        layer = configure(contender, setting).build(setting.d_model)
+        rate = setting.rate
+        if rate is None:
+            rate = LayerRunner(Contender("seqboat", "seqboat", {}), setting).active() or 0.0
+        active = setting.batch * round(rate * setting.length)
+        self.forward = forward_products(layer, setting, active)
+        self.backward = backward_products(self.forward)
+        self._operands: dict[tuple[int, ...], Tensor] = {}
+        self._device, self._dtype = setting.device, getattr(torch, setting.dtype)
+
+    def run(self, mode: Mode) -> None:
+        products = self.forward + self.backward if mode == "training" else self.forward
+        with torch.no_grad():
+            for _, batch, rows, inner, columns in products:
+                left = self._operand(batch, rows, inner, 0)
+                right = self._operand(batch, inner, columns, 1)
+                torch.bmm(left, right, out=self._operand(batch, rows, columns, 2))
+
+    def _operand(self, batch: int, rows: int, columns: int, role: int) -> Tensor:
+        key = (batch, rows, columns, role)
+        if key not in self._operands:
+            shape = (batch, rows, columns)
+            self._operands[key] = torch.randn(shape, device=self._device, dtype=self._dtype)
+        return self._operands[key]
+
+    def flops(self, mode: Mode) -> int:
+        """Of all products."""
+        products = self.forward + self.backward if mode == "training" else self.forward
+        return sum(product.flops for product in products)
+
+
+def make_runner(contender: Contender, setting: Setting) -> Runner:
+    """A contender that is ready to run."""
+    return FloorRunner(setting) if contender.name == "floor" else LayerRunner(contender, setting)
+
+
+class Memory(NamedTuple):
+    """Memory of a step, in bytes."""
+
+    estimate: dict[str, int]
+    """by mode, from shorter sequences"""
+    peak: dict[str, int]
+    """by mode, measured; modes that would not fit are missing"""
+
+
+def measure_memory(
+    contender: Contender, setting: Setting, modes: Sequence[Mode], available: int, whole: bool = True
+) -> Memory:
+    """Estimate the memory of each mode, and measure it if it fits.
+
+    Args:
+        contender: what to measure.
+        setting: of the layer.
+        modes: which.
+        available: bytes that may be used.
+        whole: whether to measure the whole length after the estimate.
+    """
+    estimate: dict[str, int] = {}
+    peak: dict[str, int] = {}
+    lengths = _short_lengths(setting.length)
+    # the first call of all loads libraries and starts threads
+    tiny = make_runner(contender, replace(setting, length=min(setting.length, 32), batch=1))
+    for mode in modes:
+        tiny.run(mode)
+    short: dict[str, list[int]] = {mode: [] for mode in modes}
+    for length in lengths:
+        runner = make_runner(contender, replace(setting, length=length))
+        for mode in modes:
+            short[mode].append(extra_peak(partial(runner.run, mode), setting.device))
+        del runner
+    for mode in modes:
+        if lengths:
+            estimate[mode] = extrapolate(lengths, short[mode], setting.length)
+    fitting = [mode for mode in modes if estimate.get(mode, 0) <= available]
+    if whole and fitting:
+        runner = make_runner(contender, setting)
+        for mode in fitting:
+            peak[mode] = extra_peak(partial(runner.run, mode), setting.device)
+    return Memory(estimate, peak)
+
+
+def _short_lengths(length: int) -> list[int]:
+    """From what lengths the memory of a length is estimated; none if it is short itself."""
+    return [length // 16, length // 8, length // 4] if length >= 512 else []
+
+
+class Row(NamedTuple):
+    """One contender in one mode under one setting."""
+
+    contender: str
+    mode: str
+    batch: int
+    length: int
+    window: int
+    rate: float | None
+    """asked for"""
+    active: float | None
+    """share of the tokens that were activated; None without a router"""
+    parameters: int
+    seconds: Spread | None
+    """None if refused"""
+    ratio: float | None
+    """of the median to the first contender's"""
+    floor_ratio: float | None
+    """of the median to that of the matrix products, if they were measured"""
+    memory: int | None
+    """peak of the step in bytes"""
+    memory_ratio: float | None
+    """to the first contender's"""
+    memory_estimate: int | None
+    note: str
+    """why it was refused"""
+
+
+def run_layers(
+    contenders: Sequence[Contender],
+    settings: Sequence[Setting],
+    modes: Sequence[Mode] = MODES,
+    *,
+    rounds: int = 5,
+    warmup: int = 1,
+    memory: bool = True,
+    progress: Callable[[str], None] = lambda message: None,
+) -> list[Row]:
+    """Measure every contender under every setting in every mode.
+
+    Args:
+        contenders: the first is what the others are compared with.
+        settings: one after the other.
+        modes: training step (forward and backward of the layer), inference (forward alone).
+        rounds: that count.
+        warmup: rounds before them.
+        memory: whether to measure the peak memory.
+        progress: is told what comes next.
+    """
+    for contender in contenders:
+        for setting in settings:
+            if contender.name != "floor":
+                # mistakes in names and widths show before minutes of measuring
+                build(contender, replace(setting, device="cpu", length=min(setting.length, 32)))
+    rows = []
+    for setting in settings:
+        rows += _run_setting(contenders, setting, modes, rounds, warmup, memory, progress)
+    return rows
+
+
+def _run_setting(
+    contenders: Sequence[Contender],
+    setting: Setting,
+    modes: Sequence[Mode],
+    rounds: int,
+    warmup: int,
+    memory: bool,
+    progress: Callable[[str], None],
+) -> list[Row]:
+    where = f"{setting.batch} x {setting.length} tokens"
+    found: dict[str, Memory] = {}
+    refused: dict[tuple[str, str], str] = {}
+    for contender in contenders:
+        progress(f"{where}: memory of {contender.label}")
+        found[contender.label] = _find_memory(contender, setting, modes, memory)
+        for mode in modes:
+            need = found[contender.label].estimate.get(mode, 0)
+            free = available_memory(setting.device)
+            if need > free:
+                refused[contender.label, mode] = (
+                    f"{contender.label} at {where} would need about {human_bytes(need)} for {mode}, "
+                    f"{human_bytes(free)} are available"
+                )
+    running = {
+        contender.label: contender
+        for contender in contenders
+        if any((contender.label, mode) not in refused for mode in modes)
+    }
+    if not running:
+        raise ValueError("nothing fits in memory: " + "; ".join(refused.values()))
+    runners = {label: make_runner(contender, setting) for label, contender in running.items()}
+    rows = []
+    for mode in modes:
+        progress(f"{where}: {mode} of {', '.join(runners)}")
+        jobs: dict[str, Callable[[], None]] = {
+            label: partial(runner.run, mode)
+            for label, runner in runners.items()
+            if (label, mode) not in refused
+        }
+        times = {
+            label: spread(values)
+            for label, values in time_rounds(jobs, rounds, warmup, setting.device).items()
+        }
+        floor = next((times.get(c.label) for c in contenders if c.name == "floor"), None)
+        first = times.get(contenders[0].label)
+        first_peak = found[contenders[0].label].peak.get(mode)
+        for contender in contenders:
+            label = contender.label
+            seconds, peak = times.get(label), found[label].peak.get(mode)
+            runner = runners.get(label)
+            rows.append(
+                Row(
+                    contender=label,
+                    mode=mode,
+                    batch=setting.batch,
+                    length=setting.length,
+                    window=setting.window,
+                    rate=setting.rate,
+                    active=runner.active() if runner is not None and seconds is not None else None,
+                    parameters=runner.parameters if runner is not None else 0,
+                    seconds=seconds,
+                    ratio=_ratio(seconds, first),
+                    floor_ratio=_ratio(seconds, floor),
+                    memory=peak,
+                    memory_ratio=peak / first_peak if peak and first_peak else None,
+                    memory_estimate=found[label].estimate.get(mode),
+                    note=refused.get((label, mode), ""),
+                )
+            )
+    return rows
+
+
+def _find_memory(contender: Contender, setting: Setting, modes: Sequence[Mode], measure: bool) -> Memory:
+    if contender.name == "floor":
+        return Memory({}, {})
+    free = available_memory(setting.device)
+    # input, output and their gradients are the least that any layer needs
+    least = 4 * setting.tokens * setting.d_model * getattr(torch, setting.dtype).itemsize
+    if least > free:
+        return Memory(dict.fromkeys(modes, least), {})
+    if not measure and not _short_lengths(setting.length):
+        return Memory({}, {})
+    arguments = (contender, setting, modes, free, measure)
+    if setting.device == "cpu":
+        return in_child(measure_memory, *arguments)
+    return measure_memory(*arguments)
+
+
+def _ratio(one: Spread | None, other: Spread | None) -> float | None:
+    return one.median / other.median if one is not None and other is not None else None
+
+
+def sweep(
+    preset: Setting,
+    lengths: Sequence[int],
+    windows: Sequence[int],
+    rates: Sequence[float | None],
+    tokens: int | None,
+) -> list[Setting]:
+    """Settings of every length, window and rate; the batch shrinks so that the number of tokens stays.
+
+    >>> [(s.batch, s.length) for s in sweep(Setting(), [1024, 16384], [256], [0.5], 16384)]
+    [(16, 1024), (1, 16384)]
+    """
+    return [
+        replace(
+            preset,
+            length=length,
+            batch=max(1, tokens // length) if tokens is not None else preset.batch,
+            window=window,
+            rate=rate,
+        )
+        for length in lengths
+        for window in windows
+        for rate in rates
+    ]
+
+
+def as_record(rows: Sequence[Any], setting: Any, **extra: Any) -> dict[str, Any]:
+    """Everything of a run, for a JSON file."""
+    plain = []
+    for row in rows:
+        values = row._asdict()
+        seconds = values["seconds"]
+        values["seconds"] = None if seconds is None else seconds._asdict()
+        plain.append(values)
+    return {"machine": machine(), "setting": asdict(setting), **extra, "rows": plain}
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """Time and memory per step against the length, one line per contender, both axes logarithmic."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    modes = list(dict.fromkeys(row.mode for row in rows))
+    figure, axes = pyplot.subplots(
+        2, len(modes), figsize=(5.2 * len(modes), 7), squeeze=False, sharex=True, layout="constrained"
+    )
+    for column, mode in enumerate(modes):
+        for label in dict.fromkeys(row.contender for row in rows):
+            own = [r for r in rows if r.contender == label and r.mode == mode]
+            timed = sorted((r for r in own if r.seconds is not None), key=lambda r: r.length)
+            sized = sorted((r for r in own if r.memory), key=lambda r: r.length)
+            top, bottom = axes[0][column], axes[1][column]
+            top.plot(
+                [r.length for r in timed], [r.seconds.median for r in timed if r.seconds], "o-", label=label
+            )
+            # an empty line keeps the colours of both panels alike
+            bottom.plot([r.length for r in sized], [(r.memory or 0) / 2**20 for r in sized], "o-")
+        axes[0][column].set(title=mode, xscale="log", yscale="log", ylabel="seconds per step")
+        axes[1][column].set(xscale="log", yscale="log", xlabel="tokens per row", ylabel="peak memory, MiB")
+        for row in range(2):
+            axes[row][column].grid(True, which="both", alpha=0.3)
+    axes[0][0].legend(fontsize="small")
+    temporary = path.with_name(path.name + ".part")
+    figure.savefig(temporary, format="png", dpi=130)
+    pyplot.close(figure)
+    os.replace(temporary, path)

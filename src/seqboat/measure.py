@@ -1,0 +1,239 @@
+"""Measuring: seconds of jobs that take turns, and the peak memory of a job.
+
+On the CPU the memory of a job is the peak of the resident set of a process in which nothing else runs, its
+allocator set to give freed memory back at once; on CUDA it is what the allocator counts.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import multiprocessing
+import os
+import resource
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from seqboat.version import __version__
+
+
+class Spread(NamedTuple):
+    """Seconds: the median and the quartiles of several rounds."""
+
+    median: float
+    low: float
+    high: float
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Median and quartiles.
+
+    >>> spread([3.0, 1.0, 2.0])
+    Spread(median=2.0, low=1.5, high=2.5)
+    """
+    if len(values) == 1:
+        return Spread(values[0], values[0], values[0])
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return Spread(middle, low, high)
+
+
+def time_rounds(
+    jobs: Mapping[str, Callable[[], Any]], rounds: int, warmup: int, device: str = "cpu"
+) -> dict[str, list[float]]:
+    """Seconds of every job in every round; jobs take turns, and the first `warmup` rounds do not count."""
+    times: dict[str, list[float]] = {label: [] for label in jobs}
+    for turn in range(warmup + rounds):
+        for label, job in jobs.items():
+            _wait(device)
+            begin = time.perf_counter()
+            job()
+            _wait(device)
+            if turn >= warmup:
+                times[label].append(time.perf_counter() - begin)
+    return times
+
+
+def _wait(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
+
+
+def available_memory(device: str = "cpu") -> int:
+    """Bytes that can still be allocated on a device."""
+    if device.startswith("cuda"):
+        return int(torch.cuda.mem_get_info(device)[0])
+    found = []
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                found.append(int(line.split()[1]) * 1024)
+    except OSError:
+        found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    group = Path("/sys/fs/cgroup")
+    for limit, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            found.append(int((group / limit).read_text()) - int((group / used).read_text()))
+        except (OSError, ValueError):
+            continue  # no such limit
+    return max(min(found), 0)
+
+
+def _status(key: str) -> int | None:
+    """A line of this process's status, in bytes."""
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(key + ":"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None
+
+
+def _highest() -> int:
+    unit = 1 if os.uname().sysname == "Darwin" else 1024
+    return _status("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def extra_peak(job: Callable[[], Any], device: str = "cpu") -> int:
+    """Bytes that a job needs at its peak beyond what was there before.
+
+    On the CPU this is the resident set of the whole process: run it in one of its own (`memory_in_child`), where
+    freed memory goes back to the system at once.
+    """
+    gc.collect()
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        job()
+        torch.cuda.synchronize(device)
+        return int(torch.cuda.max_memory_allocated(device) - before)
+    # forget the highest resident set so far; where that cannot be done, a peak below it is not seen
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    now = _status("VmRSS") or _highest()
+    job()
+    return max(_highest() - now, 0)
+
+
+def extrapolate(lengths: Sequence[int], sizes: Sequence[int], length: int) -> int:
+    """A value of the quadratic through three points at h, 2h and 4h, whose coefficients are not negative.
+
+    >>> extrapolate([1, 2, 4], [3 + 5 + 2, 3 + 10 + 8, 3 + 20 + 32], 100)
+    20503
+    """
+    h = lengths[0]
+    square = max((sizes[2] - 3 * sizes[1] + 2 * sizes[0]) / (6 * h * h), 0.0)
+    slope = max((sizes[2] - sizes[0] - 15 * square * h * h) / (3 * h), 0.0)
+    base = max(sizes[2] - slope * 4 * h - square * 16 * h * h, 0.0)
+    return round(base + slope * length + square * length * length)
+
+
+def _child(pipe: Connection, threads: int, job: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(threads)
+    try:
+        pipe.send((job(*arguments), None))
+    except Exception as error:
+        pipe.send((None, f"{type(error).__name__}: {error}"))
+    pipe.close()
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    before = {key: os.environ.get(key) for key in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for key, old in before.items():
+            if old is None:
+                del os.environ[key]
+            else:
+                os.environ[key] = old
+
+
+# without these, glibc keeps freed memory for later: a step would seem to need less than it does
+_GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
+
+
+def in_child(job: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function of a module in a fresh process whose allocator gives freed memory back at once."""
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    with _environment(_GIVE_BACK):
+        process = context.Process(
+            target=_child, args=(sender, torch.get_num_threads(), job, arguments), daemon=True
+        )
+        process.start()
+    sender.close()
+    try:
+        result, error = receiver.recv()
+    except EOFError:
+        process.join()
+        raise RuntimeError(
+            f"the measuring process ended with code {process.exitcode}, perhaps out of memory"
+        ) from None
+    finally:
+        receiver.close()
+    process.join()
+    if error is not None:
+        raise RuntimeError(error)
+    return result
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers depend on."""
+    name = ""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+    except OSError:
+        pass
+    return {
+        "seqboat": __version__,
+        "torch": torch.__version__,
+        "cpu": name,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+
+
+def write_json(record: Mapping[str, Any], path: Path) -> None:
+    """Write a record whole or not at all."""
+    temporary = path.with_name(path.name + ".part")
+    temporary.write_text(json.dumps(record, indent=1) + "\n")
+    os.replace(temporary, path)
+
+
+def human_bytes(count: float) -> str:
+    """A size with its unit.
+
+    >>> human_bytes(1536), human_bytes(3 * 2**30)
+    ('1.5 KiB', '3.0 GiB')
+    """
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    power = min(int(math.log(max(count, 1), 1024)), len(units) - 1)
+    return f"{count / 1024**power:.{1 if power else 0}f} {units[power]}"
+
+
+def human_seconds(seconds: float) -> str:
+    """A duration with its unit.
+
+    >>> human_seconds(0.01234), human_seconds(2.5)
+    ('12.3 ms', '2.50 s')
+    """
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"
