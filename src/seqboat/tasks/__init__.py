@@ -6,6 +6,7 @@ from seqboat.tasks.enwik8 import Enwik8TaskConfig
 from seqboat.tasks.files import ClassifyTaskConfig, LMTextTaskConfig
 from seqboat.tasks.image import ImageTaskConfig
 from seqboat.tasks.listops import ListOpsTaskConfig
+from seqboat.tasks.pathfinder import PathfinderTaskConfig, PathXTaskConfig
 from seqboat.tasks.recall import RecallTaskConfig
 from seqboat.tasks.retrieval import RetrievalTaskConfig
 from seqboat.tasks.speech import SpeechTaskConfig
@@ -16,6 +17,8 @@ TASKS = {
     "text": TextTaskConfig,
     "retrieval": RetrievalTaskConfig,
     "image": ImageTaskConfig,
+    "pathfinder": PathfinderTaskConfig,
+    "pathx": PathXTaskConfig,
     "speech": SpeechTaskConfig,
     "enwik8": Enwik8TaskConfig,
     "recall": RecallTaskConfig,
@@ -39,6 +42,8 @@ __all__ = [
     "LMTextTaskConfig",
     "ListOpsTaskConfig",
     "Loss",
+    "PathXTaskConfig",
+    "PathfinderTaskConfig",
     "RecallTaskConfig",
     "RetrievalTaskConfig",
     "SpeechTaskConfig",

@@ -80,8 +80,13 @@ class StoredTask(Task):
     def store(self) -> Store:
         """The prepared data."""
         if self._store is None:
-            self._store = Store.find(Path(self.config.data_dir), self.config.store or self.name)
+            self._store = Store.find(Path(self.config.data_dir), self.store_name)
         return self._store
+
+    @property
+    def store_name(self) -> str:
+        """The folder of the prepared data in the data folder."""
+        return self.config.store or self.name
 
     def dataset(self, split: Split) -> Dataset:
         self.check_split(split)
@@ -93,6 +98,12 @@ class StoredTask(Task):
         """All examples of a split."""
 
 
+def shuffled_rows(count: int, seed: int) -> NDArray[np.int64]:
+    """Row numbers in the order of torch's generator, as in published random splits."""
+    order: NDArray[np.int64] = torch.randperm(count, generator=torch.Generator().manual_seed(seed)).numpy()
+    return order
+
+
 def hold_out(train: Dataset, split: Split, size: int, seed: int = 42) -> Dataset:
     """A training set without the examples kept back for validation, or those examples.
 
@@ -101,6 +112,6 @@ def hold_out(train: Dataset, split: Split, size: int, seed: int = 42) -> Dataset
     require(
         0 < size < len(train), f"holdout must be less than the {len(train)} training examples, got {size}"
     )
-    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed)).numpy()
+    order = shuffled_rows(len(train), seed)
     kept = len(train) - size
     return Subset(train, order[:kept] if split == "train" else order[kept:])
