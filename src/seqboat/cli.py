@@ -15,6 +15,9 @@ from seqboat.version import __version__
 
 COMMANDS = {
     "demo": ("seqboat.commands.demo", "train a small model on ListOps in a few minutes and show what it did"),
+    "train": ("seqboat.commands.train", "train a recipe, with any of its settings changed"),
+    "eval": ("seqboat.commands.eval", "score a trained run on held-out data"),
+    "list": ("seqboat.commands.list", "list recipes, mixers, tasks or routers"),
     "bench": ("seqboat.commands.bench", "time and memory of mixers, side by side in one run"),
 }
 """Name, module and one line of help of every command, in the order of the help text."""
@@ -44,9 +47,14 @@ def one_line(error: Exception) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
-    options = build_parser().parse_args(arguments)
+    parser = build_parser()
+    options, fields = parser.parse_known_args(arguments)
+    command = import_module(COMMANDS[options.command][0])
+    if fields and not getattr(command, "TAKES_FIELDS", False):
+        parser.error(f"unrecognized arguments: {' '.join(fields)}")
+    options.fields = fields
     try:
-        return int(import_module(COMMANDS[options.command][0]).run(options))
+        return int(command.run(options))
     except (UsageError, ValueError) as error:
         if options.debug:
             raise

@@ -139,8 +139,8 @@ class RunConfig:
         """The task; reads no data yet."""
         return self.task.build()
 
-    def build_model(self, task: Task | None = None) -> nn.Module:
-        """A model with fresh weights for the task."""
+    def build_model(self, task: Task | None = None, classes: int | None = None) -> nn.Module:
+        """A model with fresh weights for the task; the number of classes may be known better than from its data."""
         task = task or self.build_task()
         have, want = self.model.vocab, task.vocab
         require(
@@ -150,7 +150,7 @@ class RunConfig:
         backbone = dataclasses.replace(self.model, vocab=want, channels=task.channels)
         if task.kind == "lm":
             return LanguageModel(backbone)
-        return (Matcher if task.kind == "match" else Classifier)(backbone, task.classes)
+        return (Matcher if task.kind == "match" else Classifier)(backbone, classes or task.classes)
 
     def replace(self, **changes: Any) -> RunConfig:
         """A copy in which fields, or fields of parts, are changed: `replace(seed=1, model=dict(num_layers=2))`."""
@@ -165,6 +165,7 @@ class RunConfig:
 
 FREE_TO_CHANGE = (
     "recipe",
+    "task.data_dir",
     "training.workers",
     "training.device",
     "training.distributed",

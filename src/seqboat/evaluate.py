@@ -199,7 +199,8 @@ def load_model(run: Path | str, which: str = "best") -> tuple[nn.Module, RunConf
     """
     checkpoint = find_checkpoint(run, which)
     config = checkpoint_config(checkpoint)
-    model = config.build_model()
+    # by what is in the checkpoint, not by the training data, which may be elsewhere
+    model = config.build_model(classes=checkpoint.state["classes"])
     load_model_tensors(model, checkpoint.tensors(MODEL))
     return model.eval(), config
 

@@ -227,6 +227,10 @@ class Run:
         self.task = config.build_task()
         if training.carry_state and self.task.kind != "lm":
             raise ValueError(f"training.carry_state needs a language model, but {self.task.name} is none")
+        if training.carry_state and getattr(config.task, "context", 0):
+            raise ValueError(
+                "training.carry_state and task.context exclude each other: the state is the context"
+            )
         self.data = self.task.dataset("train")
         self.plan = Plan(
             len(self.data),
@@ -304,6 +308,7 @@ class Run:
         state = {
             "progress": self.progress._asdict(),
             "config": to_dict(self.config),
+            "classes": self.task.classes,
             "versions": versions(),
             "processes": self.world.size,
             # both follow from the seed and the step, and are here for people

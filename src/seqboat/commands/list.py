@@ -1,0 +1,45 @@
+"""`seqboat list`: names that other commands take."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+WHAT = ("recipes", "mixers", "tasks", "routers")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the command."""
+    parser.add_argument("what", choices=WHAT, help="what to list")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command."""
+    for name, thing in table(options.what).items():
+        print(f"{name:<22} {first_sentence(thing)}")
+    return 0
+
+
+def table(what: str) -> Mapping[str, Any]:
+    """Everything of a kind, by name."""
+    if what == "recipes":
+        from seqboat.recipes import RECIPES
+
+        return RECIPES
+    if what == "mixers":
+        from seqboat.mixers import MIXERS
+
+        return MIXERS
+    if what == "routers":
+        from seqboat.routers import ROUTERS
+
+        return ROUTERS
+    from seqboat.tasks import TASKS
+
+    return TASKS
+
+
+def first_sentence(thing: Any) -> str:
+    """The first line of a docstring."""
+    return (thing.__doc__ or "").strip().split("\n")[0]

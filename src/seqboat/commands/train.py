@@ -1,0 +1,65 @@
+"""`seqboat train`: train a recipe, with any of its settings changed."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+
+TAKES_FIELDS = True
+"""Arguments that argparse does not know are fields of the configuration."""
+
+EPILOG = """\
+Any field of the configuration can be set by its dotted name, as --a.b=value or --a.b value; --print_config shows
+them all. Parts are chosen by name, with their defaults:
+
+  seqboat train lra.listops-small --seed=1 --training.batch_size=16
+  seqboat train lra.image-small --model.mixer NAME             (seqboat list mixers)
+  seqboat train recall --model.mixer.router sigmoid            (seqboat list routers)
+  seqboat train classify --data.train reviews.csv
+  seqboat train lm --data.text notes/*.txt
+  torchrun --nproc-per-node 2 -m seqboat train recall --training.distributed=fsdp
+
+Exit codes: 0 finished, 1 failure, 2 wrong usage, 3 diverged, 130 and 143 stopped by a signal (a checkpoint is
+written first; --resume goes on).
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the command."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EPILOG
+    parser.add_argument("recipe", nargs="?", help="name of a recipe (seqboat list recipes)")
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML file of settings, over the recipe or on its own"
+    )
+    parser.add_argument("--out", metavar="DIR", help="folder of the run (default: runs/RECIPE)")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out")
+    parser.add_argument("--print_config", action="store_true", help="print the configuration and stop")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command."""
+    from seqboat.config import RunConfig, from_yaml, override, to_yaml
+    from seqboat.recipes import find_recipe
+    from seqboat.train import train
+
+    config: RunConfig | None = None
+    if options.recipe is not None:
+        config = dataclasses.replace(find_recipe(options.recipe)(), recipe=options.recipe)
+    if options.config is not None:
+        config = from_yaml(options.config, config)
+    if config is None and options.resume and options.out is not None:
+        config = from_yaml(Path(options.out) / "config.yaml")
+    if config is None:
+        raise ValueError("name a recipe (seqboat list recipes), or give --config FILE, or --resume --out DIR")
+    config = override(config, options.fields)
+    if options.print_config:
+        print(to_yaml(config), end="")
+        return 0
+    folder = Path(options.out or Path("runs") / (config.recipe or "run"))
+    outcome = train(config, folder, resume=options.resume)
+    best = "" if outcome.best is None else f"; best {config.build_task().metric} {outcome.best:.4f}"
+    print(f"{outcome.message}{best}; {folder}", file=sys.stderr if outcome.exit_code else sys.stdout)
+    return outcome.exit_code

@@ -1,0 +1,239 @@
+"""Configurations: round trips, overrides, and messages for what does not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from seqboat.checkpoint import first_difference
+from seqboat.config import (
+    EvaluationConfig,
+    RunConfig,
+    TrainingConfig,
+    comparable,
+    field_names,
+    from_dict,
+    from_yaml,
+    override,
+    to_dict,
+    to_yaml,
+)
+from seqboat.mixers import MIXERS
+from seqboat.mixers.s4d import S4DConfig
+from seqboat.mixers.seqboat import SeqBoatConfig
+from seqboat.model import Classifier, LanguageModel, Matcher
+from seqboat.routers import ROUTERS, SigmoidConfig
+from seqboat.tasks import TASKS
+from small_runs import ToyConfig, small_run
+
+
+@pytest.fixture(autouse=True)
+def _toy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TASKS, "toy", ToyConfig)
+
+
+def mixer_of(config: RunConfig) -> Any:
+    return config.model.mixer
+
+
+def test_round_trip_through_dict_and_yaml(tmp_path: Path) -> None:
+    config = small_run().replace(training={"trackers": ("wandb",)}, seed=7)
+    assert from_dict(to_dict(config)) == config
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(config))
+    assert from_yaml(path) == config
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_every_mixer_can_be_chosen_and_comes_back(name: str) -> None:
+    config = override(small_run(), ["--model.mixer", name])
+    assert type(config.model.mixer) is type(MIXERS[name]())
+    assert from_dict(to_dict(config)) == config
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_every_router_can_be_chosen_and_comes_back(name: str) -> None:
+    config = override(small_run(), [f"--model.mixer.router={name}"])
+    assert mixer_of(config).router == ROUTERS[name]()
+    assert from_dict(to_dict(config)) == config
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_every_task_can_be_chosen_and_comes_back(name: str) -> None:
+    config = override(small_run(), ["--task", name])
+    assert config.task == TASKS[name]()
+    assert from_dict(to_dict(config)) == config
+
+
+def test_no_option_has_a_field_called_name() -> None:
+    # "name" is the key that says which option a dictionary is
+    options = [*MIXERS.values(), *ROUTERS.values(), *TASKS.values(), S4DConfig]
+    for option in options:
+        cls: Any = option if isinstance(option, type) else type(option())
+        assert "name" not in {field.name for field in dataclasses.fields(cls)}
+
+
+def test_overrides_reach_every_kind_of_field() -> None:
+    config = override(
+        small_run(),
+        [
+            "--model.num_layers=3",
+            "--optimiser.lr",
+            "1e-3",
+            "--optimiser.betas=0.8,0.9",
+            "--optimiser.clip=none",
+            "--training.compile",
+            "--training.bucketing=false",
+            "--training.trackers=tensorboard,wandb",
+            "--model.mixer.gau.attention=relu2",
+            "--model.mixer.ssm=s4d",
+            "--model.mixer.ssm.d_state=8",
+            "--data.count=9",
+            "--seed=5",
+        ],
+    )
+    assert config.model.num_layers == 3
+    assert (config.optimiser.lr, config.optimiser.betas, config.optimiser.clip) == (1e-3, (0.8, 0.9), None)
+    assert (config.training.compile, config.training.bucketing) == (True, False)
+    assert config.training.trackers == ("tensorboard", "wandb")
+    assert mixer_of(config).gau.attention == "relu2"
+    assert mixer_of(config).ssm == S4DConfig(d_state=8)
+    assert config.task == ToyConfig(count=9)
+    assert config.seed == 5
+
+
+def test_lists_of_files_take_several_words() -> None:
+    config = override(small_run(), ["--task=lmtext", "--data.text", "a.txt", "b, c.txt", "--seed=1"])
+    task: Any = config.task
+    assert task.text == ("a.txt", "b, c.txt")
+
+
+def test_another_mixer_keeps_its_direction() -> None:
+    config = small_run(ToyConfig(kind="lm"))
+    chosen = override(config, ["--model.mixer=seqboat"])
+    assert mixer_of(chosen) == SeqBoatConfig(causal=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model.num_layer=2"], "--model.num_layer is not a field .* mean --model.num_layers?"),
+        (["--model.mixer.window=2"], "did you mean --model.mixer.gau.window?"),
+        (["--modle.d_model=2"], "did you mean --model.d_model?"),
+        (["--nonsense=2"], "--nonsense is not a field of this configuration"),
+        (["--model.mixer=seqbot"], "model.mixer 'seqbot' is unknown; did you mean seqboat?"),
+        (["--model.mixer.router=softmax"], "did you mean gumbel-softmax"),
+        (["--model.num_layers=two"], "model.num_layers must be an integer, got 'two'"),
+        (["--model.num_layers=2.5"], "model.num_layers must be an integer, got '2.5'"),
+        (["--model.num_layers=0"], "num_layers must be an integer >= 1, got 0"),
+        (["--optimiser.lr=fast"], "optimiser.lr must be a number, got 'fast'"),
+        (["--optimiser.betas=0.9"], "optimiser.betas must be 2 values, got 0.9"),
+        (["--optimiser.name=sgd"], "optimiser.name must be one of adamw, radam, got 'sgd'"),
+        (["--training.compile=maybe"], "training.compile must be true or false, got 'maybe'"),
+        (["--training.trackers=mlflow"], "training.trackers must be one of tensorboard"),
+        (["--model=big"], "model is a group of fields: set one of model.mixer"),
+        (["--seed"], "seed must be an integer, got nothing"),
+        (["--seed", "1", "2"], "seed must be an integer, got 1 2"),
+        (["--model.mixer"], "model.mixer must be one of seqboat.* got nothing"),
+        (["stray"], "argument 'stray' does not belong to any --name"),
+        (["--model.d_model.x=2"], "--model.d_model.x is not a field"),
+    ],
+)
+def test_wrong_overrides_are_named(arguments: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        override(small_run(), arguments)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: {num_layer: 2}", "field 'model.num_layer' is unknown; did you mean model.num_layers?"),
+        ("optimiser: {lr: [1]}", r"optimiser.lr must be a number, got \[1\]"),
+        ("seed: true", "seed must be an integer, got True"),
+        ("seed: -1", "seed must be an integer >= 0, got -1"),
+        ("model: {mixer: {name: nothing}}", "'nothing' is unknown"),
+        ("task: {count: {a: 1}}", "task.count must be an integer, got a dictionary"),
+        ("- 1", "must hold a dictionary of fields, got list"),
+        ("seed: !!python/object/apply:os.getcwd []", "is not plain YAML"),
+        ("a: [", "is not plain YAML"),
+        ("seed: \x00", "is not plain YAML"),
+    ],
+)
+def test_wrong_files_are_named(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message) as caught:
+        from_yaml(path, small_run())
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_files_without_a_recipe_must_be_complete(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("seed: 1")
+    with pytest.raises(ValueError, match="task is missing"):
+        from_yaml(path)
+    with pytest.raises(ValueError, match=r"cannot read the configuration .*nowhere"):
+        from_yaml(tmp_path / "nowhere")
+    path.write_text("#" * (1 << 21))
+    with pytest.raises(ValueError, match="too large for a configuration"):
+        from_yaml(path)
+
+
+def test_a_file_over_a_recipe_changes_only_what_it_says(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        "model: {mixer: {ssm: {name: s4d, d_state: 4}, router: sigmoid}}\noptimiser: {lr: 1e-3}\n"
+    )
+    base = small_run()
+    config = from_yaml(path, base)
+    mixer = dataclasses.replace(mixer_of(base), ssm=S4DConfig(d_state=4), router=SigmoidConfig())
+    assert config == base.replace(model={"mixer": mixer}, optimiser={"lr": 0.001})
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TrainingConfig(batch_size=0), "training.batch_size must be an integer >= 1, got 0"),
+        (
+            lambda: TrainingConfig(batch_size=2, accumulation=3),
+            "must not exceed training.batch_size, got 3 and 2",
+        ),
+        (lambda: TrainingConfig(carry_state=True, bucketing=True), "exclude each other"),
+        (lambda: EvaluationConfig(patience=0), "evaluation.patience must be an integer >= 1, got 0"),
+        (lambda: EvaluationConfig(split="dev"), "evaluation.split must be one of train, val, test"),  # type: ignore[arg-type]
+    ],
+)
+def test_bad_settings_are_named(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_models_follow_the_kind_of_task() -> None:
+    kinds: dict[Any, type] = {"classify": Classifier, "match": Matcher, "lm": LanguageModel}
+    for kind, cls in kinds.items():
+        assert isinstance(small_run(ToyConfig(kind=kind)).build_model(), cls)
+    with pytest.raises(ValueError, match=r"model.vocab must be 8 for the task toy, got 9"):
+        small_run(model={"vocab": 9}).build_model()
+
+
+def test_what_a_resumed_run_may_change() -> None:
+    base = to_dict(small_run())
+    for change in (["--training.workers=2"], ["--training.save_every=9"], ["--training.distributed=fsdp"]):
+        assert first_difference(comparable(base), comparable(to_dict(override(small_run(), change)))) is None
+    for change, text in (
+        (["--optimiser.lr=0.5"], "optimiser.lr is 0.5, it was 0.01"),
+        (["--model.mixer.ssm=s4d"], "model.mixer.ssm.name is 's4d', it was 'ema'"),
+        (["--seed=3"], "seed is 3, it was 0"),
+    ):
+        changed = to_dict(override(small_run(), change))
+        assert first_difference(comparable(base), comparable(changed)) == text
+    assert first_difference({"a": 1}, {}) == "a is 'nothing', it was 1"
+
+
+def test_field_names_are_dotted() -> None:
+    names = field_names(to_dict(small_run()))
+    assert {"seed", "model", "model.mixer.gau.window", "task.count"} <= set(names)

@@ -1,0 +1,137 @@
+"""Parameter groups, optimisers and the schedule."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from seqboat.mixers.gau import GAUConfig
+from seqboat.mixers.s4d import S4DConfig
+from seqboat.mixers.seqboat import SeqBoatConfig
+from seqboat.model import BackboneConfig, Classifier
+from seqboat.optim import (
+    OptimiserConfig,
+    ScheduleConfig,
+    build_optimiser,
+    learning_rate,
+    parameter_groups,
+    set_learning_rate,
+)
+from seqboat.routers import XMoEConfig
+
+
+def names_by_decay(model: torch.nn.Module) -> tuple[set[str], set[str]]:
+    decayed, kept = parameter_groups(model, 0.1)
+    assert (decayed["weight_decay"], kept["weight_decay"]) == (0.1, 0.0)
+    groups: Any = (decayed["params"], kept["params"])
+    return {name for name, _ in groups[0]}, {name for name, _ in groups[1]}
+
+
+def test_only_matrices_of_linear_maps_and_embeddings_decay() -> None:
+    mixer = SeqBoatConfig(gau=GAUConfig(d_z=4, window=4, max_positions=8), prenorm=True)
+    model = Classifier(BackboneConfig(mixer=mixer, d_model=8, num_layers=1, vocab=5), 3)
+    decayed, kept = names_by_decay(model)
+    layer = "backbone.layers.0."
+    assert decayed == {
+        "backbone.embedding.weight",
+        f"{layer}linear.weight",
+        f"{layer}sma.router.logits.weight",
+        f"{layer}sma.units.gau.base.weight",
+        f"{layer}sma.units.gau.out.weight",
+        "head.hidden.weight",
+        "head.out.weight",
+    }
+    assert {
+        f"{layer}ssm.delta",
+        f"{layer}ssm.skip",
+        f"{layer}norm.weight",
+        f"{layer}sma.router.log_temperature",
+        f"{layer}sma.units.gau.gamma",
+        f"{layer}sma.units.gau.bias.table",
+        f"{layer}linear.bias",
+    } <= kept
+    assert decayed | kept == {name for name, _ in model.named_parameters()}
+
+
+def test_other_layers_and_routers_have_the_same_rule() -> None:
+    mixer = SeqBoatConfig(ssm=S4DConfig(), router=XMoEConfig(), norm="batch")
+    model = Classifier(BackboneConfig(mixer=mixer, d_model=8, num_layers=1, absolute_positions=True), 3)
+    decayed, kept = names_by_decay(model)
+    assert "backbone.embedding.weight" in decayed
+    layer = "backbone.layers.0."
+    assert {
+        f"{layer}ssm.log_dt",
+        f"{layer}ssm.c",
+        f"{layer}sma.router.options",
+        "backbone.position_scale",
+    } <= kept
+
+
+def test_frozen_parameters_are_left_out() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    decayed, kept = names_by_decay(model)
+    assert (decayed, kept) == ({"1.weight"}, {"1.bias"})
+
+
+@pytest.mark.parametrize("name", ["adamw", "radam"])
+def test_decay_shrinks_matrices_and_spares_biases(name: Any) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 3)
+    before = [p.detach().clone() for p in (model.weight, model.bias)]
+    optimiser = build_optimiser(model, OptimiserConfig(name=name, lr=0.1, weight_decay=0.5))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimiser.step()
+    # decoupled: by the factor 1 - lr * weight_decay, whatever the gradient
+    torch.testing.assert_close(model.weight.detach(), before[0] * 0.95)
+    torch.testing.assert_close(model.bias.detach(), before[1])
+
+
+def test_settings_reach_the_optimiser() -> None:
+    config = OptimiserConfig(lr=0.3, betas=(0.5, 0.6), eps=1e-3)
+    optimiser = build_optimiser(torch.nn.Linear(2, 2), config)
+    group = optimiser.param_groups[0]
+    assert (group["lr"], group["betas"], group["eps"]) == (0.3, (0.5, 0.6), 1e-3)
+    set_learning_rate(optimiser, 0.01)
+    assert {g["lr"] for g in optimiser.param_groups} == {0.01}
+
+
+def test_schedule_meets_its_corners() -> None:
+    schedule = ScheduleConfig(steps=400, warmup_steps=24, warmup_from=0.002)
+    rates = [learning_rate(step, 0.005, schedule) for step in range(402)]
+    assert rates[0] == 0.002 and rates[24] == 0.005 and rates[400] == rates[401] == 0
+    assert max(rates) == 0.005
+    assert all(a < b for a, b in itertools.pairwise(rates[:25]))
+    assert all(a > b for a, b in itertools.pairwise(rates[24:401]))
+
+
+def test_schedule_without_warmup_and_all_warmup() -> None:
+    assert learning_rate(0, 1.0, ScheduleConfig(steps=4, warmup_steps=0)) == 1.0
+    rates = [learning_rate(s, 1.0, ScheduleConfig(steps=4, warmup_steps=4, warmup_from=0)) for s in range(4)]
+    assert rates == [0, 0.25, 0.5, 0.75]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: OptimiserConfig(name="adam"),  # type: ignore[arg-type]
+            "optimiser.name must be one of adamw, radam; got 'adam'",
+        ),
+        (lambda: OptimiserConfig(lr=0), "optimiser.lr must be positive, got 0"),
+        (lambda: OptimiserConfig(betas=(0.9, 1.0)), r"optimiser.betas must be two numbers in \[0, 1\)"),
+        (lambda: OptimiserConfig(weight_decay=-1), "optimiser.weight_decay must be >= 0, got -1"),
+        (lambda: OptimiserConfig(clip=0.0), "optimiser.clip must be positive or None, got 0.0"),
+        (lambda: OptimiserConfig(eps=0.0), "optimiser.eps must be positive"),
+        (lambda: ScheduleConfig(steps=0), "schedule.steps must be an integer >= 1, got 0"),
+        (lambda: ScheduleConfig(steps=5, warmup_steps=6), "must not exceed schedule.steps, got 6 and 5"),
+        (lambda: ScheduleConfig(warmup_from=-1.0), "schedule.warmup_from must be >= 0"),
+    ],
+)
+def test_bad_settings_are_named(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
