@@ -15,6 +15,7 @@ from seqboat.version import __version__
 
 COMMANDS = {
     "demo": ("seqboat.commands.demo", "train a small model on ListOps in a few minutes and show what it did"),
+    "data": ("seqboat.commands.data", "list, prepare, verify and show data sets"),
     "train": ("seqboat.commands.train", "train a recipe, with any of its settings changed"),
     "eval": ("seqboat.commands.eval", "score a trained run on held-out data"),
     "list": ("seqboat.commands.list", "list recipes, mixers, tasks or routers"),

@@ -52,7 +52,7 @@ class PathfinderConfig:
     thickness: float = 0.5
     """Thickness of a dash."""
     margins: tuple[int, ...] = (1,)
-    """Space around a dash: twice as much is between dashes, of one curve and of two. Each image draws one of these."""
+    """Space around a dash: twice as much is between dashes, of one curve and of two. Each image draws one."""
     continuity: float = 1.0
     """Straightness: turns are at most pi / (2 continuity)."""
     marker_radius: float = 1.5
