@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -54,7 +55,7 @@ def check_mask(mask: Tensor, x: Tensor, name: str = "mask") -> None:
     require(isinstance(mask, Tensor), f"{name} must be a tensor, got {type(mask).__name__}")
     want = tuple(x.shape[:2])
     require(
-        mask.dtype.is_floating_point is False and str(mask.dtype) == "torch.bool",
+        mask.dtype == torch.bool,
         f"{name} must be a bool tensor, True on real tokens; got {mask.dtype}",
     )
     require(
@@ -73,3 +74,22 @@ def check_device(x: Tensor, parameter: Tensor, name: str = "x") -> None:
         x.device == parameter.device,
         f"{name} is on {x.device} but the module is on {parameter.device}",
     )
+
+
+def check_dtype(x: Tensor, parameter: Tensor, name: str = "x", owner: str = "module") -> None:
+    """Refuse an input of another type than the module's, unless autocast brings them together."""
+    require(
+        x.dtype == parameter.dtype or torch.is_autocast_enabled(x.device.type),
+        f"{name} must be {parameter.dtype} like the {owner}, got {x.dtype}",
+    )
+
+
+def check_row_mask(mask: Tensor, x: Tensor) -> None:
+    """Refuse a mask of a step that is not a bool (batch,) tensor on the device of x."""
+    require(isinstance(mask, Tensor), f"mask must be a tensor, got {type(mask).__name__}")
+    require(
+        mask.dtype == torch.bool and mask.shape == x.shape[:1],
+        f"mask of a step must be bool of shape (batch,) = ({x.shape[0]},), "
+        f"got {mask.dtype} of shape {tuple(mask.shape)}",
+    )
+    require(mask.device == x.device, f"mask is on {mask.device} but its tokens are on {x.device}")

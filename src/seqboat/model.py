@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from seqboat.checks import check_positive, check_rate, require
+from seqboat.checks import check_dtype, check_mask, check_positive, check_rate, check_row_mask, require
 from seqboat.mixers.base import Mixer, RecurrentMixer
 from seqboat.nn import init_linear, masked_mean, sinusoids
 from seqboat.padding import Aligned, align, zero_padding
@@ -136,6 +136,7 @@ class Backbone(nn.Module):
         real = None
         if plan is not None:
             inputs, real = plan.pull(inputs), plan.mask
+        self._check_ids(inputs)
         aligned = None if real is None else Aligned(real)
         batch, time = inputs.shape[:2]
         seen = inputs.new_zeros(batch, dtype=torch.int64) if state is None else state.seen
@@ -196,17 +197,22 @@ class Backbone(nn.Module):
             inputs.device == weight.device,
             f"inputs are on {inputs.device} but the model is on {weight.device}",
         )
+        if isinstance(self.embedding, nn.Linear):
+            check_dtype(inputs, weight, "inputs", "model")
         if mask is not None:
-            require(
-                mask.dtype == torch.bool and mask.shape == inputs.shape[:2],
-                f"mask must be bool of shape (batch, time) = {tuple(inputs.shape[:2])}, "
-                f"got {mask.dtype} of shape {tuple(mask.shape)}",
-            )
-            require(
-                mask.device == inputs.device,
-                f"mask is on {mask.device} but its sequence is on {inputs.device}",
-            )
+            check_mask(mask, inputs)
         return inputs
+
+    def _check_ids(self, ids: Tensor) -> None:
+        """Refuse token ids out of range; other devices than the CPU say so themselves."""
+        vocab = self.config.vocab
+        if vocab is None or ids.device.type != "cpu" or not ids.numel() or torch.compiler.is_compiling():
+            return
+        low, high = (int(edge) for edge in ids.aminmax())
+        require(
+            low >= 0 and high < vocab,
+            f"inputs must be token ids in 0..{vocab - 1}, got {low if low < 0 else high}",
+        )
 
     def _check_state(self, state: BackboneState, batch: int) -> None:
         require(self.causal, "this model is bidirectional: only causal models carry a state")
@@ -239,9 +245,23 @@ class Backbone(nn.Module):
             mask: (batch,), False for rows that rest.
             inplace: whether the given state may be overwritten.
         """
-        inputs = self._check(inputs[:, None], None if mask is None else mask[:, None])
+        require(isinstance(inputs, Tensor), f"inputs must be a tensor, got {type(inputs).__name__}")
+        wanted = "integer token ids of shape (batch,)"
+        if self.config.vocab is None:
+            wanted = f"floating point of shape (batch, {self.config.channels})"
+        single = self.config.vocab is not None or (self.config.channels == 1 and inputs.dim() == 1)
+        require(
+            inputs.dim() == (1 if single else 2),
+            f"inputs must be {wanted}, got {inputs.dtype} of shape {tuple(inputs.shape)}",
+        )
+        if mask is not None:
+            check_row_mask(mask, inputs)
+        inputs = self._check(inputs[:, None], None)
         self._check_state(state, inputs.shape[0])
-        x = self._embed(inputs, state.seen[:, None])[:, 0]
+        real = None if mask is None else mask[:, None]
+        inputs = zero_padding(inputs, real)
+        self._check_ids(inputs)
+        x = zero_padding(self._embed(inputs, state.seen[:, None]), real)[:, 0]
         states, routings = [], []
         for layer, memory in zip(self.layers, state.layers, strict=True):
             assert isinstance(layer, RecurrentMixer)

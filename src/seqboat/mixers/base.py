@@ -15,7 +15,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from seqboat.checks import check_device, check_mask, check_sequence, check_token, require
+from seqboat.checks import (
+    check_device,
+    check_dtype,
+    check_mask,
+    check_positive,
+    check_row_mask,
+    check_sequence,
+    check_token,
+    require,
+)
 from seqboat.padding import Aligned, align, zero_padding
 from seqboat.sma import Routing
 from seqboat.state import check_state
@@ -37,6 +46,8 @@ class Mixer(nn.Module, ABC):
 
     d_model: int
     causal: bool
+    widens = False
+    """Whether the mixer computes in float32 at least: then narrow inputs may meet wide parameters."""
 
     def forward(self, x: Tensor, mask: Tensor | Aligned | None = None, state: Any = None) -> MixerOutput:
         """Run the layer.
@@ -68,13 +79,19 @@ class Mixer(nn.Module, ABC):
     def check(self, x: Tensor, mask: Tensor | Aligned | None, state: Any) -> None:
         """Refuse what does not fit this mixer."""
         check_sequence(x, self.d_model)
-        parameter = next(self.parameters(), None)
-        if parameter is not None:
-            check_device(x, parameter)
+        self.check_home(x)
         if mask is not None:
             check_mask(mask.mask if isinstance(mask, Aligned) else mask, x)
         if state is not None:
             self.check_state(state, x)
+
+    def check_home(self, x: Tensor) -> None:
+        """Refuse an input on another device than the parameters, or of another type."""
+        parameter = next(self.parameters(), None)
+        if parameter is not None:
+            check_device(x, parameter)
+            if not self.widens or torch.float64 in (x.dtype, parameter.dtype):
+                check_dtype(x, parameter)
 
     def check_state(self, state: Any, x: Tensor) -> None:
         """Refuse a state that does not belong to this mixer and batch."""
@@ -97,6 +114,7 @@ class RecurrentMixer(Mixer):
             dtype: of the inputs to come; the parameters' by default.
         """
         self.require_causal()
+        check_positive("batch", batch, least=0)
         parameter = next(self.parameters())
         return self.make_state(batch, dtype or parameter.dtype, parameter.device)
 
@@ -111,14 +129,10 @@ class RecurrentMixer(Mixer):
         """
         self.require_causal()
         check_token(x, self.d_model)
-        check_device(x, next(self.parameters()))
+        self.check_home(x)
         self.check_state(state, x)
         if mask is not None:
-            require(
-                mask.dtype == torch.bool and mask.shape == x.shape[:1],
-                f"mask of a step must be bool of shape (batch,) = ({x.shape[0]},), "
-                f"got {mask.dtype} of shape {tuple(mask.shape)}",
-            )
+            check_row_mask(mask, x)
             x = keep_rows(mask, x)
         return self.advance(x, state, mask, inplace)
 

@@ -99,6 +99,7 @@ class GAU(PackedModule):
     ) -> None:
         super().__init__()
         config = config or GAUConfig()
+        check_positive("d_model", d_model)
         check_rate("dropout", dropout)
         self.config, self.causal, self.d_model = config, causal, d_model
         self.d_z, self.d_v = config.d_z, config.d_v or 2 * d_model

@@ -58,6 +58,8 @@ class DiagonalSSM(RecurrentMixer):
         block: tokens per block of the scan.
     """
 
+    widens = True
+
     def __init__(
         self,
         d_model: int,
