@@ -645,24 +645,26 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     from matplotlib import pyplot
 
     modes = list(dict.fromkeys(row.mode for row in rows))
+    panels: list[tuple[str, Callable[[Row], float]]] = [
+        ("seconds per step", lambda row: row.seconds.median if row.seconds is not None else 0.0),
+        ("peak memory, MiB", lambda row: (row.memory or 0) / 2**20),
+    ]
+    # an axis without a single value has no logarithm
+    panels = [panel for panel in panels if any(panel[1](row) > 0 for row in rows)]
     figure, axes = pyplot.subplots(
-        2, len(modes), figsize=(5.2 * len(modes), 7), squeeze=False, sharex=True, layout="constrained"
-    )
-    for column, mode in enumerate(modes):
-        for label in dict.fromkeys(row.contender for row in rows):
-            own = [r for r in rows if r.contender == label and r.mode == mode]
-            timed = sorted((r for r in own if r.seconds is not None), key=lambda r: r.length)
-            sized = sorted((r for r in own if r.memory), key=lambda r: r.length)
-            top, bottom = axes[0][column], axes[1][column]
-            top.plot(
-                [r.length for r in timed], [r.seconds.median for r in timed if r.seconds], "o-", label=label
-            )
-            # an empty line keeps the colours of both panels alike
-            bottom.plot([r.length for r in sized], [(r.memory or 0) / 2**20 for r in sized], "o-")
-        axes[0][column].set(title=mode, xscale="log", yscale="log", ylabel="seconds per step")
-        axes[1][column].set(xscale="log", yscale="log", xlabel="tokens per row", ylabel="peak memory, MiB")
-        for row in range(2):
-            axes[row][column].grid(True, which="both", alpha=0.3)
+        len(panels), len(modes), figsize=(5.2 * len(modes), 3.5 * len(panels)), squeeze=False, sharex=True,
+        layout="constrained",
+    )  # fmt: skip
+    for i, (quantity, value) in enumerate(panels):
+        for j, mode in enumerate(modes):
+            for label in dict.fromkeys(row.contender for row in rows):
+                own = [r for r in rows if r.contender == label and r.mode == mode and value(r) > 0]
+                own.sort(key=lambda row: row.length)
+                # an empty line keeps the colours of all panels alike
+                axes[i][j].plot([r.length for r in own], [value(r) for r in own], "o-", label=label)
+            axes[i][j].set(xscale="log", yscale="log", ylabel=quantity, title=mode if i == 0 else None)
+            axes[i][j].grid(True, which="both", alpha=0.3)
+            axes[-1][j].set(xlabel="tokens per row")
     axes[0][0].legend(fontsize="small")
     temporary = path.with_name(path.name + ".part")
     figure.savefig(temporary, format="png", dpi=130)

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from seqboat.cli import UsageError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from seqboat.bench import Row, Setting
     from seqboat.bench_decode import DecodeRow
     from seqboat.measure import Spread
@@ -174,7 +176,7 @@ def _layers(options: argparse.Namespace, setting: Setting) -> dict[str, Any]:
             progress=progress,
         )
     )
-    _print_layers(rows, options)
+    _print_layers(rows)
     if options.plot:
         plot(rows, options.plot)
         print(f"drew {options.plot}")
@@ -247,61 +249,63 @@ def _machine_line() -> str:
     return f"{where}, {found['threads']} of {found['cores']} cores, torch {found['torch']}"
 
 
-def _print_layers(rows: Sequence[Row], options: argparse.Namespace) -> None:
+def _print_layers(rows: Sequence[Row]) -> None:
+    """One table per mode and setting."""
+    from itertools import groupby
+
     from rich.console import Console
-    from rich.table import Table
 
-    from seqboat.measure import human_bytes
-
-    with_floor = any(row.floor_ratio is not None for row in rows)
-    several = {name: len({getattr(row, name) for row in rows}) > 1 for name in ("length", "window", "rate")}
-    table = Table(title=f"preset {options.preset}; {_machine_line()}", title_justify="left")
-    table.add_column("mode")
-    table.add_column("batch x length", justify="right")
-    for name in ("window", "rate"):
-        if several[name]:
-            table.add_column(name, justify="right")
-    table.add_column("contender", overflow="fold")
-    for name in ("active", "median", "quartiles", "ratio"):
-        table.add_column(name, justify="right")
-    if with_floor:
-        table.add_column("x floor", justify="right")
-    table.add_column("memory", justify="right")
-    table.add_column("ratio", justify="right")
-    previous: tuple[Any, ...] | None = None
-    for row in rows:
-        key = (row.mode, row.batch, row.length, row.window, row.rate)
-        if previous is not None and key != previous:
-            table.add_section()
-        previous = key
-        cells = [row.mode, f"{row.batch} x {row.length}"]
-        cells += [str(row.window)] if several["window"] else []
-        cells += ["natural" if row.rate is None else f"{row.rate:g}"] if several["rate"] else []
-        cells += [row.contender, "" if row.active is None else f"{row.active:.0%}"]
-        cells += ["refused", "", ""] if row.seconds is None else [*_durations(row.seconds), _times(row.ratio)]
-        cells += [_times(row.floor_ratio)] if with_floor else []
-        memory = row.memory if row.seconds is not None else row.memory_estimate
-        shown = "" if memory is None else human_bytes(memory)
-        cells += [shown if row.seconds is not None else f"~ {shown}", _times(row.memory_ratio)]
-        table.add_row(*cells)
     console = Console()
-    console.print(table)
+    console.print(_machine_line(), highlight=False)
+    for _, group in groupby(rows, lambda row: (row.mode, row.batch, row.length, row.window, row.rate)):
+        console.print(_layer_table(list(group)))
     for note in dict.fromkeys(row.note for row in rows if row.note):
         console.print(f"refused: {note}", highlight=False)
 
 
+def _layer_table(rows: Sequence[Row]) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    from seqboat.measure import human_bytes
+
+    first = rows[0]
+    what = "training step" if first.mode == "training" else first.mode
+    rate = "natural rate" if first.rate is None else f"rate {first.rate:g}"
+    title = f"{what}, {first.batch} x {first.length} tokens, window {first.window}, {rate}"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("contender", overflow="fold")
+    with_floor = any(row.floor_ratio is not None for row in rows)
+    names = ["active", "median", "quartiles", "ratio", "x floor", "memory", "ratio"]
+    for name in names if with_floor else [name for name in names if name != "x floor"]:
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        cells = [row.contender, "" if row.active is None else f"{row.active:.0%}"]
+        if row.seconds is None:
+            cells += ["refused", "", ""]
+        else:
+            cells += [*_durations(row.seconds), _times(row.ratio)]
+        cells += [_times(row.floor_ratio)] if with_floor else []
+        memory = row.memory_estimate if row.seconds is None else row.memory
+        shown = "" if memory is None else human_bytes(memory)
+        cells += [f"~ {shown}" if row.seconds is None else shown, _times(row.memory_ratio)]
+        table.add_row(*cells)
+    return table
+
+
 def _print_decode(rows: Sequence[DecodeRow], what: str) -> None:
+    from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
 
     from seqboat.measure import human_bytes
 
-    table = Table(title=f"decoding, {what}; {_machine_line()}", title_justify="left")
+    console = Console()
+    console.print(_machine_line(), highlight=False)
+    table = Table(title=f"decoding, {what}", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("contender", overflow="fold")
-    for name in (
-        "context", "parameters", "time per token", "quartiles", "tokens/s", "ratio", "growth", "state",
-    ):  # fmt: skip
-        table.add_column(name, justify="right")
+    for name in ("context", "parameters", "per token", "quartiles", "tokens/s", "ratio", "growth", "state"):
+        table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
             row.contender,
@@ -313,14 +317,15 @@ def _print_decode(rows: Sequence[DecodeRow], what: str) -> None:
             _times(row.growth),
             human_bytes(row.state_bytes),
         )
-    Console().print(table)
+    console.print(table)
 
 
 def _durations(seconds: Spread) -> list[str]:
+    """The median, and how far the quartiles are from it."""
     from seqboat.measure import human_seconds
 
-    low, high = human_seconds(seconds.low), human_seconds(seconds.high)
-    return [human_seconds(seconds.median), f"{low} .. {high}"]
+    low, high = seconds.low / seconds.median - 1, seconds.high / seconds.median - 1
+    return [human_seconds(seconds.median), f"{low:+.0%} {high:+.0%}"]
 
 
 def _times(ratio: float | None) -> str:

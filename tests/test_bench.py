@@ -1,0 +1,308 @@
+"""The benchmark command: rows, ratios, rates, refusals; never how long something took."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from seqboat import bench
+from seqboat.bench import Contender, Setting, parse_contender
+from seqboat.bench_decode import LanguageModelSize, run_decode, run_decode_lm
+from seqboat.cli import main
+from seqboat.measure import available_memory, extrapolate, in_child, spread, time_rounds
+from seqboat.mixers import SeqBoat
+from seqboat.routers import TemperedSoftmax, activation
+
+TINY = Setting(batch=2, length=48, d_model=16, d_z=8, d_v=12, d_state=4, window=8, heads=2)
+
+
+PEAKS = """[
+    __import__("seqboat.measure", fromlist=["extra_peak"]).extra_peak(lambda: __import__("torch").ones(n, 2**18))
+    for n in (100, 80, 40)
+]"""
+
+
+def test_memory_of_known_allocations() -> None:
+    """Of 100, 80 and 40 MiB, one after the other: what was freed before hides nothing."""
+    measured = in_child(eval, PEAKS)
+    assert measured == pytest.approx([100 * 2**20, 80 * 2**20, 40 * 2**20], rel=0.2)
+
+
+def test_failures_of_a_child_are_told() -> None:
+    with pytest.raises(RuntimeError, match="ValueError: invalid literal"):
+        in_child(int, "x")
+    with pytest.raises(RuntimeError, match="ended with code 3"):
+        in_child(os._exit, 3)
+
+
+def test_forced_rate_is_reached_and_keeps_the_gradient() -> None:
+    for rate in (0.0, 0.1, 0.5, 1.0):
+        layer = bench.build(parse_contender("seqboat"), replace(TINY, rate=rate, length=500))
+        assert isinstance(layer, SeqBoat)
+        x = torch.randn(3, 500, 16)
+        out = layer(x)
+        assert out.routing is not None
+        assert activation(out.routing).per_row.flatten().tolist() == pytest.approx([rate] * 3, abs=0.01)
+        again = layer(x).routing
+        assert again is not None and again.active.equal(out.routing.active)
+        out.y.square().sum().backward()
+        router = layer.sma.router
+        assert isinstance(router, bench.ForcedRate) and isinstance(router.router, TemperedSoftmax)
+        logits = router.router.logits.weight.grad
+        assert logits is not None and bool(logits.any()) == (rate > 0)
+
+
+def test_forced_rate_in_steps() -> None:
+    layer = bench.build(parse_contender("seqboat"), replace(TINY, rate=0.3, causal=True))
+    assert isinstance(layer, SeqBoat)
+    state, count = layer.init_state(4), torch.zeros(4)
+    for _ in range(100):
+        _, state, routing = layer.step(torch.randn(4, 16), state, inplace=True)
+        assert routing is not None
+        count += routing.active[:, 0]
+    assert count.tolist() == pytest.approx([30] * 4, abs=1)
+
+
+def test_natural_rate_and_always_active_are_left_alone() -> None:
+    natural = bench.build(parse_contender("seqboat"), replace(TINY, rate=None))
+    assert not any(isinstance(part, bench.ForcedRate) for part in natural.modules())
+    config = bench.configure(parse_contender("seqboat"), TINY)
+    from seqboat import AlwaysActiveConfig
+
+    always = replace(config, router=AlwaysActiveConfig()).build(16)
+    bench.force_rate(always, 0.5)
+    assert always(torch.randn(1, 9, 16)).routing.active.all()
+
+
+def test_contenders_follow_the_setting_and_their_own_fields() -> None:
+    config = bench.configure(parse_contender("seqboat:gau.window=32,gau.positions=original"), TINY)
+    assert (config.gau.window, config.gau.positions, config.gau.d_z, config.ssm.d_state) == (
+        32,
+        "original",
+        8,
+        4,
+    )
+    config = bench.configure(parse_contender("transformer:implementation=plain"), TINY)
+    assert (config.heads, config.implementation, config.causal) == (2, "plain", False)
+    assert bench.configure(parse_contender("mega-chunk"), replace(TINY, causal=True)).causal
+    with pytest.raises(ValueError, match="did you mean seqboat"):
+        parse_contender("seqbot")
+    with pytest.raises(ValueError, match="FIELD=VALUE"):
+        parse_contender("seqboat:window")
+    with pytest.raises(ValueError, match="no field 'widow'; it has d_z"):
+        bench.configure(parse_contender("seqboat:gau.widow=3"), TINY)
+    with pytest.raises(ValueError, match="no fields of its own"):
+        bench.configure(parse_contender("seqboat:causal.x=3"), TINY)
+    with pytest.raises(ValueError, match="floor takes no fields"):
+        parse_contender("floor:x=1")
+    with pytest.raises(ValueError, match="rate must be between 0 and 1, got 2"):
+        Setting(rate=2)
+    with pytest.raises(ValueError, match="dtype must be"):
+        Setting(dtype="float33")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("rate", [0.0, 0.5, None])
+def test_floor_counts_what_the_layer_needs(causal: bool, rate: float | None) -> None:
+    setting = replace(TINY, causal=causal, rate=rate, length=64)
+    floor = bench.FloorRunner(setting)
+    floor.run("training")
+    forward, both = floor.flops("inference"), floor.flops("training")
+    assert both == 3 * forward > 0
+    whats = [product.what for product in floor.forward]
+    assert ("gau: scores" in whats) == (rate != 0.0)
+    if rate == 0.5:
+        by_name = {product.what: product.flops for product in floor.forward}
+        tokens, active = 128, 64
+        assert by_name["linear"] == 2 * tokens * 16 * 16
+        assert by_name["gau: base"] == 2 * active * 16 * (8 + 24)
+        # 9 keys for each active token, the last group filled up
+        assert by_name["gau: scores"] == 2 * math.ceil(active / 9) * 9 * 9 * 8
+
+
+def test_quartiles_and_turns() -> None:
+    assert spread([4.0]) == (4.0, 4.0, 4.0)
+    assert spread([5.0, 1.0, 2.0, 4.0, 3.0]) == (3.0, 2.0, 4.0)
+    order: list[str] = []
+    jobs = {name: (lambda n=name: order.append(n)) for name in "ab"}
+    times = time_rounds(jobs, rounds=2, warmup=1)
+    assert order == ["a", "b"] * 3
+    assert all(len(values) == 2 and min(values) >= 0 for values in times.values())
+
+
+def test_estimates_are_quadratic_at_most() -> None:
+    assert extrapolate([64, 128, 256], [100 + 64, 100 + 128, 100 + 256], 10**6) == 100 + 10**6
+    assert extrapolate([10, 20, 40], [500, 500, 500], 10**9) == 500
+    # noise cannot make it negative
+    assert extrapolate([10, 20, 40], [500, 100, 90], 1000) >= 0
+
+
+def test_rows_and_ratios() -> None:
+    names = ["seqboat", "published", "transformer:implementation=plain", "mega", "floor"]
+    rows = bench.run_layers([parse_contender(name) for name in names], [TINY], rounds=3, memory=False)
+    assert [(row.mode, row.contender) for row in rows] == [
+        (mode, name) for mode in bench.MODES for name in names
+    ]
+    for row in rows:
+        assert row.seconds is not None and row.ratio is not None and row.floor_ratio is not None
+        assert 0 < row.seconds.low <= row.seconds.median <= row.seconds.high
+        first = next(r for r in rows if r.mode == row.mode)
+        assert first.seconds is not None and first.ratio == 1
+        assert row.ratio == row.seconds.median / first.seconds.median
+        routed = row.contender in ("seqboat", "published")
+        assert row.active == (pytest.approx(0.5, abs=0.01) if routed else None)
+        assert (row.parameters > 0) == (row.contender != "floor")
+    assert rows[0].parameters == rows[1].parameters
+
+
+def test_memory_is_estimated_and_measured() -> None:
+    setting = replace(TINY, length=2048, batch=1)
+    memory = bench.measure_memory(
+        parse_contender("transformer:implementation=plain"), setting, ("training",), 2**40
+    )
+    refused = bench.measure_memory(
+        parse_contender("transformer:implementation=plain"), setting, ("training",), 2**20
+    )
+    # two heads of 2048 x 2048 scores in float32: softmax, its gradient and one more at least
+    assert memory.estimate["training"] > 2 * 2 * 2048**2 * 4
+    assert not refused.peak and refused.estimate["training"] > 2**20
+
+
+def test_what_does_not_fit_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "available_memory", lambda device="cpu": 2**20)
+    with pytest.raises(ValueError, match=r"would need about .* for inference, 1.0 MiB are available"):
+        bench.run_layers([parse_contender("seqboat")], [replace(TINY, length=2**20)], ("inference",))
+    assert main(["bench", "--mixers", "seqboat", "--lengths", str(2**34)]) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("seqboat bench: error: nothing fits in memory: seqboat at 1 x 17179869184 tokens")
+    assert "\n" not in error
+    assert available_memory() > 2**20
+
+
+def test_refused_contenders_leave_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def estimate(contender: Contender, *rest: Any) -> bench.Memory:
+        return bench.Memory({"inference": 2**60 if contender.name == "transformer" else 0}, {})
+
+    monkeypatch.setattr(bench, "_find_memory", estimate)
+    contenders = [parse_contender("seqboat"), parse_contender("transformer")]
+    ours, theirs = bench.run_layers(contenders, [TINY], ("inference",), rounds=1)
+    assert ours.seconds is not None and not ours.note
+    assert theirs.seconds is None and "1024.0 TiB" not in theirs.note and "would need about" in theirs.note
+
+
+def test_command_writes_table_json_and_plot(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("rich")
+    pytest.importorskip("matplotlib")
+    # another test measures in a real child
+    monkeypatch.setattr(bench, "in_child", lambda job, *arguments: job(*arguments))
+    record, figure = tmp_path / "out.json", tmp_path / "out.png"
+    arguments = ["bench", "--mixers", "seqboat", "floor", "--lengths", "64", "128", "--batch", "1"]
+    arguments += [
+        "--rounds",
+        "1",
+        "--warmup",
+        "0",
+        "--rate",
+        "0.25",
+        "--json",
+        str(record),
+        "--plot",
+        str(figure),
+    ]
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert "training step, 1 x 64 tokens, window 256, rate 0.25" in printed
+    assert "inference, 1 x 128 tokens" in printed and "x floor" in printed
+    written = json.loads(record.read_text())
+    assert written.keys() == {"machine", "setting", "what", "rounds", "rows"}
+    assert written["setting"]["rate"] == 0.25 and written["machine"]["torch"] == torch.__version__
+    assert len(written["rows"]) == 8
+    for row in written["rows"]:
+        assert row.keys() == set(bench.Row._fields)
+        assert row["seconds"].keys() == {"median", "low", "high"}
+        assert row["ratio"] is not None and row["floor_ratio"] is not None
+        if row["contender"] == "seqboat":
+            assert row["memory"] is not None and row["active"] == 0.25
+    assert figure.read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "out.png"]
+
+
+def test_decode_rows() -> None:
+    names = ["seqboat", "mega-chunk", "transformer"]
+    rows = run_decode(
+        [parse_contender(n) for n in names], replace(TINY, batch=2), [16, 40], steps=3, rounds=2
+    )
+    assert [(row.contender, row.context) for row in rows] == [(n, c) for c in (16, 40) for n in names]
+    sizes = {name: [row.state_bytes for row in rows if row.contender == name] for name in names}
+    assert sizes["seqboat"][0] == sizes["seqboat"][1] and sizes["mega-chunk"][0] == sizes["mega-chunk"][1]
+    assert sizes["transformer"][1] > sizes["transformer"][0]
+    for row in rows:
+        assert row.tokens_per_second == 2 / row.seconds.median
+        assert (row.growth == 1) == (row.context == 16)
+    with pytest.raises(ValueError, match="floor has no state"):
+        run_decode([parse_contender("floor")], TINY, [8])
+
+
+def test_decode_of_language_models() -> None:
+    size = LanguageModelSize(num_layers=2, d_model=24, d_z=8, d_v=48, window=8, heads=2, vocab=16)
+    rows = run_decode_lm(size, context=20, steps=2, rounds=1)
+    rival = "llama" if importlib.util.find_spec("transformers") else "transformer"
+    assert [row.contender for row in rows] == ["seqboat", rival]
+    assert rows[1].parameters == pytest.approx(rows[0].parameters, rel=0.03)
+    assert rows[0].ratio == 1 and rows[1].ratio > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--lengths", "0"], "--lengths must be at least 1"),
+        (["--rounds", "0"], "--rounds must be at least 1, got 0"),
+        (["--json", "no/such/folder/x.json"], "cannot write to the folder no/such/folder"),
+        (["--contexts", "8"], "go with 'decode'"),
+        (["decode", "--plot", "x.png"], "--plot does not go with 'decode'"),
+        (["decode", "--rates", "0.1", "0.2"], "one window and one rate"),
+        (["decode-lm", "--mixers", "seqboat"], "--mixers does not go with 'decode-lm'"),
+        (["decode-lm", "--dtype", "float64"], "on the CPU in float32"),
+        (["decode-lm", "--contexts", "8", "9"], "takes one context"),
+        (["--mixers", "seqboat", "seqboat"], "the same contender twice"),
+        (["--mixers", "seqboat", "transformer:heads=7"], "multiple of heads = 7"),
+        (["--dtype", "float33"], "dtype must be a torch type"),
+    ],
+)
+def test_mistakes_are_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *arguments]) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("seqboat bench: error: ") and message in error and "\n" not in error
+
+
+def test_bad_rate_is_refused_by_the_parser(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["bench", "--rates", "1.5"])
+    assert stop.value.code == 2
+    assert "expected a number from 0 to 1 or 'natural', got '1.5'" in capsys.readouterr().err
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    code = (
+        "import sys\nfrom seqboat.cli import main\n"
+        "try:\n    main(['bench', '--help'])\nexcept SystemExit:\n    pass\n"
+        "assert 'torch' not in sys.modules and 'rich' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "decode-lm" in done.stdout and "--lengths" in done.stdout
