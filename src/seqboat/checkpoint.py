@@ -161,29 +161,37 @@ class Lock:
 
     def acquire(self) -> None:
         """Take the lock, or raise a ValueError that names the holder."""
+        if self.path in self._held:
+            # not even opened: closing any handle of the file would give this process's lock back
+            raise self._refusal(self._line())
         file = open(self.path, "a+", encoding="utf-8")  # noqa: SIM115 - open as long as it is held
         try:
             # of this kind, and not flock: such a lock is not inherited by the workers of the data loader
-            if self.path in self._held:
-                raise BlockingIOError
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            file.seek(0)
-            holder = file.read()
-            if holder and self._host(holder) != socket.gethostname():
-                raise BlockingIOError
+            locked = True
         except OSError:
-            file.seek(0)
-            holder = file.read().strip() or "unknown"
+            locked = False
+        file.seek(0)
+        holder = file.read().strip()
+        # a lock of the system tells the dead from the living, but may not reach other hosts
+        if not locked or (holder and self._host(holder) != socket.gethostname()):
             file.close()
-            raise ValueError(
-                f"{self.path.parent} is in use by another run ({holder}); choose another folder, or remove "
-                f"{self.path} if that run is dead"
-            ) from None
+            raise self._refusal(holder or "unknown")
         file.truncate(0)
-        file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}) + "\n")
+        file.write(self._line() + "\n")
         file.flush()
         self._file = file
         self._held.add(self.path)
+
+    @staticmethod
+    def _line() -> str:
+        return json.dumps({"pid": os.getpid(), "host": socket.gethostname()})
+
+    def _refusal(self, holder: str) -> ValueError:
+        return ValueError(
+            f"{self.path.parent} is in use by another run ({holder}); choose another folder, or remove "
+            f"{self.path} if that run is dead"
+        )
 
     @staticmethod
     def _host(holder: str) -> str | None:

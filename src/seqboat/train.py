@@ -177,6 +177,8 @@ def train(
             error: Exception | None = None
             if world.first:
                 try:
+                    # a run that never starts, for want of data for example, leaves no folder behind
+                    stack.callback(remove_unused, folder)
                     prepare_folder(folder, resume)
                     stack.enter_context(ck.Lock(folder))
                     ck.Store(folder).sweep()
@@ -200,6 +202,14 @@ def prepare_folder(folder: Path, resume: bool) -> None:
         raise ValueError(
             f"{folder} holds a run already: resume it (--resume) or choose another folder (--out)"
         )
+
+
+def remove_unused(folder: Path) -> None:
+    """Remove a folder in which nothing but a lock was written."""
+    with contextlib.suppress(OSError):
+        if [entry.name for entry in folder.iterdir()] == ["lock"] and not (folder / "lock").stat().st_size:
+            (folder / "lock").unlink()
+            folder.rmdir()
 
 
 class Run:
@@ -227,7 +237,7 @@ class Run:
         self.task = config.build_task()
         if training.carry_state and self.task.kind != "lm":
             raise ValueError(f"training.carry_state needs a language model, but {self.task.name} is none")
-        if training.carry_state and getattr(config.task, "context", 0):
+        if training.carry_state and getattr(config.task, "context", None):
             raise ValueError(
                 "training.carry_state and task.context exclude each other: the state is the context"
             )

@@ -1,0 +1,45 @@
+"""Recipes: functions that return the configuration of a run. One file per table of the paper.
+
+A variant is a call with another mixer, `lra.image(mixer=...)`, or a changed copy, `lra.image().replace(seed=1)`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+
+from seqboat.config import RunConfig
+from seqboat.recipes import diagnostics, enwik8, lra, speech, your_data
+
+RECIPES: dict[str, Callable[..., RunConfig]] = {
+    "lra.listops": lra.listops,
+    "lra.listops-small": lra.listops_small,
+    "lra.text": lra.text,
+    "lra.text-small": lra.text_small,
+    "lra.retrieval": lra.retrieval,
+    "lra.retrieval-small": lra.retrieval_small,
+    "lra.image": lra.image,
+    "lra.image-small": lra.image_small,
+    "lra.pathfinder": lra.pathfinder,
+    "lra.pathfinder-small": lra.pathfinder_small,
+    "lra.pathx": lra.pathx,
+    "lra.pathx-small": lra.pathx_small,
+    "speech": speech.speech,
+    "speech-small": speech.speech_small,
+    "enwik8": enwik8.enwik8,
+    "enwik8-small": enwik8.enwik8_small,
+    "recall": diagnostics.recall,
+    "copy": diagnostics.copy,
+    "classify": your_data.classify,
+    "lm": your_data.lm,
+}
+"""Every recipe by the name that commands use; each can be given another mixer."""
+
+
+def find_recipe(name: str) -> Callable[..., RunConfig]:
+    """A recipe by its name; a ValueError suggests the nearest."""
+    if name in RECIPES:
+        return RECIPES[name]
+    near = difflib.get_close_matches(name, RECIPES, n=1, cutoff=0.4)
+    hint = f"did you mean {near[0]}?" if near else "`seqboat list recipes` shows all"
+    raise ValueError(f"recipe {name!r} is unknown; {hint}")

@@ -1,0 +1,63 @@
+"""Your own files at byte level: a classifier of texts, and a language model."""
+
+from __future__ import annotations
+
+from seqboat.config import EvaluationConfig, RunConfig, TrainingConfig
+from seqboat.mixers.ema import EMAConfig
+from seqboat.mixers.gau import GAUConfig
+from seqboat.mixers.seqboat import SeqBoatConfig
+from seqboat.model import BackboneConfig, MixerConfig
+from seqboat.optim import OptimiserConfig, ScheduleConfig
+from seqboat.routers import TemperedSoftmaxConfig
+from seqboat.tasks.files import ClassifyTaskConfig, LMTextTaskConfig
+
+
+def classify(mixer: MixerConfig | None = None) -> RunConfig:
+    """A class for each text of a table (--data.train FILE): two layers of width 64, texts of up to 1,024 bytes."""
+    return RunConfig(
+        task=ClassifyTaskConfig(max_length=1024),
+        model=BackboneConfig(
+            mixer=mixer
+            or SeqBoatConfig(
+                ssm=EMAConfig(d_state=16),
+                router=TemperedSoftmaxConfig(temperature_scale=0.3),
+                gau=GAUConfig(d_z=32, d_v=128, window=128, positions="compressed", max_positions=1024),
+                norm="scale",
+                dropout=0.1,
+            ),
+            d_model=64,
+            num_layers=2,
+            dropout=0.1,
+        ),
+        optimiser=OptimiserConfig(lr=0.003, weight_decay=0.01),
+        schedule=ScheduleConfig(steps=2000, warmup_steps=200),
+        training=TrainingConfig(batch_size=32, bucketing=True, save_every=200),
+        evaluation=EvaluationConfig(every=200, batch_size=32),
+    )
+
+
+def lm(mixer: MixerConfig | None = None) -> RunConfig:
+    """The next byte of text files (--data.text FILES): three layers of width 128, state carried along the text."""
+    return RunConfig(
+        task=LMTextTaskConfig(segment=512),
+        model=BackboneConfig(
+            mixer=mixer
+            or SeqBoatConfig(
+                ssm=EMAConfig(d_state=8),
+                router=TemperedSoftmaxConfig(temperature_scale=1.0),
+                gau=GAUConfig(d_z=32, d_v=256, window=128, positions="rotary"),
+                causal=True,
+                norm="layer",
+                prenorm=True,
+                dropout=0.1,
+            ),
+            d_model=128,
+            num_layers=3,
+            scaled_embedding=True,
+            dropout=0.1,
+        ),
+        optimiser=OptimiserConfig(name="radam", lr=0.005, weight_decay=0.1, clip=0.25),
+        schedule=ScheduleConfig(steps=2000, warmup_steps=100, warmup_from=0.002),
+        training=TrainingConfig(batch_size=8, carry_state=True, save_every=200),
+        evaluation=EvaluationConfig(every=200, batch_size=8, limit=512),
+    )
