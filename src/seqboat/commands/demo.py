@@ -397,7 +397,8 @@ def print_result(result: Evaluation, recipe: Recipe) -> None:
     print(f"  chance             {1 / 10:.3f}")
     print("activation           share of tokens that attend, and how sure the router is of them")
     for layer, (rate, confidence) in enumerate(zip(result.rates, result.confidence, strict=True), start=1):
-        print(f"  layer {layer}            {rate:.3f}   {confidence:.2f}  {'#' * round(40 * rate)}")
+        bar = "#" * round(40 * rate)
+        print(f"  layer {layer}            {rate:.3f}   {confidence:.2f}  {bar}".rstrip())
     print()
 
 

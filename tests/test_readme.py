@@ -1,0 +1,132 @@
+"""What the documents say is true: code blocks and examples run, the tree is the tree, links lead somewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *(ROOT / "docs").glob("*.md"),
+]
+
+
+def run(*arguments: str) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
+
+
+def tree() -> set[str]:
+    """Paths of the README's tree; a name that ends with a slash is a folder for the names indented below it."""
+    text = next(block for block in blocks("text") if "src/seqboat/" in block)
+    paths: set[str] = set()
+    folders: list[tuple[int, str]] = []
+    for line in text.splitlines():
+        if not line.strip():
+            continue
+        indent = len(line) - len(line.lstrip())
+        # several names may share a line; two spaces end them
+        names = re.split(r"\s{2,}", line.strip())[0].split()
+        while folders and folders[-1][0] >= indent:
+            folders.pop()
+        parent = folders[-1][1] if folders else ""
+        paths.update(parent + name for name in names)
+        if names[0].endswith("/"):
+            folders.append((indent, parent + names[0]))
+    return paths
+
+
+def test_python_blocks_run(tmp_path: Path):
+    found = blocks("python")
+    assert found
+    for block in found:
+        script = tmp_path / "block.py"
+        script.write_text(block, encoding="utf-8")
+        run(str(script))
+
+
+def test_tree_names_what_exists():
+    paths = tree()
+    assert not [path for path in sorted(paths) if not (ROOT / path).exists()]
+    package = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "src" / "seqboat").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert sorted(package - paths) == []
+
+
+def test_tree_names_examples_and_documents():
+    files = [*EXAMPLES, *(ROOT / "docs").glob("*.md")]
+    assert (
+        sorted(p.relative_to(ROOT).as_posix() for p in files if p.relative_to(ROOT).as_posix() not in tree())
+        == []
+    )
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_run(path: Path):
+    assert len(path.read_text(encoding="utf-8").splitlines()) < 60
+    output = run(str(path))
+    if path.stem == "train_tiny":
+        found = re.search(r"accuracy on new sequences: ([\d.]+)", output)
+        assert found is not None and float(found[1]) > 0.9
+    if path.stem == "decode":
+        sizes = set(re.findall(r"state takes ([\d,]+) bytes", output))
+        assert len(sizes) == 1
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(path: Path):
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text(encoding="utf-8"))
+    local = [link for link in links if "://" not in link]
+    assert not [link for link in local if not (path.parent / link).exists()]
+
+
+def test_names_in_the_paper_map_exist():
+    """Every `module.name` that the map mentions can be imported."""
+    text = (ROOT / "docs" / "paper_map.md").read_text(encoding="utf-8")
+    modules = "model sma scan nn routers attention compat figures tasks.listops mixers.\\w+".replace(" ", "|")
+    names = set(re.findall(rf"`((?:{modules})\.(?!py`)\w+(?:\.\w+)?)`", text))
+    assert len(names) > 20
+    script = "import importlib, operator, sys\nfor name in sys.argv[1:]:\n" + (
+        "    parts = name.split('.')\n"
+        "    depth = 2 if parts[0] in ('mixers', 'tasks') else 1\n"
+        "    module = importlib.import_module('.'.join(['seqboat', *parts[:depth]]))\n"
+        "    operator.attrgetter('.'.join(parts[depth:]))(module)\n"
+    )
+    run("-c", script, *sorted(names))
+
+
+def test_make_targets_in_the_documents_exist():
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([\w-]+):", makefile, flags=re.MULTILINE))
+    for path in DOCUMENTS:
+        mentioned = set(
+            re.findall(r"`make ([\w-]+)`|^ +make ([\w-]+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+        )
+        assert {a or b for a, b in mentioned} <= targets, path.name
