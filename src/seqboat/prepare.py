@@ -75,7 +75,7 @@ def _read_curves(size: int) -> Read:
 
 
 LISTOPS = listops.ListOpsConfig()
-LISTOPS_SMALL = listops.ListOpsConfig(max_depth=5, max_arguments=5, longer_than=10, shorter_than=100)
+LISTOPS_SMALL = listops.ListOpsConfig(max_depth=5, max_arguments=5, longer_than=9, shorter_than=129)
 _LRA_PAGE = "lra_release.gz (7.7 GB) from https://github.com/google-research/long-range-arena"
 _CURVES = "free to make (BSD-licensed original generator; this one is our own)"
 
@@ -92,14 +92,14 @@ DATASETS = {
         settings=LISTOPS,
         counts=(96_000, 2_000, 2_000),
     ),
-    "listops_small": DataInfo(
-        title="list operations of 10 to 100 tokens, for trials",
+    "listops-small": DataInfo(
+        title="list operations of 10 to 128 tokens, for trials",
         licence="free to make",
-        size=1_200_000,
+        size=2_300_000,
         get="nothing, it is made",
         draw=_draw_listops(LISTOPS_SMALL),
         settings=LISTOPS_SMALL,
-        counts=(20_000, 2_000, 2_000),
+        counts=(40_000, 2_000, 2_000),
     ),
     "text": DataInfo(
         title="50,000 film reviews, positive or negative (Maas et al., 2011)",

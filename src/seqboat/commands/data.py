@@ -91,8 +91,9 @@ def _list(options: argparse.Namespace) -> int:
         print(f"{row['name']:14} {row['state']:8} {about + format_bytes(row['bytes']):>14}  {row['title']}")
         print(f"{'':38} licence: {row['licence']}")
         if row["state"] == "ready":
-            counts = ", ".join(f"{split} {count:,}" for split, count in row["counts"].items())
-            print(f"{'':38} {counts}; from {row['source']}; {row['skipped']} records left out")
+            print(
+                f"{'':38} {_counted(row['counts'])}; from {row['source']}; {row['skipped']} records left out"
+            )
         else:
             if row["problem"]:
                 print(f"{'':38} {row['problem']}")
@@ -101,6 +102,10 @@ def _list(options: argparse.Namespace) -> int:
     downloads = Path(options.data_dir) / DOWNLOADS
     print(f"\nPrepared data is in {Path(options.data_dir)}, files that were downloaded are in {downloads}.")
     return 0
+
+
+def _counted(counts: dict[str, int]) -> str:
+    return ", ".join(f"{split} {counts[split]:,}" for split in ("train", "val", "test") if split in counts)
 
 
 def _how(name: str) -> str:
@@ -133,7 +138,7 @@ def _prepare(options: argparse.Namespace) -> int:
             force=options.force,
         )
         manifest = store.manifest
-        counted = ", ".join(f"{split} {count:,}" for split, count in manifest["counts"].items())
+        counted = _counted(manifest["counts"])
         if before is not None and not options.force:
             print(f"{store.folder} is already there ({counted}); --force makes it again")
             continue
