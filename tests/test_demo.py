@@ -29,7 +29,8 @@ def test_quick_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert sum(line.startswith("  layer ") for line in lines) == demo.QUICK.num_layers
     assert f"{demo.QUICK.steps}/{demo.QUICK.steps}" in text and "left" in text
     numbers = json.loads((tmp_path / "out" / "demo.json").read_text())
-    assert numbers["seed"] == 3 and numbers["recipe"]["steps"] == demo.QUICK.steps
+    assert numbers["seed"] == 3 and numbers["updates"] == numbers["recipe"]["steps"] == demo.QUICK.steps
+    assert "out of time" not in text
     assert len(numbers["activation_rate"]) == demo.QUICK.num_layers
     assert f"{numbers['accuracy']:.3f}" in text and f"{numbers['most_common_value']:.3f}" in text
     picture = tmp_path / "out" / "demo.png"
@@ -112,9 +113,28 @@ def test_time_limit_ends_training():
     recipe = demo.replace(demo.QUICK, steps=1_000_000)
     seen: list[demo.Progress] = []
     expressions = listops.iterate(0, demo.task(recipe))
-    demo.train(demo.build_model(recipe), expressions, recipe, 0.5 / 60, seen.append)
-    assert seen[-1].done == 1.0 and seen[-1].step < recipe.steps
+    updates = demo.train(demo.build_model(recipe), expressions, recipe, 0.5 / 60, seen.append)
+    assert seen[-1].done == 1.0 and seen[-1].step == updates < recipe.steps
     assert seen[-1].remaining == 0
+
+
+def test_running_out_of_time_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    arguments = ["demo", "--quick", "--steps", "1000000", "--minutes", "0.01", "--out", str(tmp_path)]
+    assert cli.main(arguments) == 0
+    updates = json.loads((tmp_path / "demo.json").read_text())["updates"]
+    assert f"out of time: {updates:,} of 1,000,000 updates in 0.01 minutes" in capsys.readouterr().out
+
+
+def test_threads_are_given_back():
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        with pytest.raises(RuntimeError, match="stop"), demo.one_thread():
+            assert torch.get_num_threads() == 1
+            raise RuntimeError("stop")
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_batches_hold_new_expressions_of_about_one_length():

@@ -163,15 +163,36 @@ def run(options: argparse.Namespace) -> int:
     print(f"  {' '.join(example.tokens)}  ->  {example.value}")
     print(f"model: {recipe.num_layers} SeqBoat layers of width {recipe.d_model}, {count:,} parameters")
     print(f"training: {recipe.steps:,} updates of {recipe.batch} expressions, each seen once", flush=True)
-    with reporter(recipe.steps) as report:
-        train(model, expressions, recipe, options.minutes, report)
-    result = evaluate(model, test, recipe)
+    with one_thread():
+        with reporter(recipe.steps) as report:
+            updates = train(model, expressions, recipe, options.minutes, report)
+        result = evaluate(model, test, recipe)
+    if updates < recipe.steps:
+        print(
+            f"out of time: {updates:,} of {recipe.steps:,} updates in {options.minutes:g} minutes (--minutes)"
+        )
     shown = next((e for e in test if len(e.tokens) in SHOWN_TOKENS), test[0])
     print_result(result, recipe)
-    write_numbers(options, recipe, result, time.perf_counter() - begin)
+    write_numbers(options, recipe, result, updates, time.perf_counter() - begin)
     draw(options.out / "demo.png", model, shown, result)
     print(f"time     {clock(time.perf_counter() - begin)}")
     return 0
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute on one core: the products are tiny, and threads would wait for each other at every one of them.
+
+    On two cores that were busy with other work, the waiting made an update take nearly ten times as long.
+    """
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def check(recipe: Recipe, options: argparse.Namespace) -> None:
@@ -255,10 +276,13 @@ def train(
     recipe: Recipe,
     minutes: float,
     report: Callable[[Progress], None],
-) -> None:
+) -> int:
     """Train until the updates or the minutes are used up, whichever comes first.
 
     The learning rate follows the share of the run that is over, so that it has come down to zero either way.
+
+    Returns:
+        how many updates were made.
     """
     import torch
     import torch.nn.functional as F
@@ -280,7 +304,9 @@ def train(
     begin = time.perf_counter()
     model.train()
     done = 0.0
-    for step, batch in enumerate(batches(expressions, recipe.batch, recipe.pool), start=1):
+    step = 0
+    for batch in batches(expressions, recipe.batch, recipe.pool):
+        step += 1
         set_learning_rate(optimiser, learning_rate(int(done * recipe.steps), recipe.lr, schedule))
         out = model(batch.ids, batch.mask)
         loss = F.cross_entropy(out.logits, batch.values)
@@ -298,7 +324,8 @@ def train(
             report(Progress(done, step, losses / seen, hits / seen, rates, seconds))
             losses, hits, seen = 0.0, 0, 0
         if done == 1.0:
-            return
+            break
+    return step
 
 
 @contextmanager
@@ -402,7 +429,9 @@ def print_result(result: Evaluation, recipe: Recipe) -> None:
     print()
 
 
-def write_numbers(options: argparse.Namespace, recipe: Recipe, result: Evaluation, seconds: float) -> None:
+def write_numbers(
+    options: argparse.Namespace, recipe: Recipe, result: Evaluation, updates: int, seconds: float
+) -> None:
     """Leave what was run and what came of it beside the picture."""
     import torch
 
@@ -410,6 +439,7 @@ def write_numbers(options: argparse.Namespace, recipe: Recipe, result: Evaluatio
         "recipe": asdict(recipe),
         "seed": options.seed,
         "minutes": options.minutes,
+        "updates": updates,
         "seconds": round(seconds, 1),
         "versions": {"seqboat": __version__, "torch": torch.__version__, "python": sys.version.split()[0]},
         "accuracy": result.accuracy,
