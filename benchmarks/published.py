@@ -15,6 +15,8 @@ asks for.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -76,7 +78,11 @@ class Published(SeqBoat):
 
     def _make_spectrum(self, taps: int, size: int) -> Tensor:
         log_decay, drive, read = self.ssm.coefficients()
-        powers = torch.exp(log_decay[..., None] * torch.arange(taps, device=log_decay.device))
+        exponent = log_decay[..., None] * torch.arange(taps, device=log_decay.device)
+        with torch.no_grad():
+            # most powers of a long kernel underflow, for which exp is many times slower than for small numbers
+            exponent.clamp_(min=math.log(torch.finfo(exponent.dtype).tiny))
+        powers = torch.exp(exponent)
         kernel = torch.einsum("sdn,sdnl->sdl", read * drive, powers)
         whole = F.pad(kernel[0], (0, size - taps))
         if len(kernel) == 2:

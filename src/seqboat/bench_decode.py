@@ -280,6 +280,6 @@ def _llama_decoder(model: Any, cache_class: Any, prompt: Tensor, steps: int) -> 
         for _ in range(steps):
             logits = model(token, past_key_values=cache, use_cache=True).logits
             token = logits[:, -1].argmax(dim=-1, keepdim=True)
-        cache.crop(prompt.shape[1])
+        cache.crop(-steps)  # the tokens of this round
 
     return Decoder(sum(p.numel() for p in model.parameters()), size, run)
