@@ -161,6 +161,7 @@ class Staging:
         self.folder = root / f".{name}.partial"
         self.plan = None if plan is None else {"format": FORMAT, **plan}
         self.writers: dict[str, ArrayWriter] = {}
+        self.scratches: list[ArrayWriter] = []
         self.lock: BinaryIO | None = None
 
     def __enter__(self) -> Self:
@@ -179,6 +180,12 @@ class Staging:
         """A new array to append rows to."""
         writer = ArrayWriter(self.folder / f"{name}.npy", dtype, row)
         self.writers[name] = writer
+        return writer
+
+    def scratch(self, name: str, dtype: DTypeLike, row: tuple[int, ...] = ()) -> ArrayWriter:
+        """An array for intermediate results, which is gone when the data is in place."""
+        writer = ArrayWriter(self.folder / f".{name}.npy", dtype, row)
+        self.scratches.append(writer)
         return writer
 
     def put(self, name: str, array: NDArray[np.generic]) -> None:
@@ -224,7 +231,7 @@ class Staging:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for writer in self.writers.values():
+        for writer in [*self.writers.values(), *self.scratches]:
             writer.file.close()
         if self.folder.exists() and self.plan is None:
             shutil.rmtree(self.folder)

@@ -215,7 +215,7 @@ def prepare_published(source: Source, staging: Staging, skips: Skips, size: int)
 
     Splits are 80/10/10 at random, drawn with torch's generator and seed 42, as published.
     """
-    unsorted = ArrayWriter(staging.folder / "unsorted.npy", np.uint8, (size, size))
+    unsorted = staging.scratch("unsorted", np.uint8, (size, size))
     labels = _read_published(source, unsorted, skips, size)
     unsorted.close()
     pixels = np.load(unsorted.path, mmap_mode="r")

@@ -150,7 +150,7 @@ def _moments(clips: ArrayWriter, rows: NDArray[np.bool_]) -> tuple[float, float]
 
 
 def _read_wavs(source: Source, staging: Staging, skips: Skips) -> tuple[list[int], list[int], int]:
-    unsorted = ArrayWriter(staging.folder / "unsorted.npy", np.int16, (SAMPLES,))
+    unsorted = staging.scratch("unsorted", np.int16, (SAMPLES,))
     names: list[tuple[str, str]] = []
     other = 0
     for entry in source.entries(lambda name: name.endswith(".wav")):
