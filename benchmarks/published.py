@@ -80,8 +80,9 @@ class Published(SeqBoat):
         log_decay, drive, read = self.ssm.coefficients()
         exponent = log_decay[..., None] * torch.arange(taps, device=log_decay.device)
         with torch.no_grad():
-            # most powers of a long kernel underflow, for which exp is many times slower than for small numbers
-            exponent.clamp_(min=math.log(torch.finfo(exponent.dtype).tiny))
+            # most powers of a long kernel underflow, and arithmetic near the smallest numbers is many times slower:
+            # they are held at a size that is as good as zero beside the first taps
+            exponent.clamp_(min=0.8 * math.log(torch.finfo(exponent.dtype).tiny))
         powers = torch.exp(exponent)
         kernel = torch.einsum("sdn,sdnl->sdl", read * drive, powers)
         whole = F.pad(kernel[0], (0, size - taps))
