@@ -14,6 +14,7 @@ import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, NamedTuple
 
@@ -120,7 +121,7 @@ class Source:
                 if member.isfile() and wanted(member.name):
                     opened = archive.extractfile(member)
                     assert opened is not None
-                    yield Entry(member.name, opened.read)
+                    yield Entry(member.name, partial(self._guarded, opened.read))
 
     def _zip(self, wanted: Callable[[str], bool]) -> Iterator[Entry]:
         budget = _Budget(self.path)
@@ -135,7 +136,13 @@ class Source:
                 budget.spend(member.file_size)
                 if not member.is_dir() and wanted(member.filename):
                     # the sizes above are claims of the archive; zipfile stops reading at the claimed size
-                    yield Entry(member.filename, lambda member=member: archive.read(member))  # type: ignore[misc]
+                    yield Entry(member.filename, partial(self._guarded, partial(archive.read, member)))
+
+    def _guarded(self, read: Callable[[], bytes]) -> bytes:
+        try:
+            return read()
+        except _BROKEN as error:
+            raise ValueError(f"{self.path} is damaged or cut short: {error}") from error
 
 
 def check_name(archive: object, name: str) -> None:

@@ -1,0 +1,575 @@
+"""Preparation: archives that attack, downloads that lie, runs that are killed, records that are bad."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from seqboat import sources
+from seqboat.cli import main
+from seqboat.data import MANIFEST, ArrayWriter, MissingData, Prepared, Skips, Staging, Store
+from seqboat.download import DownloadError, Remote, download
+from seqboat.prepare import DATASETS, find_dataset, prepare
+from seqboat.sources import Source, read_file
+
+# storage
+
+
+def make_store(root: Path, rows: int = 3) -> Store:
+    with Staging(root, "thing") as staging:
+        staging.put("train.labels", np.arange(rows, dtype=np.int16))
+        staging.finish("a test", Prepared({"train": rows}))
+    return Store.find(root, "thing")
+
+
+def test_arrays_grow_by_rows_and_are_plain_npy_files(tmp_path: Path) -> None:
+    writer = ArrayWriter(tmp_path / "a.npy", np.int16, (2,))
+    for part in (np.ones((3, 2)), np.zeros((0, 2)), np.full((1, 2), 7)):
+        writer.append(part)
+    with pytest.raises(ValueError, match=r"rows must have shape \(2,\), got \(3,\)"):
+        writer.append(np.zeros((1, 3)))
+    writer.close()
+    np.testing.assert_array_equal(np.load(tmp_path / "a.npy"), [[1, 1]] * 3 + [[7, 7]])
+
+
+def test_a_store_is_memory_mapped_and_travels_without_its_arrays(tmp_path: Path) -> None:
+    store = make_store(tmp_path, rows=100_000)
+    assert isinstance(store["train.labels"], np.memmap)
+    there = pickle.loads(pickle.dumps(store))
+    assert len(pickle.dumps(store)) < 5000
+    np.testing.assert_array_equal(there["train.labels"], store["train.labels"])
+    with pytest.raises(ValueError, match=r"has no array 'test\.labels'"):
+        store["test.labels"]
+
+
+def test_nothing_is_left_when_preparing_fails(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), Staging(tmp_path, "thing") as staging:
+        staging.put("train.labels", np.zeros(3))
+        raise RuntimeError
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_old_data_stays_until_the_new_is_whole(tmp_path: Path) -> None:
+    make_store(tmp_path, rows=3)
+    with pytest.raises(RuntimeError), Staging(tmp_path, "thing") as staging:
+        staging.put("train.labels", np.zeros(9))
+        raise RuntimeError
+    assert len(Store.find(tmp_path, "thing")["train.labels"]) == 3
+    assert len(make_store(tmp_path, rows=5)["train.labels"]) == 5
+    assert [path.name for path in tmp_path.iterdir()] == ["thing"]
+
+
+def test_a_crash_between_the_two_renames_is_mended(tmp_path: Path) -> None:
+    make_store(tmp_path)
+    os.rename(tmp_path / "thing", tmp_path / ".thing.old")
+    assert len(Store.find(tmp_path, "thing")["train.labels"]) == 3
+
+
+def test_two_processes_cannot_prepare_the_same_data(tmp_path: Path) -> None:
+    with (
+        Staging(tmp_path, "thing"),
+        pytest.raises(ValueError, match="another process is preparing"),
+        Staging(tmp_path, "thing"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: (f / "train.labels.npy").write_bytes(b"short"), "has 5 bytes, expected"),
+        (lambda f: (f / "train.labels.npy").unlink(), "has None bytes, expected"),
+        (lambda f: (f / MANIFEST).write_text("{"), "cannot be read"),
+        (
+            lambda f: (f / MANIFEST).write_text(json.dumps({"format": 99, "arrays": {}})),
+            "was prepared in format 99, this version reads 1",
+        ),
+        (lambda f: (f / MANIFEST).unlink(), "holds no prepared data: run `seqboat data prepare thing`"),
+    ],
+)
+def test_damaged_and_foreign_stores_are_not_read(
+    tmp_path: Path, damage: Callable[[Path], object], message: str
+) -> None:
+    make_store(tmp_path)
+    damage(tmp_path / "thing")
+    with pytest.raises(MissingData, match=message):
+        Store.find(tmp_path, "thing")
+
+
+def test_a_flipped_byte_is_found(tmp_path: Path) -> None:
+    store = make_store(tmp_path)
+    store.verify()
+    path = tmp_path / "thing" / "train.labels.npy"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="is damaged: sha256 is"):
+        Store.find(tmp_path, "thing").verify()
+
+
+def test_skips_are_listed_counted_and_limited() -> None:
+    skips = Skips()
+    for i in range(150):
+        skips.add("a.tsv", f"line {i}", "empty text")
+    assert (skips.count, len(skips.listed)) == (150, 100)
+    skips.check(10_000)
+    with pytest.raises(
+        ValueError, match=r"150 of 160 records are bad; the first: a\.tsv, line 0: empty text"
+    ):
+        skips.check(10)
+    with pytest.raises(ValueError, match=r"b\.tsv, line 3: stereo"):
+        Skips(strict=True).add("b.tsv", "line 3", "stereo")
+
+
+KILLED = """
+import sys
+from seqboat import prepare
+from seqboat.tasks import pathfinder
+pathfinder.SHARD = 20
+real = pathfinder._make_shard
+def slowly(*arguments):
+    made = real(*arguments)
+    print("part", flush=True)
+    return made
+pathfinder._make_shard = slowly
+prepare.prepare("pathfinder16", "generate", sys.argv[1], counts=(200, 20, 20), seed=1, workers=1)
+print("done", flush=True)
+"""
+
+
+def test_a_killed_run_leaves_nothing_half_prepared_and_the_next_one_continues(tmp_path: Path) -> None:
+    def start(folder: Path) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", KILLED, str(folder)]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+    with start(tmp_path / "killed") as run:
+        assert run.stdout is not None
+        for _ in range(3):
+            assert run.stdout.readline() == "part\n"
+        run.send_signal(signal.SIGKILL)
+    assert not (tmp_path / "killed" / "pathfinder16").exists()
+    with start(tmp_path / "killed") as run:
+        lines = run.communicate()[0].split()
+    assert lines[-1] == "done"
+    assert 1 <= lines.count("part") <= 9
+    whole = prepare("pathfinder16", "generate", tmp_path / "whole", counts=(200, 20, 20), seed=1, workers=1)
+    again = Store.find(tmp_path / "killed", "pathfinder16")
+    again.verify()
+    assert again.manifest == whole.manifest
+    assert [path.name for path in (tmp_path / "killed").iterdir()] == ["pathfinder16"]
+
+
+# archives
+
+
+def add(archive: tarfile.TarFile, name: str, content: bytes = b"x", **fields: Any) -> None:
+    info = tarfile.TarInfo(name)
+    info.size = len(content)
+    for key, value in fields.items():
+        setattr(info, key, value)
+    archive.addfile(info, io.BytesIO(content) if info.isfile() else None)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "message"),
+    [
+        ("../evil.txt", {}, "points outside"),
+        ("a/../../evil.txt", {}, "points outside"),
+        ("/etc/evil.txt", {}, "points outside"),
+        ("C:\\evil.txt", {}, "points outside"),
+        ("..\\evil.txt", {}, "points outside"),
+        ("link.txt", {"type": tarfile.SYMTYPE, "linkname": "/etc/passwd", "size": 0}, "link or a device"),
+        ("hard.txt", {"type": tarfile.LNKTYPE, "linkname": "good.txt", "size": 0}, "link or a device"),
+        ("device", {"type": tarfile.CHRTYPE, "size": 0}, "link or a device"),
+    ],
+)
+def test_archives_that_climb_out_or_link_are_refused(
+    tmp_path: Path, name: str, fields: dict[str, Any], message: str
+) -> None:
+    path = tmp_path / "evil.tar.gz"
+    with tarfile.open(path, "w:gz") as archive:
+        add(archive, "aclImdb/train/pos/0_9.txt")
+        add(archive, name, **fields)
+    with pytest.raises(ValueError, match=message):
+        list(Source(path).entries())
+    with pytest.raises(ValueError, match=message):
+        prepare("text", str(path), tmp_path / "data")
+    assert list((tmp_path / "data").iterdir()) == []
+
+
+def test_zip_archives_are_held_to_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "evil.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("../enwik8", b"x")
+    with pytest.raises(ValueError, match="points outside"):
+        list(Source(path).entries())
+    with zipfile.ZipFile(path, "w") as archive:
+        link = zipfile.ZipInfo("enwik8")
+        link.external_attr = 0o120777 << 16
+        archive.writestr(link, "/etc/passwd")
+    with pytest.raises(ValueError, match="link or a device"):
+        list(Source(path).entries())
+
+
+def test_bombs_are_refused_before_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    zeros = bytes(20 << 20)
+    with zipfile.ZipFile(tmp_path / "bomb.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("enwik8", zeros)
+    with pytest.raises(ValueError, match="200 times its size: refused"):
+        list(Source(tmp_path / "bomb.zip").entries())
+    with tarfile.open(tmp_path / "bomb.tar.xz", "w:xz") as tar:
+        add(tar, "aclImdb/train/pos/0_9.txt", zeros)
+    with pytest.raises(ValueError, match="200 times its size: refused"):
+        list(Source(tmp_path / "bomb.tar.xz").entries())
+    import lzma
+
+    (tmp_path / "bomb.xz").write_bytes(lzma.compress(zeros))
+    with pytest.raises(ValueError, match="200 times its size: refused"):
+        read_file(tmp_path / "bomb.xz")
+    monkeypatch.setattr(sources, "MAX_BYTES", 1000)
+    (tmp_path / "large").write_bytes(bytes(1001))
+    with pytest.raises(ValueError, match="unpacks to more than 1,000 bytes"):
+        read_file(tmp_path / "large")
+
+
+def test_truncated_archives_and_web_pages_are_named(tmp_path: Path) -> None:
+    whole = io.BytesIO()
+    with tarfile.open(fileobj=whole, mode="w:gz") as archive:
+        for i in range(20):
+            add(archive, f"aclImdb/train/pos/{i}_9.txt", os.urandom(500))
+    for share in (0.3, 0.7, 0.98):
+        path = tmp_path / "cut.tar.gz"
+        path.write_bytes(whole.getvalue()[: int(share * len(whole.getvalue()))])
+        with pytest.raises(ValueError, match=r"cut.tar.gz is damaged or cut short"):
+            for entry in Source(path).entries():
+                entry.read()
+    page = tmp_path / "aclImdb_v1.tar.gz"
+    page.write_bytes(b"\n <!DOCTYPE HTML><html>404</html>")
+    with pytest.raises(ValueError, match="is a web page, not data"):
+        prepare("text", str(page), tmp_path / "data")
+    (tmp_path / "empty.zip").write_bytes(b"")
+    with pytest.raises(ValueError, match="is empty"):
+        prepare("enwik8", str(tmp_path / "empty.zip"), tmp_path / "data")
+    with pytest.raises(MissingData, match=r"nowhere does not exist; get enwik8.zip from https://"):
+        prepare("enwik8", str(tmp_path / "nowhere"), tmp_path / "data")
+
+
+# downloads
+
+CONTENT = np.random.default_rng(0).bytes(400_000)
+DIGEST = "sha256:" + hashlib.sha256(CONTENT).hexdigest()
+
+
+class Server:
+    """A web server on this machine whose answers are faults."""
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[str, str | None]] = []
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                outer.requests.append((self.path, self.headers.get("Range")))
+                answer = getattr(outer, self.path.strip("/").partition("?")[0])
+                answer(self)
+
+            def log_message(self, *arguments: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+
+    @staticmethod
+    def send(
+        handler: BaseHTTPRequestHandler, code: int, body: bytes, length: int | None = None, **more: str
+    ) -> None:
+        handler.send_response(code)
+        handler.send_header("Content-Length", str(len(body) if length is None else length))
+        for key, value in more.items():
+            handler.send_header(key.replace("_", "-"), value)
+        handler.end_headers()
+        handler.wfile.write(body)
+
+    def start_of(self, handler: BaseHTTPRequestHandler) -> int:
+        wanted = handler.headers.get("Range")
+        return int(wanted.removeprefix("bytes=").rstrip("-")) if wanted else 0
+
+    def good(self, handler: BaseHTTPRequestHandler) -> None:
+        start = self.start_of(handler)
+        if start >= len(CONTENT):
+            handler.send_error(416)
+        elif start:
+            where = f"bytes {start}-{len(CONTENT) - 1}/{len(CONTENT)}"
+            self.send(handler, 206, CONTENT[start:], Content_Range=where)
+        else:
+            self.send(handler, 200, CONTENT)
+
+    def drops(self, handler: BaseHTTPRequestHandler) -> None:
+        """Promises the rest, sends 100,000 bytes and hangs up."""
+        start = self.start_of(handler)
+        rest = CONTENT[start:]
+        code = 206 if start else 200
+        where = f"bytes {start}-{len(CONTENT) - 1}/{len(CONTENT)}"
+        self.send(handler, code, rest[:100_000], length=len(rest), Content_Range=where)
+        handler.close_connection = True
+
+    def truncates(self, handler: BaseHTTPRequestHandler) -> None:
+        self.send(handler, 200, CONTENT[:1000])
+
+    def ignores_range(self, handler: BaseHTTPRequestHandler) -> None:
+        self.send(handler, 200, CONTENT)
+
+    def wrong_range(self, handler: BaseHTTPRequestHandler) -> None:
+        self.send(handler, 206, CONTENT, Content_Range=f"bytes 0-{len(CONTENT) - 1}/{len(CONTENT)}")
+
+    def page(self, handler: BaseHTTPRequestHandler) -> None:
+        self.send(
+            handler,
+            200,
+            b"<!doctype html><title>Sign in</title>".ljust(len(CONTENT)),
+            Content_Type="text/html",
+        )
+
+    def lies(self, handler: BaseHTTPRequestHandler) -> None:
+        self.send(handler, 200, bytes(len(CONTENT)))
+
+    def endless(self, handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(200)
+        handler.end_headers()
+        try:
+            for _ in range(100):
+                handler.wfile.write(CONTENT)
+        except OSError:
+            pass
+
+    def missing(self, handler: BaseHTTPRequestHandler) -> None:
+        handler.send_error(404)
+
+    def busy(self, handler: BaseHTTPRequestHandler) -> None:
+        handler.send_error(503)
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    server = Server()
+    thread = threading.Thread(target=server.server.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    yield server
+    server.server.shutdown()
+    server.server.server_close()
+    thread.join()
+
+
+def remote(
+    server: Server, *paths: str, digest: str | None = DIGEST, size: int | None = len(CONTENT)
+) -> Remote:
+    return Remote(name="file.bin", urls=tuple(f"{server.url}/{p}" for p in paths), bytes=size, digest=digest)
+
+
+def get(what: Remote, folder: Path) -> bytes:
+    arrived: list[int] = []
+    path = download(what, folder, arrived.append, attempts=3, pause=0.001, timeout=5)
+    assert sum(arrived) > 0
+    assert [p.name for p in folder.iterdir()] == ["file.bin"]
+    return path.read_bytes()
+
+
+def test_a_good_mirror_and_a_file_that_is_already_there(server: Server, tmp_path: Path) -> None:
+    assert get(remote(server, "good"), tmp_path) == CONTENT
+    download(remote(server, "missing"), tmp_path)
+    assert len(server.requests) == 1
+    (tmp_path / "file.bin").write_bytes(b"other")
+    with pytest.raises(ValueError, match="has 5 bytes, expected 400,000"):
+        download(remote(server, "good"), tmp_path)
+
+
+def test_dropped_connections_are_resumed_where_they_stopped(server: Server, tmp_path: Path) -> None:
+    assert get(remote(server, "drops"), tmp_path) == CONTENT
+    assert [wanted for _, wanted in server.requests] == [
+        None,
+        "bytes=100000-",
+        "bytes=200000-",
+        "bytes=300000-",
+    ]
+
+
+def test_another_run_continues_a_download(server: Server, tmp_path: Path) -> None:
+    (tmp_path / ".file.bin.part").write_bytes(CONTENT[:250_000])
+    assert get(remote(server, "good"), tmp_path) == CONTENT
+    assert server.requests == [("/good", "bytes=250000-")]
+
+
+@pytest.mark.parametrize("path", ["ignores_range", "wrong_range"])
+def test_servers_that_do_not_resume_are_read_from_the_start(
+    server: Server, tmp_path: Path, path: str
+) -> None:
+    (tmp_path / ".file.bin.part").write_bytes(CONTENT[:250_000])
+    assert get(remote(server, path), tmp_path) == CONTENT
+
+
+def test_a_wrong_beginning_is_thrown_away(server: Server, tmp_path: Path) -> None:
+    (tmp_path / ".file.bin.part").write_bytes(bytes(250_000))
+    assert get(remote(server, "good", "good?again"), tmp_path) == CONTENT
+
+
+@pytest.mark.parametrize("size", [len(CONTENT), None])
+def test_mirrors_are_asked_in_turn(server: Server, tmp_path: Path, size: int | None) -> None:
+    bad = ("missing", "busy", "page", "lies", "truncates")
+    assert get(remote(server, *bad, "good", size=size), tmp_path) == CONTENT
+    assert {path for path, _ in server.requests} == {f"/{name}" for name in (*bad, "good")}
+
+
+@pytest.mark.parametrize(
+    ("path", "digest", "message"),
+    [
+        ("missing", DIGEST, "HTTP 404"),
+        ("busy", DIGEST, "HTTP Error 503"),
+        ("page", DIGEST, "sent a web page instead of the file"),
+        ("lies", DIGEST, r"has sha256:[0-9a-f]+, expected sha256:"),
+        ("truncates", DIGEST, "offers 1,000 bytes, expected 400,000"),
+        ("endless", DIGEST, "sent more than the 400,000 bytes expected"),
+        ("lies", "md5:" + hashlib.md5(CONTENT).hexdigest(), r"has md5:[0-9a-f]+, expected md5:"),
+    ],
+)
+def test_what_no_mirror_has_is_said_and_nothing_is_left(
+    server: Server, tmp_path: Path, path: str, digest: str, message: str
+) -> None:
+    with pytest.raises(DownloadError, match=message):
+        download(remote(server, path, digest=digest), tmp_path, attempts=2, pause=0.001, timeout=5)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_hash_only_the_same_file_is_continued(server: Server, tmp_path: Path) -> None:
+    (tmp_path / ".file.bin.part").write_bytes(bytes(1000))
+    assert get(remote(server, "good", digest=None, size=None), tmp_path) == CONTENT
+    assert server.requests == [("/good", None)]
+
+
+def test_only_web_addresses_are_opened(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="not a web address: file:///etc/passwd"):
+        download(Remote(name="x", urls=("file:///etc/passwd",)), tmp_path)
+
+
+def test_preparing_from_a_download(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dataclasses import replace
+
+    from seqboat.tasks import enwik8
+
+    monkeypatch.setattr(enwik8, "SIZE", len(CONTENT))
+    monkeypatch.setattr(enwik8, "SHA256", DIGEST.removeprefix("sha256:"))
+    info = replace(DATASETS["enwik8"], remote=remote(server, "missing", "drops"))
+    monkeypatch.setitem(DATASETS, "enwik8", info)
+    store = prepare("enwik8", "download", tmp_path)
+    assert bytes(store["bytes"]) == CONTENT
+    assert store.manifest["source"] == "file.bin"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["downloads", "enwik8"]
+
+
+# the command
+
+
+def test_list_says_what_is_missing_and_how_to_get_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["data", "list", "--data-dir", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    for name, info in DATASETS.items():
+        assert name in out and info.licence in out
+    assert "aclImdb_v1.tar.gz" in out and "seqboat data prepare text --from PATH" in out
+
+    arguments = ["--data-dir", str(tmp_path)]
+    assert main(["data", "prepare", "pathfinder16", "--count", "20,5,5", "--workers", "1", *arguments]) == 0
+    assert "train 20, val 5, test 5" in capsys.readouterr().out
+    assert main(["data", "prepare", "pathfinder16", *arguments]) == 0
+    assert "already there" in capsys.readouterr().out
+    assert main(["data", "list", "--json", *arguments]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert rows["pathfinder16"]["state"] == "ready" and rows["pathx"]["state"] == "missing"
+    assert rows["pathfinder16"]["counts"] == {"train": 20, "val": 5, "test": 5}
+    assert main(["data", "verify", *arguments]) == 0
+    assert "pathfinder16: as prepared" in capsys.readouterr().out
+    (tmp_path / "pathfinder16" / "train.images.npy").write_bytes(b"")
+    assert main(["data", "list", *arguments]) == 0
+    assert "broken" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["prepare", "pathfnder"], "no data set 'pathfnder': did you mean pathfinder?"),
+        (["prepare", "text", "--from", "generate"], "text cannot be generated: get aclImdb_v1.tar.gz"),
+        (["prepare", "pathx", "--count", "many"], "--count must be three numbers such as 1000,100,100"),
+        (["prepare", "pathx", "--count", "5"], "counts must be three numbers"),
+        (["prepare", "pathfinder16", "--from", "download"], "pathfinder16 is not distributed"),
+        (["show", "text"], "holds no prepared data: run `seqboat data prepare text`"),
+        (["show", "nothing"], "no task 'nothing' to show"),
+        (["show", "copy", "--index", "-1"], "--index must be from 0 to"),
+        (["verify", "nothing"], "no data set 'nothing'"),
+    ],
+)
+def test_mistakes_are_answered_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main(["data", *arguments, "--data-dir", str(tmp_path / "data")]) == 2
+    error = capsys.readouterr().err.strip()
+    assert message in error and error.startswith("seqboat data: error:") and "\n" not in error
+    assert not (tmp_path / "data").exists() or list((tmp_path / "data").iterdir()) == []
+
+
+def test_show_prints_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "show", "recall"]) == 0
+    assert capsys.readouterr().out.startswith("inputs ")
+
+
+def test_progress_is_told_in_lines_where_there_is_no_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from seqboat.data import progress
+
+    moments = iter([0.0, 1.0, 6.0, 7.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(moments))
+    with progress("drawing", 40, "images") as advance:
+        for _ in range(3):
+            advance(10)
+    assert capsys.readouterr().err == "drawing: 20 of 40 images\n"
+
+
+def test_every_data_set_can_be_made_or_read() -> None:
+    for name in DATASETS:
+        info = find_dataset(name)
+        assert info.draw is not None or (info.read is not None and info.remote is not None)
+        assert (info.draw is None) == (info.counts is None)
+
+
+@contextmanager
+def inside(folder: Path) -> Iterator[None]:
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+def test_the_data_folder_is_in_the_current_one_by_default(tmp_path: Path) -> None:
+    with inside(tmp_path):
+        assert main(["data", "prepare", "listops-small", "--count", "30,3,3"]) == 0
+    assert (tmp_path / "data" / "listops-small" / MANIFEST).exists()
