@@ -49,6 +49,9 @@ from seqboat.sma import Routing
 Mode = Literal["training", "inference"]
 MODES: tuple[Mode, ...] = ("training", "inference")
 
+SHORTEST = 32
+"""Tokens per row of the shortest sequence from which memory is estimated."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
@@ -419,33 +422,34 @@ def measure_memory(
         available: bytes that may be used.
         whole: whether to measure the whole length after the estimate.
     """
-    estimate: dict[str, int] = {}
-    peak: dict[str, int] = {}
-    lengths = _short_lengths(setting.length)
     # the first call of all loads libraries and starts threads
-    tiny = make_runner(contender, replace(setting, length=min(setting.length, 32), batch=1))
+    tiny = make_runner(contender, replace(setting, length=min(setting.length, SHORTEST), batch=1))
     for mode in modes:
         tiny.run(mode)
+    lengths: list[int] = []
     short: dict[str, list[int]] = {mode: [] for mode in modes}
-    for length in lengths:
+    # twice as long again, as long as four times the memory would be a small part of what there is
+    while not lengths or 16 * max(sizes[-1] for sizes in short.values()) < available:
+        length = 2 * lengths[-1] if lengths else SHORTEST
+        if 4 * length > setting.length:
+            break
+        lengths.append(length)
         runner = make_runner(contender, replace(setting, length=length))
         for mode in modes:
             short[mode].append(extra_peak(partial(runner.run, mode), setting.device))
         del runner
-    for mode in modes:
-        if lengths:
-            estimate[mode] = extrapolate(lengths, short[mode], setting.length)
+    estimate: dict[str, int] = {
+        mode: extrapolate(lengths[-3:], short[mode][-3:], setting.length)
+        for mode in modes
+        if len(lengths) >= 3
+    }
     fitting = [mode for mode in modes if estimate.get(mode, 0) <= available]
+    peak: dict[str, int] = {}
     if whole and fitting:
         runner = make_runner(contender, setting)
         for mode in fitting:
             peak[mode] = extra_peak(partial(runner.run, mode), setting.device)
     return Memory(estimate, peak)
-
-
-def _short_lengths(length: int) -> list[int]:
-    """From what lengths the memory of a length is estimated; none if it is short itself."""
-    return [length // 16, length // 8, length // 4] if length >= 512 else []
 
 
 class Row(NamedTuple):
@@ -588,7 +592,7 @@ def _find_memory(contender: Contender, setting: Setting, modes: Sequence[Mode], 
     least = 4 * setting.tokens * setting.d_model * getattr(torch, setting.dtype).itemsize
     if least > free:
         return Memory(dict.fromkeys(modes, least), {})
-    if not measure and not _short_lengths(setting.length):
+    if not measure and setting.length < 16 * SHORTEST:
         return Memory({}, {})
     arguments = (contender, setting, modes, free, measure)
     if setting.device == "cpu":
