@@ -17,19 +17,20 @@ CORE = {
     "version": set(),
     "checks": set(),
     "precision": set(),
-    "sma": set(),
+    "fused": set(),
+    "sma": {"fused"},
     "padding": set(),
     "scan": {"precision"},
     "attention": {"precision"},
     "state": {"checks"},
-    "nn": {"checks"},
+    "nn": {"checks", "fused"},
     "routers": {"checks", "nn", "sma"},
     "mixers.base": {"checks", "padding", "sma", "state"},
     "model": {"checks", "mixers.base", "nn", "padding", "sma", "state"},
 }
 """What each file of the core may import from the package, at most; mixers are below."""
 
-PARTS = {"attention", "checks", "nn", "padding", "precision", "routers", "scan", "sma", "state"}
+PARTS = {"attention", "checks", "fused", "nn", "padding", "precision", "routers", "scan", "sma", "state"}
 """What mixers are made of."""
 
 COMPOSED = {

@@ -15,7 +15,9 @@ tokens.
 from __future__ import annotations
 
 import math
-from typing import Literal
+import warnings
+from functools import cache
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +27,9 @@ from seqboat.precision import full_precision
 
 AttentionName = Literal["softmax", "relu2", "laplace"]
 ATTENTIONS = ("softmax", "relu2", "laplace")
+
+Kernel = Literal["blocks", "flex"]
+KERNELS = ("blocks", "flex")
 
 SCORES_AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 26}
 """How many scores are held at a time: what fits in a core's cache, or fills a GPU (docs/performance.md)."""
@@ -67,14 +72,6 @@ def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def _bmm_into(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """A batched product written where it belongs, unless that has another type."""
-    if out.dtype == a.dtype:
-        torch.bmm(a, b, out=out)
-    else:
-        out.copy_(torch.bmm(a, b))
-
-
 class _Band:
     """The geometry of a banded product: n blocks of queries, each with `left` + 1 + `right` blocks of keys."""
 
@@ -90,32 +87,55 @@ class _Band:
         self.width = (self.before + 1 + self.after) * self.size
         self.at_once = max(1, SCORES_AT_ONCE.get(device, 1 << 22) // (self.size * self.width))
 
-    def queries(self, x: Tensor, fill: float = 0) -> Tensor:
-        """(tokens, ...) to (blocks, size, ...)."""
-        pad = (0, 0) * (x.dim() - 1) + (0, self.blocks * self.size - self.tokens)
-        return F.pad(x, pad, value=fill).view(self.blocks, self.size, *x.shape[1:])
+    def parts(self) -> list[tuple[int, int]]:
+        """Ranges of blocks that are worked on at a time."""
+        starts = range(0, self.blocks, self.at_once)
+        return [(begin, min(begin + self.at_once, self.blocks)) for begin in starts]
 
-    def keys(self, x: Tensor, fill: float = 0) -> Tensor:
-        """(tokens, ...) to (blocks, width, ...), overlapping views of one padded array."""
-        pad = (0, 0) * (x.dim() - 1) + (
-            self.before * self.size,
-            (self.blocks + self.after) * self.size - self.tokens,
-        )
-        padded = F.pad(x, pad, value=fill)
-        step = padded.stride(0)
-        return padded.as_strided(
-            (self.blocks, self.width, *x.shape[1:]), (self.size * step, *padded.stride())
-        )
+    def _rows(self, x: Tensor, first: int, last: int, fill: float) -> Tensor:
+        """Rows first .. last of (tokens, ...); a view, unless some of them lie outside."""
+        inside = x[max(first, 0) : min(last, self.tokens)]
+        before, after = max(-first, 0), max(last - self.tokens, 0)
+        if before or after:
+            inside = F.pad(inside, (0, 0) * (x.dim() - 1) + (before, after), value=fill)
+        return inside
 
-    def gather_buffer(self, x: Tensor) -> Tensor:
-        """Zeros (blocks of keys, size, dim) in which gradients of keys are summed."""
-        blocks = self.before + self.blocks + self.after
-        return x.new_zeros(blocks, self.size, x.shape[-1], dtype=_wide(x[:0]).dtype)
+    def queries(self, x: Tensor, begin: int, end: int, fill: float = 0) -> Tensor:
+        """Blocks begin .. end of (tokens, ...) as (blocks, size, ...)."""
+        rows = self._rows(x, begin * self.size, end * self.size, fill)
+        return rows.unflatten(0, (end - begin, self.size))
 
-    def ungather(self, buffer: Tensor) -> Tensor:
+    def keys(self, x: Tensor, begin: int, end: int, fill: float = 0) -> Tensor:
+        """What blocks begin .. end may see of (tokens, ...), as (blocks, width, ...): overlapping views."""
+        rows = self._rows(x, (begin - self.before) * self.size, (end + self.after) * self.size, fill)
+        shape = (end - begin, self.width, *x.shape[1:])
+        return rows.as_strided(shape, (self.size * rows.stride(0), *rows.stride()))
+
+    def sums(self, x: Tensor) -> Tensor:
+        """A buffer (blocks of keys, size, dim) for gradients of keys; only its first blocks are zeroed."""
+        around = self.before + self.after
+        buffer = x.new_empty(self.blocks + around, self.size, x.shape[-1])
+        buffer[:around].zero_()
+        return buffer
+
+    def add_by_key(self, sums: Tensor, begin: int, weights: Tensor, rows: Tensor, scale: float = 1.0) -> None:
+        """Add weights^T rows of blocks from `begin` on to the sums of their keys.
+
+        Neighbouring blocks share keys, so each segment of a block's keys goes where it belongs. The last segment
+        reaches keys that no block has reached before: it comes first and overwrites, so that the buffer need not
+        start from zero.
+        """
+        count = weights.shape[0]
+        last = self.before + self.after
+        for segment in range(last, -1, -1):
+            columns = slice(segment * self.size, (segment + 1) * self.size)
+            target = sums[begin + segment : begin + segment + count]
+            beta = 0 if segment == last else 1
+            target.baddbmm_(weights[:, :, columns].transpose(1, 2), rows, beta=beta, alpha=scale)
+
+    def tokens_of(self, sums: Tensor) -> Tensor:
         """The (tokens, dim) inside such a buffer."""
-        flat = buffer.view(-1, buffer.shape[-1])
-        return flat[self.before * self.size :][: self.tokens]
+        return sums.flatten(0, 1)[self.before * self.size :][: self.tokens]
 
     def distance(self, device: torch.device) -> Tensor:
         """(size, width): key minus query, in places of the packed array; the same in every block."""
@@ -124,28 +144,52 @@ class _Band:
         return key - query
 
 
-def _band_scores(
-    band: _Band,
-    part: slice,
-    queries: Tensor,
-    keys: Tensor,
-    groups: tuple[Tensor, Tensor],
-    static: Tensor,
-    places: tuple[Tensor, Tensor] | None,
-    table: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor | None]:
-    """Biased scores of some blocks, HIDDEN where a key is out of reach or of another group."""
-    q, k = _wide(queries[part]), _wide(keys[part])
-    scores = torch.baddbmm(static.expand(q.shape[0], -1, -1), q, k.transpose(1, 2), alpha=scale)
-    index = None
-    if places is not None and table is not None:
-        reach = (table.shape[0] - 1) // 2
-        index = places[1][part][:, None, :] - places[0][part][:, :, None]
-        index = index.add_(reach).clamp_(0, 2 * reach)
-        scores += table.index_select(0, index.view(-1)).view(index.shape)
-    _hide_other_groups(scores, groups[0][part], groups[1][part])
-    return scores, index
+class _BandScores:
+    """Scores of a few blocks at a time: products, bias, and HIDDEN where a key is out of reach."""
+
+    def __init__(
+        self,
+        band: _Band,
+        group: Tensor,
+        position: Tensor | None,
+        table: Tensor | None,
+        scale: float,
+        dtype: torch.dtype,
+    ) -> None:
+        self.band, self.scale, self.table = band, scale, table
+        self.group = group.to(torch.int32)
+        distance = band.distance(group.device)
+        self.inside = (distance >= -band.left) & (distance <= band.right)
+        static = torch.zeros(distance.shape, dtype=dtype, device=group.device)
+        self.reach = 0 if table is None else (table.shape[0] - 1) // 2
+        self.position = None
+        if table is not None and position is None:
+            self.distance = (distance + self.reach).clamp(0, 2 * self.reach)
+            static = table[self.distance]
+        elif table is not None and position is not None:
+            self.position = position.to(torch.int32)
+            # a look at the positions spares a pass over the scores, where looking costs no wait
+            far = self.reach if position.device.type != "cpu" or not len(position) else position.max()
+            self.clamped = bool(position.device.type != "cpu" or far > self.reach)
+        self.static = torch.where(self.inside, static, HIDDEN)
+
+    def __call__(self, begin: int, end: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Biased scores (blocks, size, width), and where in the table their biases come from."""
+        static = self.static.expand(end - begin, -1, -1)
+        scores = torch.baddbmm(static, q, k.transpose(1, 2), alpha=self.scale)
+        index = None
+        if self.position is not None:
+            assert self.table is not None
+            key_position = self.band.keys(self.position, begin, end) + self.reach
+            query_position = self.band.queries(self.position, begin, end)
+            index = key_position[:, None, :] - query_position[:, :, None]
+            if self.clamped:
+                index.clamp_(0, 2 * self.reach)
+            scores += self.table.index_select(0, index.view(-1)).view(index.shape)
+        # padding belongs to no group: -1 among the keys, -2 among the queries
+        query_group = self.band.queries(self.group, begin, end, -2)
+        _hide_other_groups(scores, query_group, self.band.keys(self.group, begin, end, -1))
+        return scores, index
 
 
 def _hide_other_groups(scores: Tensor, query_group: Tensor, key_group: Tensor) -> None:
@@ -158,32 +202,6 @@ def _hide_other_groups(scores: Tensor, query_group: Tensor, key_group: Tensor) -
     for block in mixed.tolist():
         other = query_group[block, :, None] != key_group[block]
         scores[block].masked_fill_(other, HIDDEN)
-
-
-def _band_setup(
-    band: _Band,
-    group: Tensor,
-    position: Tensor | None,
-    table: Tensor | None,
-    dtype: torch.dtype,
-) -> tuple[tuple[Tensor, Tensor], Tensor, tuple[Tensor, Tensor] | None]:
-    """What the scores of all blocks share: groups of queries and keys, the static bias, positions."""
-    device = group.device
-    group = group.to(torch.int32)
-    # padding belongs to no group: -1 among the keys, -2 among the queries
-    groups = (band.queries(group, -2), band.keys(group, -1))
-    distance = band.distance(device)
-    inside = (distance >= -band.left) & (distance <= band.right)
-    static = torch.zeros(distance.shape, dtype=dtype, device=device)
-    if table is not None and position is None:
-        reach = (table.shape[0] - 1) // 2
-        static = table[(distance + reach).clamp(0, 2 * reach)].to(dtype)
-    static = torch.where(inside, static, HIDDEN)
-    places = None
-    if table is not None and position is not None:
-        position = position.to(torch.int32)
-        places = (band.queries(position), band.keys(position))
-    return groups, static, places
 
 
 @torch.library.custom_op("seqboat::banded", mutates_args=())
@@ -202,21 +220,23 @@ def _banded(
     dropout: float,
     seed: int,
 ) -> Tensor:
-    tokens = q.shape[0]
-    band = _Band(tokens, left, right, q.device.type)
-    wide = _wide(q[:0]).dtype
-    table = None if table is None else table.to(wide)
-    groups, static, places = _band_setup(band, group, position, table, wide)
-    queries, keys, values = band.queries(q), band.keys(k), band.keys(v)
-    out = torch.empty(band.blocks, band.size, v.shape[1], dtype=v.dtype, device=v.device)
-    for begin in range(0, band.blocks, band.at_once):
-        part = slice(begin, begin + band.at_once)
-        scores, _ = _band_scores(band, part, queries, keys, groups, static, places, table, scale)
+    band = _Band(q.shape[0], left, right, q.device.type)
+    dtype = v.dtype
+    q, k, v = _wide(q), _wide(k), _wide(v)
+    score = _BandScores(band, group, position, None if table is None else _wide(table), scale, q.dtype)
+    out = torch.empty(q.shape[0], v.shape[1], dtype=v.dtype, device=v.device)
+    for begin, end in band.parts():
+        scores, _ = score(begin, end, band.queries(q, begin, end), band.keys(k, begin, end))
         weights = attention_weights(scores, kind)
         if dropout > 0:
             weights.mul_(_dropout_mask(weights, dropout, seed + begin))
-        _bmm_into(out[part], weights, _wide(values[part]))
-    return out.view(-1, v.shape[1])[:tokens].clone()
+        values = band.keys(v, begin, end)
+        if end * band.size <= band.tokens:
+            torch.bmm(weights, values, out=band.queries(out, begin, end))
+        else:
+            rows = torch.bmm(weights, values).flatten(0, 1)
+            out[begin * band.size :] = rows[: band.tokens - begin * band.size]
+    return out.to(dtype)
 
 
 @_banded.register_fake
@@ -241,52 +261,45 @@ def _banded_backward(
     dropout: float,
     seed: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    tokens = q.shape[0]
-    band = _Band(tokens, left, right, q.device.type)
-    wide = _wide(q[:0]).dtype
-    bias = None if table is None else table.to(wide)
-    groups, static, places = _band_setup(band, group, position, bias, wide)
-    queries, keys, values = band.queries(q), band.keys(k), band.keys(v)
-    grads = band.queries(grad)
-    grad_q = torch.empty(band.blocks, band.size, q.shape[1], dtype=wide, device=q.device)
-    grad_k, grad_v = band.gather_buffer(k), band.gather_buffer(v)
-    grad_static = static.new_zeros(static.shape)
-    grad_table = static.new_zeros(table.shape[0] if table is not None else 0)
-    for begin in range(0, band.blocks, band.at_once):
-        part = slice(begin, begin + band.at_once)
-        scores, index = _band_scores(band, part, queries, keys, groups, static, places, bias, scale)
+    band = _Band(q.shape[0], left, right, q.device.type)
+    types = q.dtype, k.dtype, v.dtype, q.dtype if table is None else table.dtype
+    grad, q, k, v = _wide(grad), _wide(q), _wide(k), _wide(v)
+    score = _BandScores(band, group, position, None if table is None else _wide(table), scale, q.dtype)
+    grad_q = torch.empty_like(q, memory_format=torch.contiguous_format)
+    grad_k, grad_v = band.sums(k), band.sums(v)
+    grad_static = torch.zeros_like(score.static)
+    grad_table = q.new_zeros(0 if table is None else table.shape[0])
+    for begin, end in band.parts():
+        queries, keys, values = (
+            band.queries(q, begin, end),
+            band.keys(k, begin, end),
+            band.keys(v, begin, end),
+        )
+        scores, index = score(begin, end, queries, keys)
         weights = attention_weights(scores, kind)
-        above = _wide(grads[part])
-        count = above.shape[0]
-        grad_weights = torch.bmm(above, _wide(values[part]).transpose(1, 2))
+        above = band.queries(grad, begin, end)
+        grad_weights = torch.bmm(above, values.transpose(1, 2))
         dropped = weights
         if dropout > 0:
             scale_of = _dropout_mask(weights, dropout, seed + begin)
             dropped = weights * scale_of
             grad_weights.mul_(scale_of)
         grad_scores = _grad_scores(scores, weights, grad_weights, kind)
-        if table is not None and index is not None:
+        if index is not None:
             grad_table.index_add_(0, index.view(-1), grad_scores.view(-1))
         elif table is not None:
             grad_static += grad_scores.sum(dim=0)
-        grad_q[part] = torch.bmm(grad_scores, _wide(keys[part])).mul_(scale)
-        # neighbouring blocks share keys: each segment of a block's keys is summed where it belongs
-        here = _wide(queries[part])
-        for segment in range(band.before + 1 + band.after):
-            columns = slice(segment * band.size, (segment + 1) * band.size)
-            target = slice(begin + segment, begin + segment + count)
-            grad_v[target].baddbmm_(dropped[:, :, columns].transpose(1, 2), above)
-            grad_k[target].baddbmm_(grad_scores[:, :, columns].transpose(1, 2), here, alpha=scale)
+        rows = torch.bmm(grad_scores, keys).flatten(0, 1)
+        grad_q[begin * band.size : end * band.size] = rows[: band.tokens - begin * band.size]
+        band.add_by_key(grad_v, begin, dropped, above)
+        band.add_by_key(grad_k, begin, grad_scores, queries, scale)
     if table is not None and position is None:
-        reach = (table.shape[0] - 1) // 2
-        index = (band.distance(q.device) + reach).clamp(0, 2 * reach)
-        inside = static > HIDDEN / 2
-        grad_table.index_add_(0, index[inside], grad_static[inside])
+        grad_table.index_add_(0, score.distance[score.inside], grad_static[score.inside])
     return (
-        grad_q.view(-1, q.shape[1])[:tokens].to(q.dtype, copy=True),
-        band.ungather(grad_k).to(k.dtype, copy=True),
-        band.ungather(grad_v).to(v.dtype, copy=True),
-        grad_table.to(q.dtype if table is None else table.dtype),
+        grad_q.mul_(scale).to(types[0]),
+        band.tokens_of(grad_k).to(types[1]),
+        band.tokens_of(grad_v).to(types[2]),
+        grad_table.to(types[3]),
     )
 
 
@@ -294,9 +307,8 @@ def _banded_backward(
 def _(  # type: ignore[no-untyped-def]
     grad, q, k, v, group, position, table, left, right, kind, scale, dropout, seed
 ):
-    # contiguous like the real ones, whatever the layout of the inputs
-    like = q.new_empty(0) if table is None else table.new_empty(table.shape)
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), like
+    like = q.new_empty(0) if table is None else torch.empty_like(table)
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), like
 
 
 def _save_banded(ctx, inputs, output):  # type: ignore[no-untyped-def]
@@ -327,6 +339,7 @@ def banded(
     table: Tensor | None = None,
     position: Tensor | None = None,
     dropout: float = 0.0,
+    kernel: Kernel = "blocks",
 ) -> Tensor:
     """Attention of each token of a packed array to its neighbours of the same group.
 
@@ -340,8 +353,53 @@ def banded(
         table: (2 * reach + 1,), bias per distance key - query, the ends serving all larger distances.
         position: (tokens,), what distances are measured in; places of the packed array by default.
         dropout: rate of weights dropped.
+        kernel: our own products in blocks, or PyTorch's FlexAttention (softmax without dropout).
     """
+    if kernel == "flex" and q.shape[0] > 0:
+        return _banded_flex(q, k, v, group, left, right, scale, table, position)
     return _banded(q, k, v, group, position, table, left, right, kind, scale, dropout, _draw_seed(dropout))
+
+
+@cache
+def _compiled_flex() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention, dynamic=True)
+
+
+def _banded_flex(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: Tensor,
+    left: int,
+    right: int,
+    scale: float,
+    table: Tensor | None,
+    position: Tensor | None,
+) -> Tensor:
+    """`banded` with softmax through FlexAttention: fused on a GPU; on a CPU, without gradients, as a check."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    def visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        near = (key - query >= -left) & (key - query <= right)
+        return near & (group[query] == group[key])
+
+    def biased(score: Tensor, _batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        assert table is not None
+        distance = key - query if position is None else position[key] - position[query]
+        reach = (table.shape[0] - 1) // 2
+        return score + table[(distance + reach).clamp(0, 2 * reach)]
+
+    tokens = q.shape[0]
+    mask = create_block_mask(visible, None, None, tokens, tokens, device=q.device.type)
+    arguments = (q[None, None], k[None, None], v[None, None], None if table is None else biased, mask)
+    if q.device.type == "cuda":
+        return _compiled_flex()(*arguments, scale=scale)[0, 0]
+    with warnings.catch_warnings():
+        # uncompiled on purpose: this path is for comparison
+        warnings.filterwarnings("ignore", message=".*flex_attention called without torch.compile.*")
+        return flex_attention(*arguments, scale=scale)[0, 0]
 
 
 def _draw_seed(dropout: float) -> int:
@@ -470,9 +528,8 @@ def _dense_backward(
 
 @_dense_backward.register_fake
 def _(grad, q, k, v, query_slot, key_slot, query_position, key_position, scale, table, *rest):  # type: ignore[no-untyped-def]
-    # contiguous like the real ones, whatever the layout of the inputs
-    like = q.new_empty(0) if table is None else table.new_empty(table.shape)
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), like
+    like = q.new_empty(0) if table is None else torch.empty_like(table)
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), like
 
 
 def _save_dense(ctx, inputs, output):  # type: ignore[no-untyped-def]

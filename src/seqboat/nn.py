@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqboat.checks import check_choice, check_positive, require
+from seqboat.fused import scale_by_rms
 
 NormName = Literal["layer", "batch", "scale", "rms"]
 NORMS = ("layer", "batch", "scale", "rms")
@@ -60,7 +61,7 @@ class RMSNorm(Norm):
         self.weight = nn.Parameter(torch.ones(d_model))
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return scale_by_rms(x, self.weight, self.eps)
 
 
 class ScaleNorm(Norm):
@@ -68,11 +69,11 @@ class ScaleNorm(Norm):
 
     def __init__(self, d_model: int, eps: float = 1e-5) -> None:
         super().__init__()
-        self.eps, self.d_model = eps, d_model
+        self.eps = eps
         self.weight = nn.Parameter(torch.ones(()))
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        return F.rms_norm(x, (self.d_model,), None, self.eps) * self.weight
+        return scale_by_rms(x, self.weight, self.eps)
 
 
 class BatchNorm(Norm):

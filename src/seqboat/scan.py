@@ -28,7 +28,7 @@ from seqboat.precision import full_precision
 BLOCK = 64
 """Tokens per block; docs/performance.md has the measurement behind the number."""
 
-SERIAL_BLOCKS = 64
+SERIAL_BLOCKS = 16
 """Up to so many blocks the state is carried one block at a time; beyond, in two levels."""
 
 
@@ -56,22 +56,21 @@ def _as_pairs(s: Tensor) -> Tensor:
     return torch.view_as_real(s).flatten(-2) if s.is_complex() else s
 
 
-def _carry_serial(u: Tensor, decay: Tensor, start: Tensor | None, reverse: bool) -> tuple[Tensor, Tensor]:
-    """States that enter each block, one block after the other, and the one that leaves the last."""
+def _carry_serial(u: Tensor, decay: Tensor, start: Tensor | None, reverse: bool, states: Tensor) -> Tensor:
+    """Fill the states that enter each block, one block after the other; returns what leaves the last."""
     blocks = u.shape[2]
-    states = torch.empty_like(u)
     order = range(blocks - 1, -1, -1) if reverse else range(blocks)
     state = u.new_zeros(u.shape[:2] + u.shape[3:]) if start is None else start
     for k in order:
         states[:, :, k] = state
         state = torch.addcmul(u[:, :, k], decay, state)
-    return states, state
+    return state
 
 
 def _carry(
-    u: Tensor, decay: Tensor, start: Tensor | None = None, reverse: bool = False
-) -> tuple[Tensor, Tensor]:
-    """States that enter each block and the one that leaves the last: s_{k+1} = decay * s_k + u_k.
+    u: Tensor, decay: Tensor, states: Tensor, start: Tensor | None = None, reverse: bool = False
+) -> Tensor:
+    """Fill the states that enter each block, s_{k+1} = decay * s_k + u_k; returns what leaves the last.
 
     Many blocks are carried in two levels: groups of about sqrt(blocks) side by side from zero, then one state
     from group to group, so that the number of small operations grows with the root of the length.
@@ -79,43 +78,44 @@ def _carry(
     Args:
         u: (dim, batch, blocks, states), real or complex.
         decay: (dim, 1, states).
+        states: as u, to be filled.
         start: (dim, batch, states) or None for zeros.
         reverse: from the last block to the first.
     """
     blocks = u.shape[2]
     if blocks <= SERIAL_BLOCKS:
-        return _carry_serial(u, decay, start, reverse)
-    group = 1 << ((blocks.bit_length() + 1) // 2)
-    groups = -(-blocks // group)
-    # empty blocks go where they come last, so that they add nothing to the others
-    missing = groups * group - blocks
-    padded = F.pad(u, (0, 0, missing, 0) if reverse else (0, 0, 0, missing))
-    padded = padded.unflatten(2, (groups, group))
-    local = torch.empty_like(padded)
-    state = padded.new_zeros(padded.shape[:3] + padded.shape[4:])
+        return _carry_serial(u, decay, start, reverse, states)
+    group = 1 << (blocks.bit_length() // 2)
+    whole = blocks // group * group
+    # blocks that fill no group come last, one by one
+    many, few = (slice(blocks - whole, None), slice(0, blocks - whole))
+    if not reverse:
+        many, few = slice(0, whole), slice(whole, None)
+    grouped = u[:, :, many].unflatten(2, (whole // group, group))
+    local = states[:, :, many].unflatten(2, (whole // group, group))
+    state = u.new_zeros(grouped.shape[:3] + grouped.shape[4:])
     order = range(group - 1, -1, -1) if reverse else range(group)
     for j in order:
         local[:, :, :, j] = state
-        state = torch.addcmul(padded[:, :, :, j], decay[:, :, None], state)
-    heads, _ = _carry_serial(state, decay**group, start, reverse)
+        state = torch.addcmul(grouped[:, :, :, j], decay[:, :, None], state)
+    heads = torch.empty_like(state)
+    final = _carry_serial(state, decay**group, start, reverse, heads)
     ages = torch.arange(group, device=u.device)
     powers = decay[:, :, None] ** (ages.flip(0) if reverse else ages)[:, None]  # (dim, 1, group, states)
     local.addcmul_(powers[:, :, None], heads[:, :, :, None])
-    states = local.flatten(2, 3)[:, :, missing if reverse else 0 :][:, :, :blocks]
-    final = torch.addcmul(u[:, :, 0 if reverse else -1], decay, states[:, :, 0 if reverse else -1])
-    return states, final
+    return _carry_serial(u[:, :, few], decay, final, reverse, states[:, :, few])
 
 
 def _carry_both(u: Tensor, decay: Tensor, start: Tensor | None, bidirectional: bool) -> Tensor:
     """States that enter each block: from the left, and in the second half of the states from the right."""
     u, keep = _as_states(u, decay), decay[:, None]
-    start = None if start is None else _as_states(start, decay)
-    if not bidirectional:
-        return _as_pairs(_carry(u, keep, start)[0])
-    half = decay.shape[-1] // 2
-    right, _ = _carry(u[..., :half], keep[..., :half], start)
-    left, _ = _carry(u[..., half:], keep[..., half:], reverse=True)
-    return _as_pairs(torch.cat([right, left], dim=-1))
+    states = torch.empty_like(u)
+    half = decay.shape[-1] // 2 if bidirectional else decay.shape[-1]
+    first = None if start is None else _as_states(start, decay)
+    _carry(u[..., :half], keep[..., :half], states[..., :half], first)
+    if bidirectional:
+        _carry(u[..., half:], keep[..., half:], states[..., half:], reverse=True)
+    return _as_pairs(states)
 
 
 def _to_channels(x: Tensor, block: int) -> Tensor:
@@ -181,7 +181,10 @@ def _block_scan_backward(
     block = mix.shape[1]
     time = grad_outputs.shape[2]
     # gradients may come token by token: matrix products need them channel by channel
-    grad = _to_channels(grad_outputs.permute(1, 2, 0), block)
+    if grad_outputs.is_contiguous() and time == blocks * block:
+        grad = grad_outputs.view(dim, batch * blocks, block)
+    else:
+        grad = _to_channels(grad_outputs.permute(1, 2, 0), block)
     flat = states.view(dim, batch * blocks, width)
     grad_mix = torch.bmm(inputs.transpose(1, 2), grad)
     grad_leave = torch.bmm(flat.transpose(1, 2), grad)
@@ -193,10 +196,10 @@ def _block_scan_backward(
     toward = _as_states(grad_flat, decay)
     keep = decay.conj().resolve_conj()[:, None]
     half = decay.shape[-1] // 2 if bidirectional else decay.shape[-1]
-    back, first = _carry(toward[..., :half], keep[..., :half], reverse=True)
+    back = torch.empty_like(toward)
+    first = _carry(toward[..., :half], keep[..., :half], back[..., :half], reverse=True)
     if bidirectional:
-        ahead, _ = _carry(toward[..., half:], keep[..., half:])
-        back = torch.cat([back, ahead], dim=-1)
+        _carry(toward[..., half:], keep[..., half:], back[..., half:])
     grad_decay = torch.einsum("dbkn,dbkn->dn", back, seen.conj())
     grad_entered = _as_pairs(back).reshape(dim, batch * blocks, width)
     grad_enter = torch.bmm(inputs.transpose(1, 2), grad_entered)
@@ -211,13 +214,12 @@ def _block_scan_backward(
 def _(grad_outputs, grad_states, inputs, states, mix, enter, leave, decay, bidirectional):  # type: ignore[no-untyped-def]
     dim, batch, time = grad_outputs.shape
     width = states.shape[3] // 2 if bidirectional else states.shape[3]
-    # contiguous like the real ones, whatever the layout of the tables
     return (
         grad_outputs.new_empty(batch, time, dim),
-        mix.new_empty(mix.shape),
-        enter.new_empty(enter.shape),
-        leave.new_empty(leave.shape),
-        decay.new_empty(decay.shape),
+        torch.empty_like(mix),
+        torch.empty_like(enter),
+        torch.empty_like(leave),
+        torch.empty_like(decay),
         grad_outputs.new_empty(dim, batch, width),
     )
 
@@ -243,9 +245,7 @@ def _backward(ctx, grad_outputs, grad_states, grad_inputs):  # type: ignore[no-u
 _block_scan.register_autograd(_backward, setup_context=_save)
 
 
-def block_tables(
-    log_decay: Tensor, drive: Tensor, read: Tensor, skip: Tensor, block: int
-) -> BlockTables:
+def block_tables(log_decay: Tensor, drive: Tensor, read: Tensor, skip: Tensor, block: int) -> BlockTables:
     """Tables of a layer with states s_t = q * s_{t-1} + drive * x_t and output Re(read . s_t) + skip * x_t.
 
     Args:

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from seqboat.fused import take
+
 
 class Routing(NamedTuple):
     """The decisions of a router for M modules."""
@@ -86,7 +88,7 @@ class Packed(NamedTuple):
 
     def take(self, x: Tensor) -> Tensor:
         """The packed tokens (tokens, dim) of (batch, time, dim)."""
-        return x.reshape(-1, x.shape[-1]).index_select(0, self.flat)
+        return take(x.reshape(-1, x.shape[-1]), self.flat)
 
     def add(self, base: Tensor, y: Tensor) -> Tensor:
         """Add packed (tokens, dim) to (batch, time, dim) at the places they came from."""

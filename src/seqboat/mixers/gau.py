@@ -22,12 +22,15 @@ from torch import Tensor, nn
 from seqboat.attention import (
     ATTENTIONS,
     HIDDEN,
+    KERNELS,
     AttentionName,
+    Kernel,
     attention_weights,
     banded,
     dense,
 )
-from seqboat.checks import check_choice, check_positive, check_rate
+from seqboat.checks import check_choice, check_positive, check_rate, require
+from seqboat.fused import gates
 from seqboat.nn import RelativeBias, check_even, init_linear, rotate
 from seqboat.sma import Packed, PackedModule
 
@@ -55,6 +58,8 @@ class GAUConfig:
     """Distances (in positions) beyond which the relative bias stays the same."""
     attention_dropout: float = 0.0
     """Share of attention weights dropped in training."""
+    kernel: Kernel = "blocks"
+    """What computes the working memory's attention: our blocks, or FlexAttention (softmax, on GPUs)."""
 
     def __post_init__(self) -> None:
         check_positive("d_z", self.d_z)
@@ -68,6 +73,14 @@ class GAUConfig:
             check_positive("d_v", self.d_v)
         if self.positions == "rotary":
             check_even("d_z", self.d_z, "with rotary positions")
+        check_choice("kernel", self.kernel, KERNELS)
+        if self.kernel == "flex":
+            fits = self.attention == "softmax" and self.span == "memory" and not self.attention_dropout
+            require(
+                fits,
+                "kernel 'flex' needs attention 'softmax', span 'memory' and attention_dropout 0, got "
+                f"{self.attention!r}, {self.span!r} and {self.attention_dropout}",
+            )
 
     def build(self, d_model: int, causal: bool, dropout: float = 0.0) -> GAU:
         return GAU(d_model, self, causal=causal, dropout=dropout)
@@ -140,9 +153,7 @@ class GAU(PackedModule):
 
     def project(self, tokens: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Queries, keys, values and gates of (tokens, d_model)."""
-        base = F.silu(self.base(tokens))
-        z, gate, value = base.split([self.d_z, self.d_v, self.d_v], dim=-1)
-        query, key = (torch.addcmul(self.beta[i], z, self.gamma[i]).to(z.dtype) for i in (0, 1))
+        query, key, value, gate = gates(self.base, tokens, self.gamma, self.beta)
         if self.config.positions == "rotary":
             query, key = rotate(query, position), rotate(key, position)
         return query, key, value, gate
@@ -205,6 +216,7 @@ class GAU(PackedModule):
             table=self._table,
             position=position if self.config.positions == "original" else None,
             dropout=self._attention_dropout,
+            kernel=self.config.kernel,
         )
         return attended if places is None else attended.index_select(0, places)
 

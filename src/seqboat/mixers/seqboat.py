@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqboat.checks import check_choice, check_rate
+from seqboat.fused import linear
 from seqboat.mixers.activation import SMAState, SparseModularActivation
 from seqboat.mixers.base import MixerOutput, RecurrentMixer, keep_rows
 from seqboat.mixers.ema import EMAConfig
@@ -85,7 +86,7 @@ class SeqBoat(RecurrentMixer):
         branch = self._open(x, mask)
         ssm = self.ssm(branch, padding, None if state is None else state.ssm)
         hidden = self._drop(F.silu(ssm.y))
-        sma = self.sma(hidden, padding, None if state is None else state.sma, self.linear(hidden))
+        sma = self.sma(hidden, padding, None if state is None else state.sma, linear(self.linear, hidden))
         y = self._close(sma.y, x, mask)
         after = SeqBoatState(ssm.state, sma.state) if self.causal else None
         return MixerOutput(zero_padding(y, mask), after, sma.routing)

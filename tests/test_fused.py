@@ -1,0 +1,91 @@
+"""Parts with hand-written backward passes against the chain of operators they stand for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from seqboat.fused import by_channel, gates, linear, scale_by_rms, take
+
+
+def channels_first(x: Tensor) -> Tensor:
+    """The same matrix, laid out channel by channel."""
+    return x.t().contiguous().t()
+
+
+@pytest.mark.parametrize("lay_out", [torch.clone, channels_first], ids=["by token", "by channel"])
+@pytest.mark.parametrize("tokens", [0, 1, 7])
+def test_linear(lay_out, tokens: int) -> None:
+    layer = nn.Linear(5, 3).double()
+    x = lay_out(torch.randn(tokens, 5, dtype=torch.float64)).requires_grad_()
+    grad = torch.randn(tokens, 3, dtype=torch.float64)
+    inputs = (x, layer.weight, layer.bias)
+    torch.testing.assert_close(linear(layer, x), layer(x))
+    ours = torch.autograd.grad(linear(layer, x), inputs, grad)
+    torch.testing.assert_close(ours, torch.autograd.grad(layer(x), inputs, grad))
+    assert by_channel(ours[0]) == by_channel(x)
+
+
+@pytest.mark.parametrize("lay_out", [torch.clone, channels_first], ids=["by token", "by channel"])
+@pytest.mark.parametrize("rows", [[], [4], [0, 2, 3, 6]], ids=len)
+def test_take(lay_out, rows: list[int]) -> None:
+    x = lay_out(torch.randn(7, 5, dtype=torch.float64)).requires_grad_()
+    index = torch.tensor(rows, dtype=torch.int64)
+    grad = torch.randn(len(rows), 5, dtype=torch.float64)
+    torch.testing.assert_close(take(x, index), x[index])
+    (ours,) = torch.autograd.grad(take(x, index), x, grad)
+    (theirs,) = torch.autograd.grad(x[index], x, grad)
+    torch.testing.assert_close(ours, theirs)
+    assert by_channel(ours) == by_channel(x)
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (3, 4), (2, 3, 4)], ids=str)
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_scale_by_rms(shape: tuple[int, ...], per_channel: bool) -> None:
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn((4,) if per_channel else (), dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x, w: scale_by_rms(x, w, 1e-5), (x, weight))
+    torch.testing.assert_close(scale_by_rms(x, weight, 1e-5), F.rms_norm(x, (4,), None, 1e-5) * weight)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 6])
+def test_gates(tokens: int) -> None:
+    """Against the same through a Linear with a hook, which takes the plain way."""
+    layer = nn.Linear(5, 4 + 2 * 3).double()
+    x = torch.randn(tokens, 5, dtype=torch.float64, requires_grad=True)
+    gamma, beta = (torch.randn(2, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    inputs = (x, layer.weight, layer.bias, gamma, beta)
+    fast = gates(layer, x, gamma, beta)
+    grads = [torch.randn_like(part) for part in fast]
+    ours = torch.autograd.grad(fast, inputs, grads)
+    calls: list[int] = []
+    layer.register_forward_hook(lambda *_: calls.append(1))
+    plain = gates(layer, x, gamma, beta)
+    assert calls, "a hooked layer must be called"
+    torch.testing.assert_close(fast, plain)
+    torch.testing.assert_close(ours, torch.autograd.grad(plain, inputs, grads))
+
+
+def test_adapters_are_not_passed_over() -> None:
+    """A layer that was replaced, as adapters do, is called rather than read."""
+
+    class Doubled(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return 2 * super().forward(input)
+
+    layer = Doubled(3, 3)
+    x = torch.randn(4, 3)
+    torch.testing.assert_close(linear(layer, x), layer(x))
+
+
+def test_autocast_gives_the_lower_type() -> None:
+    layer = nn.Linear(8, 6)
+    x = torch.randn(5, 8, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = linear(layer, x)
+        parts = gates(layer, x, torch.ones(2, 2), torch.zeros(2, 2))
+    assert y.dtype == torch.bfloat16 and all(part.dtype == torch.bfloat16 for part in parts)
+    y.sum().backward()
+    assert x.grad is not None and x.grad.dtype == torch.float32
