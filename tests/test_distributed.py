@@ -1,0 +1,228 @@
+"""Two processes compute what one does: DDP and FSDP2 on the CPU, uneven batches, layers that activate nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from seqboat.checkpoint import MODEL, OPTIM, Store
+from seqboat.config import RunConfig
+from seqboat.evaluate import iterate_metrics
+from seqboat.tasks import TASKS
+from seqboat.train import train
+from small_runs import Spy, ToyConfig, small_run, without_dropout
+
+HERE = Path(__file__).parent
+
+
+def run_config(**changes: Any) -> RunConfig:
+    """20 steps over batches of 8, of which every sixth has 5 examples; saved at step 10."""
+    config = without_dropout(small_run(training={"accumulation": 1}))
+    config = config.replace(schedule={"steps": 20}, training={"save_every": 10, "keep": 9})
+    return config.replace(**changes)
+
+
+def half_dead(done: int, model: torch.nn.Module) -> None:
+    """From step 4 on, layer 2 of the second process activates no token, whatever its router has learnt."""
+    import torch.distributed as dist
+
+    from seqboat.routers import TemperedSoftmax
+
+    if done == 4 and dist.is_initialized() and dist.get_rank() == 1:
+        layer: Any = model.get_submodule("backbone.layers.1.sma.router")
+        assert isinstance(layer, TemperedSoftmax)
+
+        def silence(module: Any, args: Any, output: Any) -> Any:
+            return output._replace(active=torch.zeros_like(output.active))
+
+        layer.register_forward_hook(silence)
+
+
+SCENARIOS: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "fsdp": {"training": {"distributed": "fsdp"}},
+    "ddp-accumulation": {"training": {"accumulation": 2}},
+    "fsdp-accumulation": {"training": {"distributed": "fsdp", "accumulation": 2}},
+}
+
+
+def play(folder: Path) -> None:
+    """What each of the two processes does."""
+    TASKS["toy"] = ToyConfig
+    ports = iter(os.environ["PORTS"].split(","))
+
+    def go(name: str, config: RunConfig, **options: Any) -> None:
+        os.environ["MASTER_PORT"] = next(ports)
+        train(config, folder / name, display=Spy(), **options)
+
+    for name, changes in SCENARIOS.items():
+        go(name, run_config(**changes))
+    go("half-dead", run_config(), on_step=half_dead)
+    # a run of one process goes on in two
+    go("resumed", run_config(), resume=True)
+    go("resumed-fsdp", run_config(training={"distributed": "fsdp"}), resume=True)
+    lm = run_config(task=ToyConfig(kind="lm", count=32), training={"carry_state": True, "bucketing": False})
+    mixer: Any = lm.model.mixer
+    lm = lm.replace(model={"mixer": type(mixer)(gau=mixer.gau, causal=True)})
+    go("streams", lm)
+
+
+def free_ports(count: int) -> list[str]:
+    sockets = [socket.socket() for _ in range(count)]
+    for s in sockets:
+        s.bind(("127.0.0.1", 0))
+    ports = [str(s.getsockname()[1]) for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
+
+
+def start(rank: int, folder: Path, ports: list[str]) -> subprocess.Popen[str]:
+    environment = {
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": ports[0],
+        "PORTS": ",".join(ports),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(HERE),
+    }
+    script = "import sys; from pathlib import Path; import test_distributed; test_distributed.play(Path(sys.argv[1]))"
+    return subprocess.Popen(
+        [sys.executable, "-c", script, str(folder)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of one process."""
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(TASKS, "toy", ToyConfig)
+        train(run_config(), folder, display=Spy())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory, alone: Path) -> Path:
+    """The runs of two processes."""
+    folder = tmp_path_factory.mktemp("played")
+    for name in ("resumed", "resumed-fsdp"):
+        (folder / name).mkdir()
+        shutil.copytree(alone / "step-10", folder / name / "step-10")
+    ports = free_ports(len(SCENARIOS) + 4)
+    processes = [start(rank, folder, ports) for rank in range(2)]
+    outputs = [process.communicate(timeout=400)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
+    # no complaint about parameters that some process did not use
+    assert not any("find_unused_parameters" in output for output in outputs)
+    return folder
+
+
+def values(folder: Path, name: str, split: str = "train") -> list[float]:
+    return [r[name] for r in iterate_metrics(folder / "metrics.jsonl") if r["split"] == split]
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_losses_are_those_of_one_process(alone: Path, played: Path, name: str) -> None:
+    ours, theirs = values(played / name, "loss"), values(alone, "loss")
+    assert len(ours) == 20
+    assert ours == pytest.approx(theirs, abs=1e-5)
+    assert values(played / name, "grad_norm") == pytest.approx(values(alone, "grad_norm"), rel=1e-3)
+    assert values(played / name, "accuracy") == values(alone, "accuracy")
+    assert values(played / name, "epoch") == values(alone, "epoch")
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_scores_are_those_of_one_process(alone: Path, played: Path, name: str) -> None:
+    # 45 examples in batches of 16: the last one is uneven
+    for metric in ("loss", "accuracy"):
+        assert values(played / name, metric, "val") == pytest.approx(values(alone, metric, "val"), abs=1e-5)
+    rates = values(played / name, "activation")
+    for ours, theirs in zip(rates, values(alone, "activation"), strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_checkpoints_hold_whole_tensors(alone: Path, played: Path, name: str) -> None:
+    ours, theirs = Store(played / name).newest(), Store(alone).newest()
+    assert ours is not None and theirs is not None
+    for file in (MODEL, OPTIM):
+        one, two = ours.tensors(file), theirs.tensors(file)
+        assert one.keys() == two.keys()
+        for key in one:
+            torch.testing.assert_close(one[key], two[key], atol=2e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["resumed", "resumed-fsdp"])
+def test_a_run_of_one_process_goes_on_in_two(alone: Path, played: Path, name: str) -> None:
+    assert values(played / name, "loss") == pytest.approx(values(alone, "loss")[10:], abs=1e-5)
+
+
+def test_a_run_of_two_processes_goes_on_in_one(
+    alone: Path, played: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(TASKS, "toy", ToyConfig)
+    shutil.copytree(played / "fsdp" / "step-10", tmp_path / "step-10")
+    spy = Spy()
+    train(run_config(), tmp_path, resume=True, display=spy)
+    assert spy.losses == pytest.approx(values(alone, "loss")[10:], abs=1e-5)
+
+
+def test_a_process_whose_layer_activates_nothing(alone: Path, played: Path) -> None:
+    losses = values(played / "half-dead", "loss")
+    assert len(losses) == 20 and losses[:4] == pytest.approx(values(alone, "loss")[:4], abs=1e-5)
+    # it did make a difference
+    assert losses[4:] != pytest.approx(values(alone, "loss")[4:], abs=1e-5)
+
+
+def test_carried_states_of_all_rows_are_saved(played: Path) -> None:
+    found = Store(played / "streams").newest()
+    assert found is not None
+    rows = {len(value) for value in found.tensors("carry.safetensors").values()}
+    assert rows == {8}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"],
+        ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--main_process_port"],
+    ],
+    ids=["torchrun", "accelerate"],
+)
+def test_launchers(tmp_path: Path, launcher: list[str], method: str) -> None:
+    from test_evaluate import RECALL
+
+    port = free_ports(1)[0]
+    losses = []
+    fields = [*RECALL, "--training.log_every=1", f"--training.distributed={method}"]
+    commands: list[tuple[str, list[str]]] = [("one", []), ("two", [*launcher, port])]
+    for name, prefix in commands:
+        out = tmp_path / name
+        command = [sys.executable, *prefix, "-m", "seqboat"]
+        done = subprocess.run(
+            [*command, "train", "recall", "--out", str(out), *fields],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        losses.append(values(out, "loss"))
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)

@@ -1,0 +1,304 @@
+"""Scores do not depend on batches; models come back from runs; the command line around them."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from seqboat.checkpoint import MODEL, CheckpointError, Store
+from seqboat.cli import main
+from seqboat.display import LiveDisplay, PlainDisplay, make_display
+from seqboat.evaluate import (
+    activation_sums,
+    evaluate,
+    evaluate_run,
+    find_checkpoint,
+    load_model,
+    rates,
+    stream_parts,
+)
+from seqboat.parallel import World, choose_device
+from seqboat.sma import Routing
+from seqboat.tasks import TASKS
+from seqboat.tasks.base import Batch
+from seqboat.train import train
+from small_runs import Spy, ToyConfig, same_tensors, small_run
+
+ALONE = World(0, 1, torch.device("cpu"))
+
+
+@pytest.fixture(autouse=True)
+def _toy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TASKS, "toy", ToyConfig)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("evaluate") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(TASKS, "toy", ToyConfig)
+        train(small_run(schedule={"steps": 8}, evaluation={"every": 4}), folder, display=Spy())
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["classify", "match", "lm"])
+def test_scores_do_not_depend_on_the_batch_size(kind: Any) -> None:
+    config = small_run(ToyConfig(kind=kind))
+    torch.manual_seed(0)
+    model = config.build_model()
+    task = config.build_task()
+    one, two, three = (evaluate(model, task, "val", ALONE, batch_size=size) for size in (45, 7, 1))
+    for other in (two, three):
+        assert other.metrics == pytest.approx(one.metrics, rel=1e-5)
+        assert other.activation == pytest.approx(one.activation)
+    assert one.examples == 45
+    assert evaluate(model, task, "val", ALONE, limit=5).examples == 5
+    assert model.training
+
+
+def test_a_carried_state_reads_on() -> None:
+    """Segments in streams are scored as one text per row."""
+    task_config = ToyConfig(kind="lm", count=7)
+    config = small_run(task_config)
+    torch.manual_seed(0)
+    model, task = config.build_model().eval(), config.build_task()
+    scored = evaluate(model, task, "val", ALONE, batch_size=2, carry_state=True)
+    data = task.dataset("val")
+    totals: Any = None
+    for rows in ([0, 1, 2, 3], [4, 5, 6]):
+        state = None
+        for number in rows:
+            batch = task.collate([data[number]])
+            out: Any = model(batch.inputs, batch.mask, state)
+            state = out.state
+            score = task.score(out, batch)
+            totals = score if totals is None else {k: totals[k] + v for k, v in score.items()}
+    assert scored.metrics == pytest.approx(task.summarise(totals), rel=1e-5)
+    head = evaluate(model, task, "val", ALONE, batch_size=2, carry_state=True, limit=4)
+    assert head.examples == 4
+
+
+@pytest.mark.parametrize(("count", "size", "ranks"), [(7, 2, 1), (5, 4, 1), (9, 4, 2), (3, 8, 2), (1, 4, 3)])
+def test_streams_hold_every_segment_once(count: int, size: int, ranks: int) -> None:
+    parts = [stream_parts(count, size, World(rank, ranks, torch.device("cpu"))) for rank in range(ranks)]
+    # every process takes part in as many batches
+    assert len({len(p) for p in parts}) == 1
+    seen = [i for mine in parts for part in mine if part.counted for i in part.examples]
+    assert sorted(seen) == list(range(count))
+    for mine in parts:
+        for before, after in itertools.pairwise(mine):
+            if after.counted:
+                # rows continue, and only the last ones end
+                assert after.examples == tuple(i + 1 for i in before.examples[: len(after.examples)])
+
+
+def test_activation_counts_real_tokens_of_both_sequences() -> None:
+    active = torch.tensor([[[True], [True], [False]]])
+    routing = Routing(active, active.float())
+    mask = torch.tensor([[True, False, True]])
+    single = Batch(torch.zeros(1, 3, dtype=torch.int64), mask, torch.zeros(1))
+    assert rates(activation_sums((routing, None), single)) == [0.5, None]
+    pair = single._replace(second=torch.zeros(1, 3, dtype=torch.int64))
+    assert rates(activation_sums((routing, None, routing, None), pair)) == [0.6, None]
+
+
+def test_models_come_back(run: Path) -> None:
+    model, config = load_model(run)
+    assert config == small_run(schedule={"steps": 8}, evaluation={"every": 4}) and not model.training
+    best = Store(run).best()
+    assert best is not None and same_tensors(dict(model.state_dict()), best.tensors(MODEL))
+    latest, _ = load_model(run, which="latest")
+    named, _ = load_model(run / "step-8")
+    assert same_tensors(dict(latest.state_dict()), dict(named.state_dict()))
+    assert find_checkpoint(run / "step-8").step == 8
+
+
+def test_a_run_scores_as_it_did_in_training(run: Path) -> None:
+    recorded = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    last = [r for r in recorded if r["split"] == "val"][-1]
+    again = evaluate_run(run / "step-8", "val")
+    assert again["accuracy"] == last["accuracy"]
+    assert again["loss"] == pytest.approx(last["loss"], rel=1e-6)
+    assert again["activation"] == last["activation"] and again["step"] == 8
+
+
+def test_what_is_no_run_is_named(tmp_path: Path, run: Path) -> None:
+    with pytest.raises(ValueError, match="nowhere is not the folder of a run"):
+        load_model(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="holds no whole checkpoint"):
+        load_model(tmp_path)
+
+
+def test_a_damaged_checkpoint_is_not_scored(run: Path, tmp_path: Path) -> None:
+    import shutil
+
+    copy = tmp_path / "step-8"
+    shutil.copytree(run / "step-8", copy)
+    data = bytearray((copy / MODEL).read_bytes())
+    data[-1] ^= 1
+    (copy / MODEL).write_bytes(bytes(data))
+    with pytest.raises(CheckpointError, match="does not match its sha256"):
+        load_model(copy)
+
+
+def test_devices_are_checked() -> None:
+    assert choose_device("cpu") == torch.device("cpu")
+    with pytest.raises(ValueError, match=r"training.device must be auto, cpu or cuda, got 'fast'"):
+        choose_device("fast")
+    if not torch.cuda.is_available():
+        assert choose_device("auto") == torch.device("cpu")
+        with pytest.raises(ValueError, match=r"training.device is cuda, but there is no GPU"):
+            choose_device("cuda")
+
+
+# the command line
+
+RECALL = [
+    "--data.length=24",
+    "--data.pairs=2",
+    "--data.vocab=16",
+    "--data.train_size=64",
+    "--data.eval_size=16",
+    "--model.d_model=8",
+    "--model.num_layers=1",
+    "--model.mixer.gau.d_z=4",
+    "--model.mixer.gau.d_v=8",
+    "--schedule.steps=4",
+    "--schedule.warmup_steps=1",
+    "--training.batch_size=8",
+    "--training.log_every=2",
+]
+
+
+def test_train_eval_resume_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = str(tmp_path / "run")
+    assert main(["train", "recall", "--out", out, *RECALL]) == 0
+    shown = capsys.readouterr().out
+    assert "step 4/4" in shown and "active %" in shown and "finished; best accuracy" in shown
+    assert main(["eval", out, "--split", "val", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert {"accuracy", "loss", "bits", "step", "activation"} <= result.keys() and result["examples"] == 16
+    assert result["recipe"] == "recall"
+    assert main(["eval", out, "--limit", "4"]) == 0
+    assert "4 examples of test" in capsys.readouterr().out
+    assert main(["train", "--resume", "--out", out]) == 0
+    assert "finished already" in capsys.readouterr().out
+    assert main(["train", "recall", "--out", out, *RECALL]) == 2
+    assert "holds a run already" in capsys.readouterr().err
+
+
+def test_the_printed_configuration_runs_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "recall", "--print_config", *RECALL, "--model.mixer", "seqboat"]) == 0
+    text = capsys.readouterr().out
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    assert main(["train", "--config", str(path), "--print_config"]) == 0
+    assert capsys.readouterr().out == text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "recal"], "recipe 'recal' is unknown; did you mean recall?"),
+        (["train"], "name a recipe (seqboat list recipes), or give --config FILE"),
+        (["train", "recall", "--model.depth=2"], "--model.depth is not a field of this configuration"),
+        (["train", "recall", "--config", "nowhere.yaml"], "cannot read the configuration nowhere.yaml"),
+        (["eval", "nowhere"], "nowhere is not the folder of a run"),
+        (["eval", "nowhere", "--limit", "0"], "--limit must be an integer >= 1, got 0"),
+    ],
+)
+def test_errors_are_one_line_and_code_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1 and error.startswith(f"seqboat {arguments[0]}: error:")
+
+
+def test_other_commands_take_no_fields(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["eval", "run", "--model.depth=2"])
+    assert caught.value.code == 2
+    assert "unrecognized arguments: --model.depth=2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("what", ["recipes", "mixers", "tasks", "routers"])
+def test_list(what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", what]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    names = [line.split()[0] for line in lines]
+    wanted = {"recipes": "lra.text-small", "mixers": "seqboat", "tasks": "recall", "routers": "sigmoid"}
+    assert wanted[what] in names
+    assert all(len(line.split()) > 2 for line in lines if not line.startswith("toy"))
+
+
+# displays
+
+
+RECORD = {
+    "step": 3,
+    "split": "train",
+    "epoch": 0.5,
+    "loss": 1.25,
+    "lr": 0.001,
+    "grad_norm": 2.0,
+    "tokens_per_s": 1234.0,
+    "memory_mb": 99.0,
+    "activation": [0.5, None],
+}
+
+
+def test_plain_lines() -> None:
+    stream = io.StringIO()
+    display = PlainDisplay(stream)
+    display.start("a run", 10)
+    display.log(RECORD)
+    display.scored({"step": 3, "split": "val", "accuracy": 0.5, "activation": [0.5, None]}, True)
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "a run"
+    assert lines[1] == (
+        "step 3/10  loss 1.2500  lr 1.00e-03  norm 2.00  1,234 tokens/s  99 MB  active % 50 -"
+    )
+    assert lines[2] == "step 3/10  val: accuracy 0.5000  active % 50 -  best so far"
+    stream.close()
+    # a closed terminal does not end a run
+    display.tell("nobody hears this")
+
+
+def test_the_live_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rich.console import Console
+
+    stream = io.StringIO()
+    display = LiveDisplay()
+    display.console = Console(file=stream, force_terminal=True, width=100)
+    display.live.console = display.console
+    display.start("a run", 10, 1)
+    display.log(RECORD)
+    display.scored({"step": 3, "split": "val", "accuracy": 0.5, "activation": [0.5, None]}, True)
+    display.tell("[layer] 2 is <dead>")
+    display.close()
+    text = stream.getvalue()
+    for part in (
+        "a run",
+        "3 of 10",
+        "loss 1.2500",
+        "50.0 %",
+        "no router",
+        "accuracy 0.5000",
+        "[layer] 2 is <dead>",
+    ):
+        assert part in text
+
+
+def test_the_display_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(make_display(), PlainDisplay)
+    assert not isinstance(make_display(first=False), PlainDisplay)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert isinstance(make_display(), LiveDisplay)

@@ -1,0 +1,617 @@
+"""The training loop: resuming bit for bit, kills, signals, numbers that are not finite, workers, trackers."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from seqboat import train as train_module
+from seqboat.checkpoint import MODEL, OPTIM, CheckpointError, Store
+from seqboat.config import RunConfig, from_yaml, to_dict
+from seqboat.evaluate import iterate_metrics
+from seqboat.loader import LoaderError
+from seqboat.routers import AlwaysActiveConfig, GumbelConfig, GumbelSoftmax
+from seqboat.tasks import TASKS
+from seqboat.track import numbers
+from seqboat.train import Outcome, train
+from small_runs import Spy, ToyConfig, numbers_of, same_tensors, small_run
+
+
+@pytest.fixture(autouse=True)
+def _toy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TASKS, "toy", ToyConfig)
+
+
+class Stop(Exception):
+    """Ends a run from outside, without any clean-up of its own."""
+
+
+def stop_after(step: int) -> Any:
+    def hook(done: int, model: torch.nn.Module) -> None:
+        if done == step:
+            raise Stop
+
+    return hook
+
+
+def final(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    found = Store(folder).newest()
+    assert found is not None
+    return found.tensors(MODEL), found.tensors(OPTIM)
+
+
+def same_runs(one: Path, two: Path) -> bool:
+    return all(same_tensors(a, b) for a, b in zip(final(one), final(two), strict=True))
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return numbers_of(list(iterate_metrics(folder / "metrics.jsonl")))
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 24 steps, four epochs of six batches, that nothing happened to."""
+    folder = tmp_path_factory.mktemp("straight") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(TASKS, "toy", ToyConfig)
+        outcome = train(small_run(), folder, display=Spy())
+    assert outcome.exit_code == 0 and outcome.step == 24 and outcome.message == "finished"
+    return folder
+
+
+def test_a_run_leaves_everything_beside_its_checkpoints(straight: Path) -> None:
+    assert from_yaml(straight / "config.yaml") == small_run()
+    about = json.loads((straight / "run.json").read_text())
+    assert about["seed"] == 0 and about["versions"]["torch"] == torch.__version__
+    assert about["parameters"] == sum(p.numel() for p in small_run().build_model().parameters())
+    records = list(iterate_metrics(straight / "metrics.jsonl"))
+    training = [r for r in records if r["split"] == "train"]
+    assert [r["step"] for r in training] == list(range(1, 25))
+    wanted = {"loss", "accuracy", "lr", "grad_norm", "tokens_per_s", "memory_mb", "activation", "epoch"}
+    assert wanted <= training[0].keys() and len(training[0]["activation"]) == 2
+    assert [r["step"] for r in records if r["split"] == "val"] == [12, 24]
+    assert Store(straight).pointed("latest") == 24 and Store(straight).pointed("best") in (12, 24)
+    state = Store(straight).newest()
+    assert state is not None and state.state["sampler"] == {"epoch": 4, "position": 0}
+    # nothing of the machine or its user is written
+    text = (straight / "step-24" / "state.json").read_text() + (straight / "run.json").read_text()
+    assert os.path.expanduser("~") not in text and "PATH" not in text
+
+
+def test_training_learns(tmp_path: Path) -> None:
+    spy = Spy()
+    train(small_run(optimiser={"lr": 0.03}, schedule={"steps": 150}), tmp_path, display=spy)
+    assert sum(spy.losses[-20:]) < 0.75 * sum(spy.losses[:20])
+
+
+@pytest.mark.parametrize("k", [1, 3, 4, 7, 13, 23])
+def test_resuming_continues_bit_for_bit(tmp_path: Path, straight: Path, k: int) -> None:
+    with pytest.raises(Stop):
+        train(small_run(), tmp_path / "run", display=Spy(), on_step=stop_after(k))
+    spy = Spy()
+    outcome = train(small_run(), tmp_path / "run", resume=True, display=spy)
+    assert outcome.exit_code == 0
+    assert same_runs(straight, tmp_path / "run")
+    assert metrics(tmp_path / "run") == metrics(straight)
+    resumed = [m for m in spy.messages if m.startswith("resumed")]
+    # a stop in the very step that saves comes before the save
+    assert resumed == ([f"resumed after step {(k - 1) // 4 * 4}"] if k > 4 else [])
+
+
+def test_a_finished_run_stays_finished(straight: Path) -> None:
+    before = metrics(straight)
+    outcome = train(small_run(), straight, resume=True, display=Spy())
+    assert outcome == Outcome(0, 24, outcome.best, "the run was finished already")
+    assert metrics(straight) == before
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": {"mixer": small_run().model.mixer}, "training": {"precision": "bf16"}},
+        {"optimiser": {"name": "radam"}},
+        {"training": {"gradient_checkpointing": True, "accumulation": 1}},
+        {"training": {"bucketing": False, "workers": 1}},
+    ],
+    ids=["bf16", "radam", "checkpointing", "workers"],
+)
+def test_resuming_with_other_settings(tmp_path: Path, changes: Any) -> None:
+    config = small_run(schedule={"steps": 10}).replace(**changes)
+    train(config, tmp_path / "one", display=Spy())
+    with pytest.raises(Stop):
+        train(config, tmp_path / "two", display=Spy(), on_step=stop_after(7))
+    train(config, tmp_path / "two", resume=True, display=Spy())
+    assert same_runs(tmp_path / "one", tmp_path / "two")
+
+
+def test_resuming_a_language_model_with_its_state(tmp_path: Path) -> None:
+    task = ToyConfig(kind="lm", count=40)
+    config = small_run(
+        task, training={"carry_state": True, "bucketing": False}, schedule={"steps": 12, "warmup_steps": 2}
+    )
+    train(config, tmp_path / "one", display=Spy())
+    with pytest.raises(Stop):
+        train(config, tmp_path / "two", display=Spy(), on_step=stop_after(7))
+    train(config, tmp_path / "two", resume=True, display=Spy())
+    assert same_runs(tmp_path / "one", tmp_path / "two")
+    # and the state matters
+    free = config.replace(training={"carry_state": False})
+    train(free, tmp_path / "three", display=Spy())
+    assert not same_runs(tmp_path / "one", tmp_path / "three")
+
+
+def test_carried_state_sees_the_text_before(tmp_path: Path) -> None:
+    """With a state, segments read one after the other are one text: the loss of the second batch shows it."""
+    task = ToyConfig(kind="lm", count=8, length=3)
+    config = small_run(
+        task, training={"carry_state": True, "bucketing": False, "batch_size": 2, "accumulation": 1}
+    )
+    config = config.replace(
+        schedule={"steps": 2, "warmup_steps": 0}, optimiser={"lr": 1e-12}, model={"dropout": 0.0}
+    )
+    mixer: Any = config.model.mixer
+    config = config.replace(model={"mixer": type(mixer)(gau=mixer.gau, causal=True)})
+    spy = Spy()
+    train(config, tmp_path, display=spy)
+    torch.manual_seed(config.seed)
+    model = config.build_model()
+    built = config.build_task()
+    data = built.dataset("train")
+    state, losses = None, []
+    for step in range(2):
+        batch = built.collate([data[step], data[4 + step]])
+        out = model(batch.inputs, batch.mask, state)
+        state = out.state
+        losses.append(float(built.loss(out, batch).mean))
+    assert spy.losses == pytest.approx(losses, rel=1e-5)
+
+
+def test_wrong_uses_of_carried_state(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="carry_state needs a language model, but toy is none"):
+        train(small_run(training={"carry_state": True, "bucketing": False}), tmp_path / "a", display=Spy())
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_change_no_loss(tmp_path: Path, straight: Path, workers: int) -> None:
+    train(small_run(training={"workers": workers}), tmp_path, display=Spy())
+    assert metrics(tmp_path) == metrics(straight)
+    assert same_runs(tmp_path, straight)
+
+
+def test_same_seed_same_run_other_seed_other_run(tmp_path: Path, straight: Path) -> None:
+    train(small_run(), tmp_path / "one", display=Spy())
+    assert metrics(tmp_path / "one") == metrics(straight)
+    train(small_run(seed=1), tmp_path / "two", display=Spy())
+    assert metrics(tmp_path / "two") != metrics(straight)
+
+
+def test_micro_batches_add_up(tmp_path: Path) -> None:
+    """Accumulation changes nothing but the order of sums, also where the last batch is short."""
+    from small_runs import without_dropout
+
+    runs = []
+    for accumulation in (1, 2, 5):
+        config = without_dropout(small_run(training={"accumulation": accumulation}, schedule={"steps": 14}))
+        spy = Spy()
+        train(config, tmp_path / str(accumulation), display=spy)
+        runs.append(spy)
+    for other in runs[1:]:
+        assert other.losses == pytest.approx(runs[0].losses, rel=1e-5)
+        for one, two in zip(runs[0].records, other.records, strict=True):
+            assert two["accuracy"] == pytest.approx(one["accuracy"])
+            assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
+
+
+def test_compiled_runs_agree(tmp_path: Path) -> None:
+    config = small_run(schedule={"steps": 3, "warmup_steps": 1}, training={"accumulation": 1})
+    config = config.replace(evaluation={"every": 100, "limit": 4})
+    losses = []
+    for compiled in (False, True):
+        spy = Spy()
+        train(config.replace(training={"compile": compiled}), tmp_path / str(compiled), display=spy)
+        losses.append(spy.losses)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+# what a run refuses
+
+
+def test_a_folder_with_a_run_is_not_overwritten(straight: Path) -> None:
+    before = metrics(straight)
+    with pytest.raises(ValueError, match=r"holds a run already: resume it \(--resume\)"):
+        train(small_run(), straight, display=Spy())
+    assert metrics(straight) == before
+
+
+def test_resuming_another_configuration_names_the_field(straight: Path) -> None:
+    with pytest.raises(ValueError, match=r"another configuration: optimiser.lr is 0.5, it was 0.01"):
+        train(small_run(optimiser={"lr": 0.5}), straight, resume=True, display=Spy())
+    with pytest.raises(ValueError, match=r"model.num_layers is 3, it was 2"):
+        train(small_run(model={"num_layers": 3}), straight, resume=True, display=Spy())
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    for folder in (tmp_path / "file", tmp_path / "file" / "inside"):
+        with pytest.raises(ValueError, match="cannot write to the run's folder"):
+            train(small_run(), folder, display=Spy())
+
+
+def test_a_second_run_in_the_same_folder(tmp_path: Path) -> None:
+    def second(done: int, model: torch.nn.Module) -> None:
+        with pytest.raises(ValueError, match="is in use by another run"):
+            train(small_run(), tmp_path, resume=True, display=Spy())
+        raise Stop
+
+    with pytest.raises(Stop):
+        train(small_run(), tmp_path, display=Spy(), on_step=second)
+
+
+def test_too_small_a_batch(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"must not exceed training.batch_size"):
+        small_run(training={"batch_size": 1})
+
+
+def test_a_bad_record_stops_the_run_with_its_name(tmp_path: Path) -> None:
+    with pytest.raises(LoaderError, match="dataset toy, split train, record 5: OSError: bad sector"):
+        train(small_run(ToyConfig(bad=(5,))), tmp_path, display=Spy())
+
+
+# checkpoints of a run
+
+
+def test_a_damaged_newest_checkpoint_costs_one_interval(tmp_path: Path, straight: Path) -> None:
+    with pytest.raises(Stop):
+        train(small_run(), tmp_path, display=Spy(), on_step=stop_after(14))
+    path = tmp_path / "step-12" / MODEL
+    path.write_bytes(path.read_bytes()[:-1] + b"\x00")
+    spy = Spy()
+    train(small_run(), tmp_path, resume=True, display=spy)
+    assert any("does not match its sha256" in m for m in spy.messages)
+    assert "resumed after step 8" in spy.messages
+    assert same_runs(straight, tmp_path)
+
+
+def test_a_full_disk_ends_the_run_and_resuming_repairs_it(
+    tmp_path: Path, straight: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import shutil
+
+    real = shutil.disk_usage
+    usage = {"free": 10**12}
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: real(path)._replace(free=usage["free"]))
+
+    def fill(done: int, model: torch.nn.Module) -> None:
+        usage["free"] = 100 if done >= 8 else 10**12
+
+    with pytest.raises(CheckpointError, match=r"no space for .*step-8"):
+        train(small_run(), tmp_path, display=Spy(), on_step=fill)
+    assert Store(tmp_path).steps() == [4]
+    usage["free"] = 10**12
+    train(small_run(), tmp_path, resume=True, display=Spy())
+    assert same_runs(straight, tmp_path)
+
+
+CHILD = """
+import sys
+sys.path.insert(0, sys.argv[2])
+import small_runs
+from seqboat.train import train
+small_runs.register()
+print("ready", flush=True)
+config = small_runs.small_run(training={"save_every": 1}, schedule={"steps": int(sys.argv[3])})
+slow = float(sys.argv[4])
+def step(done, model):
+    import time
+    print(done, flush=True)
+    time.sleep(slow)
+sys.exit(train(config, sys.argv[1], resume=True, display=small_runs.Spy(), on_step=step).exit_code)
+"""
+
+
+def child(folder: Path, steps: int, slow: float = 0.0) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(folder), str(Path(__file__).parent), str(steps), str(slow)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def kill_often(folder: Path, kills: int, steps: int) -> None:
+    """Kill a run that saves every step at random moments, resume it, and compare with one that was left alone."""
+    chance = random.Random(kills)
+    config = small_run(training={"save_every": 1}, schedule={"steps": steps})
+    train(config, folder / "left-alone", display=Spy())
+    newest = 0
+    for _ in range(kills):
+        process = child(folder / "killed", steps)
+        assert process.stdout is not None
+        # some die while they start, most while they train and save
+        process.stdout.readline()
+        for _ in range(chance.randrange(1, max(2, steps // kills))):
+            process.stdout.readline()
+        time.sleep(chance.random() * 0.05)
+        process.kill()
+        process.communicate()
+        found = Store(folder / "killed").newest() if (folder / "killed").exists() else None
+        reached = found.step if found else 0
+        # no finished checkpoint is ever lost
+        assert reached >= newest
+        newest = reached
+    process = child(folder / "killed", steps)
+    process.communicate()
+    assert process.returncode == 0
+    assert newest > 0
+    assert same_runs(folder / "left-alone", folder / "killed")
+    assert metrics(folder / "left-alone") == metrics(folder / "killed")
+    assert not [p for p in (folder / "killed").iterdir() if p.name.startswith(".")]
+
+
+def test_kill_at_random_moments(tmp_path: Path) -> None:
+    kill_often(tmp_path, 6, 60)
+
+
+@pytest.mark.slow
+def test_kill_at_many_random_moments(tmp_path: Path) -> None:
+    kill_often(tmp_path, 20, 200)
+
+
+# signals
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_finish_the_step_and_save(tmp_path: Path, straight: Path, number: Any, code: int) -> None:
+    def send(done: int, model: torch.nn.Module) -> None:
+        if done == 5:
+            os.kill(os.getpid(), number)
+
+    before = signal.getsignal(number)
+    outcome = train(small_run(), tmp_path, display=Spy(), on_step=send)
+    # the signal came after step 5, so step 6 is the one that is finished
+    assert (outcome.exit_code, outcome.step) == (code, 6)
+    assert signal.Signals(number).name in outcome.message and "--resume" in outcome.message
+    assert Store(tmp_path).pointed("latest") == 6
+    assert signal.getsignal(number) is before
+    assert train(small_run(), tmp_path, resume=True, display=Spy()).exit_code == 0
+    assert same_runs(straight, tmp_path)
+
+
+def test_a_second_interrupt_stops_at_once(tmp_path: Path) -> None:
+    def send(done: int, model: torch.nn.Module) -> None:
+        if done == 6:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(small_run(), tmp_path, display=Spy(), on_step=send)
+    assert Store(tmp_path).steps() == [4]
+
+
+def test_an_interrupted_process_exits_with_its_code(tmp_path: Path) -> None:
+    process = child(tmp_path / "run", 10_000, slow=0.01)
+    assert process.stdout is not None
+    for _ in range(4):
+        process.stdout.readline()
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert Store(tmp_path / "run").newest() is not None
+
+
+# numbers that are not finite
+
+
+def test_not_finite_steps_are_not_applied(tmp_path: Path) -> None:
+    """Batches with a NaN change neither weights nor running averages; the others train on."""
+    task = ToyConfig(real=True, nan_from=40)
+    config = small_run(task, schedule={"steps": 30}, training={"bucketing": False})
+    mixer: Any = config.model.mixer
+    config = config.replace(model={"mixer": type(mixer)(gau=mixer.gau, norm="batch", prenorm=True)})
+    weights: list[dict[str, torch.Tensor]] = []
+
+    def watch(done: int, model: torch.nn.Module) -> None:
+        weights.append({name: value.clone() for name, value in model.state_dict().items()})
+
+    spy = Spy()
+    outcome = train(config, tmp_path, display=spy, on_step=watch)
+    assert outcome.exit_code == 0
+    records = list(iterate_metrics(tmp_path / "metrics.jsonl"))
+    skipped = [r["step"] for r in records if r["split"] == "skipped"]
+    assert 5 <= len(skipped) < 30
+    for step in range(2, 31):
+        assert same_tensors(weights[step - 1], weights[step - 2]) == (step in skipped)
+    assert all(bool(v.isfinite().all()) for v in weights[-1].values())
+    first = next(r for r in records if r["split"] == "skipped")
+    assert first["trouble"] == "the inputs are not finite" and max(first["examples"]) >= 40
+    assert any(
+        m.startswith(f"step {skipped[0]} not applied: the inputs are not finite") for m in spy.messages
+    )
+
+
+def test_five_in_a_row_end_the_run_with_code_3(tmp_path: Path) -> None:
+    config = small_run()
+
+    def spoil(done: int, model: torch.nn.Module) -> None:
+        if done == 6:
+            with torch.no_grad():
+                model.get_parameter("backbone.layers.1.linear.weight").fill_(torch.nan)
+
+    outcome = train(config, tmp_path, display=Spy(), on_step=spoil)
+    assert (outcome.exit_code, outcome.step) == (3, 11)
+    assert "5 steps in a row, the last being step 11" in outcome.message
+    assert "the output of backbone.layers.1.linear is not finite" in outcome.message
+    # what is kept is from before
+    assert Store(tmp_path).steps() == [4, 8] or Store(tmp_path).steps() == [4]
+
+
+def test_a_gradient_that_is_not_finite_is_named(tmp_path: Path) -> None:
+    def spoil(done: int, model: torch.nn.Module) -> None:
+        if done == 1:
+            model.get_parameter("head.out.weight").register_hook(lambda gradient: gradient * torch.inf)
+
+    outcome = train(small_run(), tmp_path, display=Spy(), on_step=spoil)
+    assert outcome.exit_code == 3 and "the gradient of head.out.weight is not finite" in outcome.message
+
+
+def test_batches_without_targets_count_as_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from seqboat.tasks.base import IGNORE, Batch
+    from small_runs import Toy
+
+    real = Toy.collate
+
+    def collate(self: Any, examples: Any) -> Batch:
+        batch = real(self, examples)
+        return batch._replace(targets=torch.full_like(batch.targets, IGNORE))
+
+    monkeypatch.setattr(Toy, "collate", collate)
+    spy = Spy()
+    outcome = train(small_run(ToyConfig(kind="lm"), schedule={"steps": 6}), tmp_path, display=spy)
+    assert outcome.exit_code == 0 and spy.losses == [0.0] * 6
+
+
+# what is watched
+
+
+def test_early_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small_run(evaluation={"every": 2, "patience": 3}, optimiser={"lr": 1e-12})
+    outcome = train(config, tmp_path, display=Spy())
+    # the first evaluation is the best, the next three are no better
+    assert (outcome.step, outcome.message) == (8, "no better for 3 evaluations")
+    assert Store(tmp_path).pointed("best") == 2
+    again = train(config, tmp_path, resume=True, display=Spy())
+    assert (again.step, again.message) == (8, "the run was finished already")
+
+
+def test_a_router_that_stays_dead_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_module, "DEAD_AFTER", 5)
+
+    def switch(done: int, model: torch.nn.Module) -> None:
+        bias = model.get_parameter("backbone.layers.1.sma.router.logits.bias")
+        with torch.no_grad():
+            bias.copy_(torch.tensor([100.0, -100.0] if done < 12 else [-100.0, 100.0]))
+
+    spy = Spy()
+    train(small_run(), tmp_path, display=spy, on_step=switch)
+    dead = [m for m in spy.messages if "its router has activated no token" in m]
+    assert dead == [
+        "layer 2: its router has activated no token since step 2; the layer works without attention"
+    ]
+    assert any(m == "layer 2 is awake again at step 13" for m in spy.messages)
+
+
+def test_routers_hear_of_the_step(tmp_path: Path) -> None:
+    config = small_run(schedule={"steps": 6})
+    mixer: Any = config.model.mixer
+    config = config.replace(model={"mixer": type(mixer)(gau=mixer.gau, router=GumbelConfig())})
+    heard = []
+
+    def listen(done: int, model: torch.nn.Module) -> None:
+        router = next(m for m in model.modules() if isinstance(m, GumbelSoftmax))
+        heard.append(int(router.training_step))
+
+    train(config, tmp_path, display=Spy(), on_step=listen)
+    assert heard == [0, 1, 2, 3, 4, 5]
+
+
+def test_layers_that_always_attend_show_as_such(tmp_path: Path) -> None:
+    config = small_run(schedule={"steps": 4})
+    mixer: Any = config.model.mixer
+    config = config.replace(model={"mixer": type(mixer)(gau=mixer.gau, router=AlwaysActiveConfig())})
+    spy = Spy()
+    train(config, tmp_path, display=spy)
+    assert all(record["activation"] == [1.0, 1.0] for record in spy.records)
+
+
+def test_metrics_that_cannot_be_written_do_not_stop_a_run(tmp_path: Path) -> None:
+    def harm(done: int, model: torch.nn.Module) -> None:
+        if done == 2:
+            (tmp_path / "metrics.jsonl").unlink()
+            (tmp_path / "metrics.jsonl").mkdir()
+
+    spy = Spy()
+    assert train(small_run(), tmp_path, display=spy, on_step=harm).exit_code == 0
+    assert len([m for m in spy.messages if m.startswith("metrics cannot be written")]) == 1
+
+
+class FakeTracker(types.ModuleType):
+    """Stands in for trackio and wandb, which share their interface."""
+
+    def __init__(self) -> None:
+        super().__init__("fake")
+        self.logged: list[tuple[dict[str, float], int]] = []
+        self.began: dict[str, Any] = {}
+        self.ended = False
+
+    def init(self, **options: Any) -> None:
+        self.began = options
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        self.logged.append((values, step))
+
+    def finish(self) -> None:
+        self.ended = True
+
+
+@pytest.mark.parametrize("name", ["trackio", "wandb"])
+def test_trackers_get_every_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    fake = FakeTracker()
+    monkeypatch.setitem(sys.modules, name, fake)
+    train(small_run(schedule={"steps": 5}, training={"trackers": (name,)}), tmp_path / "run", display=Spy())
+    assert fake.ended and fake.began == {"project": "seqboat", "name": "run"}
+    assert [step for _, step in fake.logged] == [1, 2, 3, 4, 5, 5]
+    assert {"train/loss", "train/lr", "train/activation/2"} <= fake.logged[0][0].keys()
+    assert "val/accuracy" in fake.logged[-1][0]
+
+
+def test_tensorboard_gets_every_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[Any] = []
+
+    class Writer:
+        def __init__(self, folder: str) -> None:
+            written.append(folder)
+
+        def add_scalar(self, *values: Any) -> None:
+            written.append(values)
+
+        def close(self) -> None:
+            written.append("closed")
+
+    fake = types.ModuleType("torch.utils.tensorboard")
+    fake.SummaryWriter = Writer  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", fake)
+    train(small_run(schedule={"steps": 4}, training={"trackers": ("tensorboard",)}), tmp_path, display=Spy())
+    assert written[0] == str(tmp_path / "tensorboard") and written[-1] == "closed"
+    assert [step for name, _, step in written[1:-1] if name == "train/loss"] == [1, 2, 3, 4]
+
+
+def test_a_missing_tracker_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(
+        ValueError, match=r"trackers has wandb, which is not installed: pip install seqboat\[wandb\]"
+    ):
+        train(small_run(training={"trackers": ("wandb",)}), tmp_path, display=Spy())
+
+
+def test_numbers_of_a_record() -> None:
+    record = {"step": 3, "split": "train", "loss": 1.5, "accuracy": None, "activation": [0.5, None]}
+    assert numbers(record) == {"train/loss": 1.5, "train/activation/1": 0.5}
+
+
+def test_the_configuration_in_a_checkpoint_is_the_run_s(straight: Path) -> None:
+    found = Store(straight).newest()
+    assert found is not None
+    config: RunConfig = small_run()
+    assert found.state["config"] == json.loads(json.dumps(to_dict(config)))
