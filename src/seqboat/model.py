@@ -90,6 +90,8 @@ class Backbone(nn.Module):
         super().__init__()
         self.config = config
         self.gradient_checkpointing = False
+        # what a state must look like, kept from step to step
+        self._expected: tuple[tuple[int, torch.dtype], BackboneState] | None = None
         d_model = config.d_model
         if config.vocab is not None:
             self.embedding: nn.Embedding | nn.Linear = nn.Embedding(config.vocab, d_model)
@@ -217,8 +219,11 @@ class Backbone(nn.Module):
     def _check_state(self, state: BackboneState, batch: int) -> None:
         require(self.causal, "this model is bidirectional: only causal models carry a state")
         weight = self.embedding.weight
-        fresh = self._make_state(batch, weight.dtype, torch.device("meta"))
-        check_state(state, fresh, weight.device, "model")
+        expected = (batch, weight.dtype)
+        if self._expected is None or self._expected[0] != expected:
+            fresh = self._make_state(batch, weight.dtype, torch.device("meta"))
+            self._expected = expected, fresh
+        check_state(state, self._expected[1], weight.device, "model")
 
     def _make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> BackboneState:
         layers = tuple(layer.make_state(batch, dtype, device) for layer in self.layers)  # type: ignore[operator]

@@ -156,7 +156,12 @@ class SparseModularActivation(RecurrentMixer):
         after = []
         for i, (name, unit) in enumerate(self.units.items()):
             rows = active[:, i].nonzero().squeeze(1)
-            tokens = x.index_select(0, rows)
+            if not len(rows) and not torch.is_grad_enabled():
+                # in decoding, a module that nobody woke costs nothing
+                after.append(state.modules[i])
+                continue
+            everyone = len(rows) == len(x)
+            tokens = x if everyone else x.index_select(0, rows)
             if isinstance(unit, PackedModule):
                 position = state.seen.index_select(0, rows)
                 out, remembered = unit.advance(tokens, rows, position, state.modules[i], inplace)
@@ -165,6 +170,7 @@ class SparseModularActivation(RecurrentMixer):
                 self._check_output(name, out)
             after.append(remembered)
             scale = routing.confidence[:, i].index_select(0, rows)[:, None]
-            y = y.index_add(0, rows, (out * scale.to(out.dtype)).to(y.dtype))
+            scaled = (out * scale.to(out.dtype)).to(y.dtype)
+            y = y + scaled if everyone else y.index_add(0, rows, scaled)
         seen = state.seen + (1 if mask is None else mask.to(state.seen.dtype))
         return MixerOutput(y, SMAState(tuple(after), seen), routing)

@@ -65,12 +65,19 @@ class EMA(DiagonalSSM):
             nn.init.trunc_normal_(parameter, std=1.0, a=-2.0, b=2.0)
 
     def coefficients(self) -> Coefficients:
-        delta, alpha, beta, gamma = (
-            part if part.dtype == torch.float64 else part.float()
-            for part in (self.delta, self.alpha, self.beta, self.gamma)
-        )
+        delta, alpha, beta, gamma = self._wide_parameters()
         rate = torch.sigmoid(delta)
         return Coefficients(log_decay(delta, alpha), rate * beta, gamma * (1 / math.sqrt(self.d_state)))
+
+    def step_coefficients(self) -> tuple[Tensor, Tensor, Tensor]:
+        delta, alpha, beta, gamma = (part[0] for part in self._wide_parameters())
+        rate = torch.sigmoid(delta)
+        decay = torch.addcmul(torch.sigmoid(-delta), rate, torch.sigmoid(-alpha))
+        return decay, rate * beta, gamma * (1 / math.sqrt(self.d_state))
+
+    def _wide_parameters(self) -> list[Tensor]:
+        parameters = (self.delta, self.alpha, self.beta, self.gamma)
+        return [part if part.dtype == torch.float64 else part.float() for part in parameters]
 
 
 def log_decay(delta: Tensor, alpha: Tensor) -> Tensor:

@@ -155,7 +155,7 @@ class GAU(PackedModule):
         """Queries, keys, values and gates of (tokens, d_model)."""
         query, key, value, gate = gates(self.base, tokens, self.gamma, self.beta)
         if self.config.positions == "rotary":
-            query, key = rotate(query, position), rotate(key, position)
+            query, key = rotate(torch.stack([query, key]), position).unbind(0)
         return query, key, value, gate
 
     def forward(

@@ -85,6 +85,11 @@ class DiagonalSSM(RecurrentMixer):
     def coefficients(self) -> Coefficients:
         """The layer's q, drive and read, in float32 at least."""
 
+    def step_coefficients(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q, drive and read of the first direction, (dim, states); subclasses may know a shorter way to q."""
+        log_decay, drive, read = self.coefficients()
+        return torch.exp(log_decay[0]), drive[0], read[0]
+
     def extra_repr(self) -> str:
         return (
             f"{self.d_model}, d_state={self.d_state}, causal={self.causal}, "
@@ -197,9 +202,9 @@ class DiagonalSSM(RecurrentMixer):
         return MixerOutput(keep_rows(mask, y.to(x.dtype)), after)
 
     def _step_states(self, x: Tensor, state: SSMState, mask: Tensor | None) -> tuple[Tensor, SSMState]:
-        log_decay, drive, read = (part[0] for part in self.coefficients())
-        before = _complex_like(state.states, log_decay)
-        now = torch.exp(log_decay) * before + drive * x[..., None]
+        decay, drive, read = self.step_coefficients()
+        before = _complex_like(state.states, decay)
+        now = torch.addcmul(drive * x[..., None], decay, before)
         y = (read * now).sum(dim=-1)
         return y.real if y.is_complex() else y, SSMState(keep_rows(mask, _real_like(now), state.states))
 
