@@ -214,12 +214,13 @@ def _block_scan_backward(
 def _(grad_outputs, grad_states, inputs, states, mix, enter, leave, decay, bidirectional):  # type: ignore[no-untyped-def]
     dim, batch, time = grad_outputs.shape
     width = states.shape[3] // 2 if bidirectional else states.shape[3]
+    # contiguous like the real ones, whatever the layout of the tables
     return (
         grad_outputs.new_empty(batch, time, dim),
-        torch.empty_like(mix),
-        torch.empty_like(enter),
-        torch.empty_like(leave),
-        torch.empty_like(decay),
+        mix.new_empty(mix.shape),
+        enter.new_empty(enter.shape),
+        leave.new_empty(leave.shape),
+        decay.new_empty(decay.shape),
         grad_outputs.new_empty(dim, batch, width),
     )
 
