@@ -313,7 +313,7 @@ def test_language_model_learns_by_heart() -> None:
     config = replace(LANGUAGE, vocab=6, d_model=24, mixer=replace(DECODER, gau=replace(SMALL_GAU, window=16)))
     model = LanguageModel(config)
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-    for _ in range(120):
+    for _ in range(200):
         out = model(text[:, :-1])
         loss = F.cross_entropy(out.logits.flatten(0, 1), text[0, 1:])
         optimizer.zero_grad()

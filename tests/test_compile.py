@@ -1,0 +1,110 @@
+"""torch.compile: the same numbers, one graph per layer, no new compilation for every batch.
+
+How many tokens are active depends on the data. torch traces through that only if it is told to capture
+operators with such shapes; then a layer is one graph. Without it, a layer falls into several graphs at the
+packing of its tokens, with the same results.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch._inductor.config
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from seqboat.mixers.ema import EMAConfig
+from seqboat.mixers.gau import GAUConfig
+from seqboat.mixers.seqboat import SeqBoat, SeqBoatConfig
+
+CAPTURE: dict[str, Any] = {"capture_dynamic_output_shape_ops": True, "capture_scalar_outputs": True}
+
+needs_compiler = pytest.mark.skipif(
+    not any(shutil.which(name) for name in ("g++", "clang++", "c++")), reason="no C++ compiler was found"
+)
+
+
+@pytest.fixture(autouse=True)
+def forget() -> Iterator[None]:
+    """No compiled code stays behind for other tests."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def make_layer(causal: bool, span: Any = "memory") -> SeqBoat:
+    torch.manual_seed(0)
+    gau = GAUConfig(d_z=8, window=5, max_positions=12, span=span)
+    return SeqBoatConfig(causal=causal, ssm=EMAConfig(d_state=4), gau=gau).build(16)
+
+
+def gradients(layer: SeqBoat, y: Tensor) -> list[Tensor]:
+    layer.zero_grad()
+    y.square().sum().backward()
+    return [parameter.grad.clone() for parameter in layer.parameters() if parameter.grad is not None]
+
+
+def check_training(layer: SeqBoat, compiled: Any, batches: int = 4) -> None:
+    """Outputs and gradients of batches with different numbers of active tokens."""
+    counts = set()
+    for i in range(batches):
+        x = torch.randn(3, 40, 16) * (i + 1)
+        expected, out = layer(x), compiled(x)
+        counts.add(int(expected.routing.active.sum()))
+        torch.testing.assert_close(out.y, expected.y, rtol=1e-5, atol=1e-5)
+        assert out.routing.active.equal(expected.routing.active)
+        wanted, got = gradients(layer, expected.y), gradients(layer, out.y)
+        assert len(wanted) == len(got) == len(list(layer.parameters()))
+        for one, two in zip(got, wanted, strict=True):
+            torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5)
+    assert len(counts) > 1, "the batches should differ in their number of active tokens"
+
+
+def check_one_graph(causal: bool, span: str) -> None:
+    layer = make_layer(causal, span)
+    counter = CompileCounterWithBackend("aot_eager")
+    with torch._dynamo.config.patch(**CAPTURE):
+        # fullgraph refuses any break at all
+        check_training(layer, torch.compile(layer, backend=counter, fullgraph=True))
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+def test_a_layer_is_one_graph(causal: bool) -> None:
+    check_one_graph(causal, "memory")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+@pytest.mark.parametrize("span", ["full", "chunk"])
+def test_other_spans_are_one_graph(causal: bool, span: str) -> None:
+    check_one_graph(causal, span)
+
+
+@pytest.mark.slow
+# raised by torch's compiler when it looks at what crosses a break
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+def test_with_the_settings_that_torch_comes_with(causal: bool) -> None:
+    layer = make_layer(causal)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, backend=counter)
+    check_training(layer, compiled, batches=2)
+    graphs = counter.frame_count
+    check_training(layer, compiled, batches=4)
+    assert counter.frame_count == graphs, "a later batch was compiled again"
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+def test_machine_code(causal: bool) -> None:
+    layer = make_layer(causal)
+    # stored code of an earlier version of our operators must not answer for them
+    with torch._dynamo.config.patch(**CAPTURE), torch._inductor.config.patch(fx_graph_cache=False):
+        check_training(layer, torch.compile(layer, fullgraph=True))
