@@ -91,8 +91,9 @@ def test_a_run_leaves_everything_beside_its_checkpoints(straight: Path) -> None:
 
 def test_training_learns(tmp_path: Path) -> None:
     spy = Spy()
-    train(small_run(optimiser={"lr": 0.03}, schedule={"steps": 150}), tmp_path, display=spy)
-    assert sum(spy.losses[-20:]) < 0.75 * sum(spy.losses[:20])
+    config = small_run(optimiser={"lr": 0.03}, schedule={"steps": 60}, training={"accumulation": 1})
+    train(config, tmp_path, display=spy)
+    assert sum(spy.losses[-10:]) < 0.8 * sum(spy.losses[:10])
 
 
 @pytest.mark.parametrize("k", [1, 3, 4, 7, 13, 23])
@@ -173,7 +174,7 @@ def test_carried_state_sees_the_text_before(tmp_path: Path) -> None:
         batch = built.collate([data[step], data[4 + step]])
         out = model(batch.inputs, batch.mask, state)
         state = out.state
-        losses.append(float(built.loss(out, batch).mean))
+        losses.append(float(built.loss(out, batch).mean.detach()))
     assert spy.losses == pytest.approx(losses, rel=1e-5)
 
 
@@ -304,30 +305,67 @@ def test_a_full_disk_ends_the_run_and_resuming_repairs_it(
     assert same_runs(straight, tmp_path)
 
 
-CHILD = """
-import sys
-sys.path.insert(0, sys.argv[2])
+LAUNCHER = """
+import os, sys, time
+folder, here, steps, slow = sys.argv[1:]
+sys.path.insert(0, here)
 import small_runs
 from seqboat.train import train
 small_runs.register()
-print("ready", flush=True)
-config = small_runs.small_run(training={"save_every": 1}, schedule={"steps": int(sys.argv[3])})
-slow = float(sys.argv[4])
+config = small_runs.small_run(training={"save_every": 1}, schedule={"steps": int(steps)})
+
 def step(done, model):
-    import time
     print(done, flush=True)
-    time.sleep(slow)
-sys.exit(train(config, sys.argv[1], resume=True, display=small_runs.Spy(), on_step=step).exit_code)
+    time.sleep(float(slow))
+
+# imports take longer than runs: each line of input starts a run in a child of this process
+for line in sys.stdin:
+    child = os.fork()
+    if child == 0:
+        print(os.getpid(), flush=True)
+        outcome = train(config, folder, resume=True, display=small_runs.Spy(), on_step=step)
+        os._exit(outcome.exit_code)
+    status = os.waitpid(child, 0)[1]
+    print("ended", os.waitstatus_to_exitcode(status), flush=True)
 """
 
 
-def child(folder: Path, steps: int, slow: float = 0.0) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", CHILD, str(folder), str(Path(__file__).parent), str(steps), str(slow)],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+class Launcher:
+    """Runs in processes of their own, one after the other."""
+
+    def __init__(self, folder: Path, steps: int, slow: float = 0.0) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", LAUNCHER, str(folder), str(Path(__file__).parent), str(steps), str(slow)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+    def __enter__(self) -> Launcher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def start(self) -> int:
+        """Start a run; returns its process."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("go\n")
+        self.process.stdin.flush()
+        return int(self.read())
+
+    def read(self) -> str:
+        """The next line: the number of a step that was done, or the end."""
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def wait(self) -> int:
+        """The exit code of the run."""
+        while not (line := self.read()).startswith("ended"):
+            assert line, "the launcher died"
+        return int(line.split()[1])
 
 
 def kill_often(folder: Path, kills: int, steps: int) -> None:
@@ -336,32 +374,29 @@ def kill_often(folder: Path, kills: int, steps: int) -> None:
     config = small_run(training={"save_every": 1}, schedule={"steps": steps})
     train(config, folder / "left-alone", display=Spy())
     newest = 0
-    for _ in range(kills):
-        process = child(folder / "killed", steps)
-        assert process.stdout is not None
-        # some die while they start, most while they train and save
-        process.stdout.readline()
-        for _ in range(chance.randrange(1, max(2, steps // kills))):
-            process.stdout.readline()
-        time.sleep(chance.random() * 0.05)
-        process.kill()
-        process.communicate()
-        found = Store(folder / "killed").newest() if (folder / "killed").exists() else None
-        reached = found.step if found else 0
-        # no finished checkpoint is ever lost
-        assert reached >= newest
-        newest = reached
-    process = child(folder / "killed", steps)
-    process.communicate()
-    assert process.returncode == 0
-    assert newest > 0
+    with Launcher(folder / "killed", steps) as launcher:
+        for _ in range(kills):
+            child = launcher.start()
+            for _ in range(chance.randrange(steps // kills)):
+                launcher.read()
+            time.sleep(chance.random() * 0.1)
+            os.kill(child, signal.SIGKILL)
+            assert launcher.wait() == -signal.SIGKILL
+            found = Store(folder / "killed").newest() if (folder / "killed").exists() else None
+            reached = found.step if found else 0
+            # no finished checkpoint is ever lost
+            assert reached >= newest
+            newest = reached
+        assert 0 < newest < steps
+        launcher.start()
+        assert launcher.wait() == 0
     assert same_runs(folder / "left-alone", folder / "killed")
     assert metrics(folder / "left-alone") == metrics(folder / "killed")
     assert not [p for p in (folder / "killed").iterdir() if p.name.startswith(".")]
 
 
 def test_kill_at_random_moments(tmp_path: Path) -> None:
-    kill_often(tmp_path, 6, 60)
+    kill_often(tmp_path, 6, 48)
 
 
 @pytest.mark.slow
@@ -401,13 +436,12 @@ def test_a_second_interrupt_stops_at_once(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_process_exits_with_its_code(tmp_path: Path) -> None:
-    process = child(tmp_path / "run", 10_000, slow=0.01)
-    assert process.stdout is not None
-    for _ in range(4):
-        process.stdout.readline()
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
-    assert process.returncode == 143
+    with Launcher(tmp_path / "run", 10_000, slow=0.01) as launcher:
+        for number, code in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
+            child = launcher.start()
+            assert launcher.read().isdigit()
+            os.kill(child, number)
+            assert launcher.wait() == code
     assert Store(tmp_path / "run").newest() is not None
 
 
@@ -416,7 +450,7 @@ def test_an_interrupted_process_exits_with_its_code(tmp_path: Path) -> None:
 
 def test_not_finite_steps_are_not_applied(tmp_path: Path) -> None:
     """Batches with a NaN change neither weights nor running averages; the others train on."""
-    task = ToyConfig(real=True, nan_from=40)
+    task = ToyConfig(real=True, nan_from=44)
     config = small_run(task, schedule={"steps": 30}, training={"bucketing": False})
     mixer: Any = config.model.mixer
     config = config.replace(model={"mixer": type(mixer)(gau=mixer.gau, norm="batch", prenorm=True)})
@@ -430,12 +464,13 @@ def test_not_finite_steps_are_not_applied(tmp_path: Path) -> None:
     assert outcome.exit_code == 0
     records = list(iterate_metrics(tmp_path / "metrics.jsonl"))
     skipped = [r["step"] for r in records if r["split"] == "skipped"]
-    assert 5 <= len(skipped) < 30
+    # one example of 45 spoils one batch of six
+    assert len(skipped) == 5
     for step in range(2, 31):
         assert same_tensors(weights[step - 1], weights[step - 2]) == (step in skipped)
     assert all(bool(v.isfinite().all()) for v in weights[-1].values())
     first = next(r for r in records if r["split"] == "skipped")
-    assert first["trouble"] == "the inputs are not finite" and max(first["examples"]) >= 40
+    assert first["trouble"] == "the inputs are not finite" and 44 in first["examples"]
     assert any(
         m.startswith(f"step {skipped[0]} not applied: the inputs are not finite") for m in spy.messages
     )
@@ -505,7 +540,7 @@ def test_a_router_that_stays_dead_is_named(tmp_path: Path, monkeypatch: pytest.M
 
     spy = Spy()
     train(small_run(), tmp_path, display=spy, on_step=switch)
-    dead = [m for m in spy.messages if "its router has activated no token" in m]
+    dead = [m for m in spy.messages if m.startswith("layer 2: its router has activated no token")]
     assert dead == [
         "layer 2: its router has activated no token since step 2; the layer works without attention"
     ]

@@ -585,11 +585,14 @@ class Run:
     def _finish_gradients(self, scale: float) -> float:
         """Turn averages over processes of sums into the average over all targets, clip, and return the norm."""
         parameters = [p for p in self.module.parameters() if p.grad is not None]
-        for parameter in parameters:
-            assert parameter.grad is not None
-            parameter.grad.mul_(scale)
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        for gradient in gradients:
+            gradient.mul_(scale)
+        norm = torch.nn.utils.get_total_norm(gradients)
         limit = self.config.optimiser.clip
-        norm = torch.nn.utils.clip_grad_norm_(parameters, math.inf if limit is None else limit)
+        # a norm that is not finite would spread to every gradient, and hide where it came from
+        if limit is not None and math.isfinite(float(ck.whole(norm))):
+            torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
         return float(ck.whole(norm))
 
     def _report_skipped(self, step: int, micro: list[Loaded], trouble: str) -> None:
