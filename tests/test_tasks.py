@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import glob
 import io
 import json
 import lzma
 import math
 import pickle
+import re
+import shlex
 import tarfile
 import wave
 import zipfile
@@ -17,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 
+from seqboat.cli import main
 from seqboat.data import Store
 from seqboat.prepare import prepare
 from seqboat.tasks import (
@@ -717,3 +721,29 @@ def test_speakers_are_in_the_parts_that_the_authors_put_them_in() -> None:
         _, split, _, _, speaker, _ = row.split("\t")
         assert SPLITS[speaker_part(speaker)] == split
     assert len(rows) == 4100
+
+
+# the tutorial
+
+TUTORIAL = Path(__file__).parents[1] / "docs" / "your-data.md"
+
+
+def test_the_tutorial_on_your_own_data_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    for language, block in re.findall(
+        r"^```(\w+)\n(.*?)^```", TUTORIAL.read_text(), re.DOTALL | re.MULTILINE
+    ):
+        if language == "python":
+            exec(compile(block, str(TUTORIAL), "exec"), names)
+        else:
+            for line in block.splitlines():
+                arguments = shlex.split(line.removeprefix("$ seqboat "))
+                # the shell would expand patterns
+                expanded = [path for word in arguments for path in sorted(glob.glob(word)) or [word]]
+                assert main(expanded) == 0, line
+    out = capsys.readouterr().out
+    assert "('bad', 'good')" in out and "The soup was" in out
+    assert (tmp_path / "runs" / "classify").is_dir() and (tmp_path / "runs" / "lm").is_dir()
