@@ -307,8 +307,9 @@ def _banded_backward(
 def _(  # type: ignore[no-untyped-def]
     grad, q, k, v, group, position, table, left, right, kind, scale, dropout, seed
 ):
-    like = q.new_empty(0) if table is None else torch.empty_like(table)
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), like
+    # contiguous like the real ones, whatever the layout of the inputs
+    like = q.new_empty(0) if table is None else table.new_empty(table.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), like
 
 
 def _save_banded(ctx, inputs, output):  # type: ignore[no-untyped-def]
@@ -528,8 +529,9 @@ def _dense_backward(
 
 @_dense_backward.register_fake
 def _(grad, q, k, v, query_slot, key_slot, query_position, key_position, scale, table, *rest):  # type: ignore[no-untyped-def]
-    like = q.new_empty(0) if table is None else torch.empty_like(table)
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), like
+    # contiguous like the real ones, whatever the layout of the inputs
+    like = q.new_empty(0) if table is None else table.new_empty(table.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), like
 
 
 def _save_dense(ctx, inputs, output):  # type: ignore[no-untyped-def]
