@@ -1,6 +1,6 @@
 """The SeqBoat layer computed the way it was published: the yard-stick that `seqboat bench` holds ours to.
 
-Same parameters as `seqboat.SeqBoat`, same results, other algorithms (section 3.3 and appendix A of the paper):
+Same parameters as `seqboat.SeqBoat`, same results, by its own code (section 3.3 and appendix A of the paper):
 
 - MD-EMA as one convolution by FFT, with the kernel summed from a (dim, states, time) table of powers;
 - compress and extract by scatter and gather, into a batch padded to its longest compressed sequence;
@@ -27,6 +27,7 @@ from seqboat.mixers.base import MixerOutput
 from seqboat.mixers.ema import EMA
 from seqboat.mixers.gau import GAU
 from seqboat.mixers.seqboat import SeqBoat, SeqBoatConfig, SeqBoatState
+from seqboat.nn import rotate
 from seqboat.padding import zero_padding
 from seqboat.sma import Routing, compress, extract
 
@@ -48,7 +49,7 @@ class Published(SeqBoat):
     def mix(self, x: Tensor, mask: Tensor | None, state: SeqBoatState | None) -> MixerOutput:
         require(state is None, "the published layer carries no state")
         branch = zero_padding(self.norm(x, mask), mask) if self.config.prenorm else x
-        hidden = zero_padding(self._drop(F.silu(self.average(branch))), mask)
+        hidden = zero_padding(self.drop(F.silu(self.average(branch))), mask)
         active, probs = self.sma.router(hidden)
         if mask is not None:
             active, probs = active & mask[..., None], zero_padding(probs, mask)
@@ -56,7 +57,12 @@ class Published(SeqBoat):
         packed, slot = compress(hidden, active[..., 0])
         attended = extract(self.attend(packed, slot), slot)
         branches = attended * routing.confidence.to(attended.dtype) + self.linear(hidden)
-        return MixerOutput(zero_padding(self._close(branches, x, mask), mask), None, routing)
+        y = F.silu((self.drop(branches) if self.causal else branches) + x)
+        y = y if self.config.prenorm else self.norm(y, mask)
+        return MixerOutput(zero_padding(y, mask), None, routing)
+
+    def drop(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.config.dropout, self.training) if self.config.dropout else x
 
     def average(self, x: Tensor) -> Tensor:
         """MD-EMA of (batch, time, dim) by FFT, both directions in one transform."""
@@ -99,11 +105,17 @@ class Published(SeqBoat):
         slots = packed.shape[1]
         places = torch.arange(count, device=slot.device).expand_as(slot)
         position = compress(places[..., None], slot < slots)[0][..., 0]
-        query, key, value, gate = unit.project(packed, position)
+        base = F.silu(F.linear(packed, unit.base.weight, unit.base.bias))
+        z, gate, value = base.split([unit.d_z, unit.d_v, unit.d_v], dim=-1)
+        query, key = (torch.addcmul(unit.beta[i], z, unit.gamma[i]) for i in (0, 1))
+        if unit.config.positions == "rotary":
+            query, key = rotate(query, position), rotate(key, position)
+        scale = 1 / math.sqrt(unit.d_z) if unit.config.attention == "softmax" else 1 / unit.window
         # zeros beyond the active tokens of a row are no keys
         real = torch.arange(slots, device=slot.device) < (slot < slots).sum(dim=1, keepdim=True)
-        attended = self.local_attention(query * unit._scale, key, value, position, real, count)
-        return unit._close(gate, attended)
+        attended = self.local_attention(query * scale, key, value, position, real, count)
+        y = F.linear(gate * attended, unit.out.weight, unit.out.bias)
+        return F.dropout(y, unit.dropout, self.training) if unit.dropout else y
 
     def local_attention(
         self, query: Tensor, key: Tensor, value: Tensor, position: Tensor, real: Tensor, time: int
@@ -137,8 +149,8 @@ class Published(SeqBoat):
         inside = (distance >= -unit.left) & (distance <= unit.right)
         scores = scores.masked_fill(~(inside & look_around(real)[:, :, None]), HIDDEN)
         weights = attention_weights(scores, unit.config.attention)
-        if unit._attention_dropout:
-            weights = F.dropout(weights, unit._attention_dropout)
+        if unit.config.attention_dropout:
+            weights = F.dropout(weights, unit.config.attention_dropout, self.training)
         return (weights @ values).flatten(1, 2)[:, :slots]
 
 
