@@ -114,6 +114,16 @@ def test_damaged_and_foreign_stores_are_not_read(
         Store.find(tmp_path, "thing")
 
 
+def test_data_of_another_version_is_made_again(tmp_path: Path) -> None:
+    counts = (4, 2, 2)
+    prepare("pathfinder16", "generate", tmp_path, counts=counts, workers=1)
+    manifest = tmp_path / "pathfinder16" / MANIFEST
+    manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 0'))
+    with pytest.raises(MissingData, match="run `seqboat data prepare pathfinder16` again"):
+        Store.find(tmp_path, "pathfinder16")
+    prepare("pathfinder16", "generate", tmp_path, counts=counts, workers=1).verify()
+
+
 def test_a_flipped_byte_is_found(tmp_path: Path) -> None:
     store = make_store(tmp_path)
     store.verify()
@@ -270,6 +280,28 @@ def test_truncated_archives_and_web_pages_are_named(tmp_path: Path) -> None:
         prepare("enwik8", str(tmp_path / "empty.zip"), tmp_path / "data")
     with pytest.raises(MissingData, match=r"nowhere does not exist; get enwik8.zip from https://"):
         prepare("enwik8", str(tmp_path / "nowhere"), tmp_path / "data")
+
+
+@pytest.mark.parametrize("style", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_archives_are_recognised_by_their_content(tmp_path: Path, style: int) -> None:
+    path = tmp_path / "called.anything"
+    with tarfile.open(path, "w:bz2", format=style) as archive:
+        add(archive, "folder/name.txt", b"content")
+    assert Source(path).kind() == "tar"
+    assert [(entry.name, entry.base, entry.read()) for entry in Source(path).entries()] == [
+        ("folder/name.txt", "name.txt", b"content")
+    ]
+    path.write_bytes(b"just text " * 100)
+    assert Source(path).kind() == "file"
+    # a header without the mark of the newer styles
+    with tarfile.open(path, "w") as archive:
+        add(archive, "name.txt", b"content")
+    header = bytearray(path.read_bytes())
+    header[257:265] = bytes(8)
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header[:512])
+    path.write_bytes(header)
+    assert Source(path).kind() == "tar"
 
 
 # downloads
@@ -550,6 +582,19 @@ def test_progress_is_told_in_lines_where_there_is_no_terminal(
         for _ in range(3):
             advance(10)
     assert capsys.readouterr().err == "drawing: 20 of 40 images\n"
+
+
+def test_progress_is_a_bar_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("rich")
+    from seqboat.data import progress
+
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    with progress("drawing", 40) as advance:
+        advance(40)
+    assert "drawing" in capsys.readouterr().err
 
 
 def test_every_data_set_can_be_made_or_read() -> None:

@@ -340,7 +340,7 @@ class Store:
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
     manifest = _read_json(folder / MANIFEST)
-    again = f"remove it, then run `seqboat data prepare {folder.name}`"
+    again = f"run `seqboat data prepare {folder.name}` again"
     if not isinstance(manifest, dict) or not isinstance(manifest.get("arrays"), dict):
         raise MissingData(f"{folder / MANIFEST} cannot be read: {again}")
     if manifest.get("format") != FORMAT:

@@ -252,7 +252,10 @@ def prepare(
     if root.is_dir():
         restore(root, name)
     if not force and (root / name / MANIFEST).exists():
-        return Store.find(root, name)
+        try:
+            return Store.find(root, name)
+        except MissingData:
+            pass  # of another version or damaged: made again, and only then replaced
     if origin is None:
         origin = "generate" if info.draw is not None else "download"
     if origin == "generate":

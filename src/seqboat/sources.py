@@ -100,7 +100,7 @@ class Source:
                 head = stream.read(512)
         except _BROKEN as error:
             raise ValueError(f"{self.path} is damaged or cut short: {error}") from error
-        return "tar" if head[257:262] == b"ustar" else "file"
+        return "tar" if _is_tar_header(head) else "file"
 
     def _folder(self, wanted: Callable[[str], bool]) -> Iterator[Entry]:
         for path in sorted(self.path.rglob("*")):
@@ -167,6 +167,17 @@ class _Budget:
             self.spent <= self.limit,
             f"{self.path} unpacks to more than {self.limit:,} bytes, {MAX_RATIO} times its size: refused",
         )
+
+
+def _is_tar_header(head: bytes) -> bool:
+    """Whether 512 bytes are the header of a tar member: its checksum counts its own eight bytes as blanks."""
+    if len(head) < 512:
+        return False
+    try:
+        claimed = int(head[148:156].strip(b" \0") or b"x", 8)
+    except ValueError:
+        return False
+    return claimed == sum(head[:148]) + 8 * ord(" ") + sum(head[156:512])
 
 
 def open_stream(path: Path) -> IO[bytes]:
