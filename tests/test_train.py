@@ -215,6 +215,8 @@ def test_micro_batches_add_up(tmp_path: Path) -> None:
             assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_compiled_runs_agree(tmp_path: Path) -> None:
     config = small_run(schedule={"steps": 3, "warmup_steps": 1}, training={"accumulation": 1})
     config = config.replace(evaluation={"every": 100, "limit": 4})
