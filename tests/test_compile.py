@@ -45,7 +45,9 @@ def make_layer(causal: bool, span: Any = "memory") -> SeqBoat:
 
 def gradients(layer: SeqBoat, y: Tensor) -> list[Tensor]:
     layer.zero_grad()
-    y.square().sum().backward()
+    # not the sum of squares, which a norm at the end makes constant: its gradient would be rounding alone
+    weight = torch.randn(y.shape, generator=torch.Generator().manual_seed(1))
+    (y * weight).sum().backward()
     return [parameter.grad.clone() for parameter in layer.parameters() if parameter.grad is not None]
 
 
@@ -61,7 +63,8 @@ def check_training(layer: SeqBoat, compiled: Any, batches: int = 4) -> None:
         wanted, got = gradients(layer, expected.y), gradients(layer, out.y)
         assert len(wanted) == len(got) == len(list(layer.parameters()))
         for one, two in zip(got, wanted, strict=True):
-            torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5)
+            # an entry may be a small difference of large sums: the largest entry sets the scale
+            assert float((one - two).abs().max()) <= 1e-5 * float(two.abs().max())
     assert len(counts) > 1, "the batches should differ in their number of active tokens"
 
 
