@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
 import tarfile
@@ -400,7 +401,9 @@ class Server:
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    # a proxy of the machine must not come between
+    monkeypatch.setenv("no_proxy", "*")
     server = Server()
     thread = threading.Thread(target=server.server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
@@ -493,6 +496,34 @@ def test_without_a_hash_only_the_same_file_is_continued(server: Server, tmp_path
     (tmp_path / ".file.bin.part").write_bytes(bytes(1000))
     assert get(remote(server, "good", digest=None, size=None), tmp_path) == CONTENT
     assert server.requests == [("/good", None)]
+
+
+def test_an_unknown_host_is_not_asked_again(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def fails(host: str, *rest: object, **more: object) -> None:
+        asked.append(host)
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", fails)
+    with pytest.raises(DownloadError, match=r"https://nowhere\.invalid/a: unknown host"):
+        download(Remote(name="a", urls=("https://nowhere.invalid/a",)), tmp_path)
+    assert asked == ["nowhere.invalid"]
+
+
+def test_a_failed_download_says_what_to_get_by_hand(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from dataclasses import replace
+
+    monkeypatch.setitem(DATASETS, "enwik8", replace(DATASETS["enwik8"], remote=remote(server, "missing")))
+    assert main(["data", "prepare", "enwik8", "--data-dir", str(tmp_path)]) == 1
+    error = capsys.readouterr().err
+    assert (
+        "HTTP 404" in error and "get enwik8.zip from https://mattmahoney.net" in error and "--from" in error
+    )
 
 
 def test_only_web_addresses_are_opened(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import http.client
 import os
+import socket
 import time
 import urllib.error
 import urllib.parse
@@ -125,6 +126,8 @@ def _from_mirror(
                 and error.code not in (408, 429)
             ):
                 return f"HTTP {error.code} {error.reason}"
+            if isinstance(error, urllib.error.URLError) and isinstance(error.reason, socket.gaierror):
+                return f"unknown host: {error.reason}"
             arrived = part.stat().st_size if part.exists() else 0
             failures = 1 if arrived > before else failures + 1
             if failures >= attempts:

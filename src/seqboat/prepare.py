@@ -9,7 +9,7 @@ from pathlib import Path
 
 from seqboat.checks import check_positive, require
 from seqboat.data import MANIFEST, MissingData, Prepared, Progress, Skips, Staging, Store, progress, restore
-from seqboat.download import Remote, download
+from seqboat.download import DownloadError, Remote, download
 from seqboat.sources import Source
 from seqboat.tasks import curves, enwik8, image, listops, pathfinder, retrieval, speech, text
 from seqboat.tasks.base import SPLITS
@@ -77,12 +77,12 @@ def _read_curves(size: int) -> Read:
 LISTOPS = listops.ListOpsConfig()
 LISTOPS_SMALL = listops.ListOpsConfig(max_depth=5, max_arguments=5, longer_than=9, shorter_than=129)
 _LRA_PAGE = "lra_release.gz (7.7 GB) from https://github.com/google-research/long-range-arena"
-_CURVES = "free to make (BSD-licensed original generator; this one is our own)"
+_FREE = "free to make"
 
 DATASETS = {
     "listops": DataInfo(
         title="nested list operations of 500 to 2,000 tokens, ten classes",
-        licence="free to make; LRA's files: Apache 2.0",
+        licence=_FREE,
         size=100_000_000,
         get=f"nothing, it is made; or basic_train.tsv, basic_val.tsv and basic_test.tsv of {_LRA_PAGE}",
         folders=("listops-1000", "listops"),
@@ -94,7 +94,7 @@ DATASETS = {
     ),
     "listops-small": DataInfo(
         title="list operations of 10 to 128 tokens, for trials",
-        licence="free to make",
+        licence=_FREE,
         size=2_300_000,
         get="nothing, it is made",
         draw=_draw_listops(LISTOPS_SMALL),
@@ -121,7 +121,7 @@ DATASETS = {
     ),
     "retrieval": DataInfo(
         title="pairs of papers, citing or not (ACL Anthology Network, as in LRA)",
-        licence="the texts belong to their authors; LRA's files: Apache 2.0",
+        licence="none stated; the texts belong to their authors",
         size=250_000_000,
         get=f"new_aan_pairs.train.tsv, .eval.tsv and .test.tsv (folder tsv_data) of {_LRA_PAGE}",
         folders=("tsv_data", "peerread_citation_pairs"),
@@ -147,7 +147,7 @@ DATASETS = {
     ),
     "pathfinder": DataInfo(
         title="200,000 images of 32 x 32 pixels: two dots on one dashed curve?",
-        licence=_CURVES,
+        licence=_FREE,
         size=205_000_000,
         get=f"nothing, it is made; or the folder pathfinder32 of {_LRA_PAGE}",
         folders=("pathfinder32", "pathfinder"),
@@ -159,7 +159,7 @@ DATASETS = {
     ),
     "pathfinder16": DataInfo(
         title="images of 16 x 16 pixels of the same kind, for trials",
-        licence=_CURVES,
+        licence=_FREE,
         size=11_400_000,
         get="nothing, it is made",
         draw=_draw_curves(curves.PATHFINDER16),
@@ -168,7 +168,7 @@ DATASETS = {
     ),
     "pathx": DataInfo(
         title="200,000 images of 128 x 128 pixels of the same kind",
-        licence=_CURVES,
+        licence=_FREE,
         size=3_280_000_000,
         get=f"nothing, it is made; or the folder pathfinder128 of {_LRA_PAGE}",
         folders=("pathfinder128", "pathx"),
@@ -265,7 +265,11 @@ def prepare(
         require(info.remote is not None, f"{name} is not distributed: use --from generate")
         assert info.remote is not None
         with progress(f"downloading {info.remote.name}", info.remote.bytes, "bytes") as advance:
-            path = download(info.remote, root / DOWNLOADS, advance)
+            try:
+                path = download(info.remote, root / DOWNLOADS, advance)
+            except DownloadError as error:
+                hint = f"get {info.get} by other means, and name the file or folder with --from"
+                raise DownloadError(f"{error}; {hint}") from None
     else:
         path = _locate(Path(origin), info)
     require(info.read is not None, f"{name} is not distributed: use --from generate")

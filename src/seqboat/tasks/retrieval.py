@@ -9,6 +9,7 @@ the texts are stored once and a pair is (label, number of the first, number of t
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -189,9 +190,10 @@ def _read_compact(folder: Path, documents: _Documents, skips: Skips) -> Pairs:
 
 
 def _lines(content: bytes) -> Iterator[tuple[int, bytes]]:
-    for number, line in enumerate(content.split(b"\n"), start=1):
+    # line by line: the published file is larger than a gigabyte, and a list of its lines as large again
+    for number, line in enumerate(io.BytesIO(content), start=1):
         if line.strip():
-            yield number, line.rstrip(b"\r")
+            yield number, line.rstrip(b"\r\n")
 
 
 def _label(field: bytes) -> int | None:
