@@ -289,7 +289,7 @@ def image_small(mixer: MixerConfig | None = None) -> RunConfig:
 def pathfinder_small(mixer: MixerConfig | None = None) -> RunConfig:
     """Pathfinder at 16 x 16 pixels.
 
-    Cut: images of 16 x 16 pixels with curves of 5 dashes instead of 32 x 32 with 14, 4 layers of width 64 instead of
+    Cut: images of 16 x 16 pixels with curves of 4 dashes instead of 32 x 32 with 14, 4 layers of width 64 instead of
     6 of 128, 100,000 images seen instead of 32 million, working memory 64.
     """
     return RunConfig(
