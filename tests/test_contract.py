@@ -235,27 +235,27 @@ def test_steps_leave_the_given_state_unless_inplace(case: Case) -> None:
 @pytest.mark.parametrize("choice", pairwise(GRID), ids=grid_name)
 @torch.no_grad()
 def test_three_modes_over_options(choice: tuple[Any, ...]) -> None:
-    check_layer_and_model(choice)
+    check_layer_and_model(choice, splits=6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("choice", list(itertools.product(*GRID)), ids=grid_name)
 @torch.no_grad()
 def test_three_modes_over_all_options(choice: tuple[Any, ...]) -> None:
-    check_layer_and_model(choice)
+    check_layer_and_model(choice, splits=20)
 
 
-def check_layer_and_model(choice: tuple[Any, ...]) -> None:
+def check_layer_and_model(choice: tuple[Any, ...], splits: int) -> None:
     layer_config = grid_layer(choice)
     torch.manual_seed(0)
     layer = enliven(layer_config.build(D_MODEL))
     balance(layer, sequence(4, 64))
     mask = mask_rows()
-    check_three_modes(layer, sequence(6, TIME), mask, EXACT)
+    check_three_modes(layer, sequence(6, TIME), mask, EXACT, splits)
     config = BackboneConfig(mixer=layer_config, d_model=D_MODEL, num_layers=2, vocab=11)
     model = enliven(LanguageModel(config))
     balance(model, torch.randint(0, 11, (4, 64)))
-    check_three_modes(model, torch.randint(0, 11, (6, TIME)), mask, EXACT, splits=5)
+    check_three_modes(model, torch.randint(0, 11, (6, TIME)), mask, EXACT, splits)
 
 
 @every_case
