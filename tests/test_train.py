@@ -182,6 +182,13 @@ def test_wrong_uses_of_carried_state(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="carry_state needs a language model, but toy is none"):
         train(small_run(training={"carry_state": True, "bucketing": False}), tmp_path / "a", display=Spy())
     assert not (tmp_path / "a").exists()
+    lm = small_run(
+        ToyConfig(kind="lm"), training={"carry_state": True, "bucketing": False, "accumulation": 3}
+    )
+    with pytest.raises(
+        ValueError, match=r"must be a multiple of processes x training.accumulation = 3, got 8"
+    ):
+        train(lm, tmp_path / "b", display=Spy())
 
 
 @pytest.mark.parametrize("workers", [1, 2])

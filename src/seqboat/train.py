@@ -237,6 +237,11 @@ class Run:
         self.task = config.build_task()
         if training.carry_state and self.task.kind != "lm":
             raise ValueError(f"training.carry_state needs a language model, but {self.task.name} is none")
+        if training.carry_state and training.batch_size % parts:
+            raise ValueError(
+                f"with training.carry_state, training.batch_size must be a multiple of processes x "
+                f"training.accumulation = {parts}, got {training.batch_size}"
+            )
         if training.carry_state and getattr(config.task, "context", None):
             raise ValueError(
                 "training.carry_state and task.context exclude each other: the state is the context"
@@ -334,23 +339,24 @@ class Run:
         self.world.agree(error)
 
     def _carried_tensors(self) -> dict[str, Tensor]:
-        """The carried states of all rows of the global batch."""
-        return {
-            f"{part}/{name}": self.world.gather_rows(value)
-            for part, state in enumerate(self.carried)
-            for name, value in (tensors(state) if state is not None else ())
-        }
+        """The carried states of all rows of the global batch, in its order."""
+        if self.carried[0] is None:
+            return {}
+        parts = [dict(tensors(state)) for state in self.carried]
+        return {name: self.world.gather_rows(torch.cat([part[name] for part in parts])) for name in parts[0]}
 
     def _load_carried(self, saved: dict[str, Tensor]) -> None:
-        """Give every process its rows back."""
-        for part in range(self.config.training.accumulation):
-            rows = [value for name, value in saved.items() if name.startswith(f"{part}/")]
-            if rows:
-                share = len(rows[0]) // self.world.size
-                fresh = self.module.init_state(share)  # type: ignore[operator]
-                mine = slice(self.world.rank * share, (self.world.rank + 1) * share)
-                values = iter([saved[f"{part}/{name}"][mine] for name, _ in tensors(fresh)])
-                self.carried[part] = map_state(lambda _, values=values: next(values), fresh)  # type: ignore[misc]
+        """Give every process and micro-batch its rows back."""
+        parts = self.config.training.accumulation
+        rows = self.config.training.batch_size // (self.world.size * parts)
+        for part in range(parts if saved else 0):
+            start = (self.world.rank * parts + part) * rows
+            fresh = self.module.init_state(rows)  # type: ignore[operator]
+            values = iter([saved[name][start : start + rows] for name, _ in tensors(fresh)])
+            self.carried[part] = map_state(
+                lambda like, values=values: next(values).to(like.device),  # type: ignore[misc]
+                fresh,
+            )
 
     # the loop
 
