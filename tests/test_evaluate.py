@@ -177,7 +177,9 @@ RECALL = [
 ]
 
 
-def test_train_eval_resume_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_eval_resume_from_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = str(tmp_path / "run")
     assert main(["train", "recall", "--out", out, *RECALL]) == 0
     shown = capsys.readouterr().out
@@ -187,7 +189,11 @@ def test_train_eval_resume_from_the_command_line(tmp_path: Path, capsys: pytest.
     assert {"accuracy", "loss", "bits", "step", "activation"} <= result.keys() and result["examples"] == 16
     assert result["recipe"] == "recall"
     assert main(["eval", out, "--limit", "4"]) == 0
-    assert "4 examples of test" in capsys.readouterr().out
+    captured = capsys.readouterr()
+    assert "4 examples of test" in captured.out and captured.err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert main(["eval", out, "--batch_size", "8"]) == 0
+    assert capsys.readouterr().err == "\r1/2 batches\r2/2 batches\n"
     assert main(["train", "--resume", "--out", out]) == 0
     assert "finished already" in capsys.readouterr().out
     assert main(["train", "recall", "--out", out, *RECALL]) == 2

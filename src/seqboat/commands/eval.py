@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +35,7 @@ def run(options: argparse.Namespace) -> int:
         options.batch_size,
         options.limit,
         {"data_dir": options.data_dir} if options.data_dir else None,
+        show_progress if sys.stderr.isatty() else None,
     )
     if options.json:
         plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in result.items()}
@@ -42,3 +44,8 @@ def run(options: argparse.Namespace) -> int:
         print(f"{result['run']}, step {result['step']}, {result['examples']:,} examples of {result['split']}")
         print(f"{metric_text(result)}  active % {rate_text(result['activation'])}")
     return 0
+
+
+def show_progress(done: int, batches: int) -> None:
+    """Count batches on one line of the terminal."""
+    print(f"\r{done}/{batches} batches", end="\n" if done == batches else "", file=sys.stderr, flush=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import sys
 from pathlib import Path
 
@@ -60,6 +61,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
     folder = Path(options.out or Path("runs") / (config.recipe or "run"))
     outcome = train(config, folder, resume=options.resume)
-    best = "" if outcome.best is None else f"; best {config.build_task().metric} {outcome.best:.4f}"
-    print(f"{outcome.message}{best}; {folder}", file=sys.stderr if outcome.exit_code else sys.stdout)
+    if os.environ.get("RANK", "0") == "0":
+        best = "" if outcome.best is None else f"; best {config.build_task().metric} {outcome.best:.4f}"
+        print(f"{outcome.message}{best}; {folder}", file=sys.stderr if outcome.exit_code else sys.stdout)
     return outcome.exit_code

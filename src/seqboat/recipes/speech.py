@@ -50,7 +50,7 @@ def speech_small(mixer: MixerConfig | None = None) -> RunConfig:
     """Speech Commands at 2,000 averaged samples on a subset of 2,800 clips.
 
     Cut: samples are averaged by eights, 2,800 training clips instead of 24,500 (the speakers of the data set's own
-    split, so no test speaker is known), 4 layers of width 48 instead of 8 of 60, 16 epochs instead of 200, working
+    split, so no test speaker is known), 4 layers of width 48 instead of 8 of 60, 8 epochs instead of 200, working
     memory 64.
     """
     return RunConfig(
@@ -70,7 +70,7 @@ def speech_small(mixer: MixerConfig | None = None) -> RunConfig:
             num_layers=4,
         ),
         optimiser=OptimiserConfig(lr=0.01, weight_decay=0.01),
-        schedule=ScheduleConfig(steps=1400, warmup_steps=140),
+        schedule=ScheduleConfig(steps=1100, warmup_steps=110),
         training=TrainingConfig(batch_size=20, log_every=20, save_every=200),
         evaluation=EvaluationConfig(every=200, batch_size=20),
     )
