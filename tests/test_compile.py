@@ -1,8 +1,8 @@
 """torch.compile: the same numbers, one graph per layer, no new compilation for every batch.
 
 How many tokens are active depends on the data. torch traces through that only if it is told to capture
-operators with such shapes; then a layer is one graph. Without it, a layer falls into several graphs at the
-packing of its tokens, with the same results.
+operators with such shapes, as `compile_model` does; then a layer is one graph. Without it, a layer falls into
+several graphs at the packing of its tokens, with the same results.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch._inductor.config
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from seqboat.compile import compile_model
 from seqboat.mixers.ema import EMAConfig
 from seqboat.mixers.gau import GAUConfig
 from seqboat.mixers.seqboat import SeqBoat, SeqBoatConfig
@@ -71,9 +72,9 @@ def check_training(layer: SeqBoat, compiled: Any, batches: int = 4) -> None:
 def check_one_graph(causal: bool, span: str) -> None:
     layer = make_layer(causal, span)
     counter = CompileCounterWithBackend("aot_eager")
-    with torch._dynamo.config.patch(**CAPTURE):
+    with torch._dynamo.config.patch(**dict.fromkeys(CAPTURE, False)):
         # fullgraph refuses any break at all
-        check_training(layer, torch.compile(layer, backend=counter, fullgraph=True))
+        check_training(layer, compile_model(layer, backend=counter, fullgraph=True))
     assert counter.frame_count <= 2
 
 

@@ -22,15 +22,29 @@ CORE = {
     "padding": set(),
     "scan": {"precision"},
     "attention": {"precision"},
+    "gated": {"attention", "precision"},
+    "compile": set(),
     "state": {"checks"},
     "nn": {"checks", "fused"},
-    "routers": {"checks", "nn", "sma"},
+    "routers": {"checks", "fused", "nn", "sma"},
     "mixers.base": {"checks", "padding", "sma", "state"},
     "model": {"checks", "mixers.base", "nn", "padding", "sma", "state"},
 }
 """What each file of the core may import from the package, at most; mixers are below."""
 
-PARTS = {"attention", "checks", "fused", "nn", "padding", "precision", "routers", "scan", "sma", "state"}
+PARTS = {
+    "attention",
+    "checks",
+    "fused",
+    "gated",
+    "nn",
+    "padding",
+    "precision",
+    "routers",
+    "scan",
+    "sma",
+    "state",
+}
 """What mixers are made of."""
 
 COMPOSED = {

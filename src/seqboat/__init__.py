@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from seqboat.version import __version__
 
 if TYPE_CHECKING:
+    from seqboat.compile import compile_model
     from seqboat.mixers import MIXERS
     from seqboat.mixers.activation import SparseModularActivation
     from seqboat.mixers.base import Mixer, MixerOutput, RecurrentMixer
@@ -62,6 +63,7 @@ _HOMES = {
     "TemperedSoftmaxConfig": "routers",
     "XMoEConfig": "routers",
     "activation": "routers",
+    "compile_model": "compile",
     "compress": "sma",
     "detach_state": "state",
     "extract": "sma",
@@ -103,6 +105,7 @@ __all__ = [
     "XMoEConfig",
     "__version__",
     "activation",
+    "compile_model",
     "compress",
     "detach_state",
     "extract",

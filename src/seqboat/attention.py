@@ -41,6 +41,11 @@ HIDDEN = -1e30
 """Score of a key that a query must not see: exp of it is zero, and rows without any key stay finite."""
 
 
+def scores_at_once(x: Tensor) -> int:
+    """How many scores to hold at a time on the device of x."""
+    return SCORES_AT_ONCE["cpu" if x.device.type == "cpu" else "cuda"]
+
+
 def attention_weights(scores: Tensor, kind: str) -> Tensor:
     """The attention function on biased scores; hidden keys have the score HIDDEN."""
     if kind == "softmax":
@@ -50,7 +55,7 @@ def attention_weights(scores: Tensor, kind: str) -> Tensor:
     return 0.5 * torch.erfc((LAPLACE_MU - scores) * (1 / (LAPLACE_SIGMA * math.sqrt(2))))
 
 
-def _grad_scores(scores: Tensor, weights: Tensor, grad_weights: Tensor, kind: str) -> Tensor:
+def grad_scores_of(scores: Tensor, weights: Tensor, grad_weights: Tensor, kind: str) -> Tensor:
     """Gradient of the scores from that of the weights."""
     if kind == "softmax":
         # one pass per row: (grad - sum(grad * weights)) * weights
@@ -72,10 +77,10 @@ def _wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-class _Band:
+class Band:
     """The geometry of a banded product: n blocks of queries, each with `left` + 1 + `right` blocks of keys."""
 
-    def __init__(self, tokens: int, left: int, right: int, device: str = "cpu") -> None:
+    def __init__(self, tokens: int, left: int, right: int, scores_at_once: int) -> None:
         reach = max(left, right)
         # blocks of a quarter of the reach waste few products; below 16 or above 128 the products get slow
         self.size = min(128, max(16, 1 << max(reach // 2, 1).bit_length() - 1))
@@ -85,7 +90,7 @@ class _Band:
         self.blocks = -(-tokens // self.size)
         self.tokens = tokens
         self.width = (self.before + 1 + self.after) * self.size
-        self.at_once = max(1, SCORES_AT_ONCE.get(device, 1 << 22) // (self.size * self.width))
+        self.at_once = max(1, scores_at_once // (self.size * self.width))
 
     def parts(self) -> list[tuple[int, int]]:
         """Ranges of blocks that are worked on at a time."""
@@ -108,7 +113,11 @@ class _Band:
     def keys(self, x: Tensor, begin: int, end: int, fill: float = 0) -> Tensor:
         """What blocks begin .. end may see of (tokens, ...), as (blocks, width, ...): overlapping views."""
         rows = self._rows(x, (begin - self.before) * self.size, (end + self.after) * self.size, fill)
-        shape = (end - begin, self.width, *x.shape[1:])
+        return self.windows(rows, end - begin)
+
+    def windows(self, rows: Tensor, count: int) -> Tensor:
+        """The rows that `count` blocks may see, as (blocks, width, ...): overlapping views."""
+        shape = (count, self.width, *rows.shape[1:])
         return rows.as_strided(shape, (self.size * rows.stride(0), *rows.stride()))
 
     def sums(self, x: Tensor) -> Tensor:
@@ -144,12 +153,12 @@ class _Band:
         return key - query
 
 
-class _BandScores:
+class BandScores:
     """Scores of a few blocks at a time: products, bias, and HIDDEN where a key is out of reach."""
 
     def __init__(
         self,
-        band: _Band,
+        band: Band,
         group: Tensor,
         position: Tensor | None,
         table: Tensor | None,
@@ -220,10 +229,10 @@ def _banded(
     dropout: float,
     seed: int,
 ) -> Tensor:
-    band = _Band(q.shape[0], left, right, q.device.type)
+    band = Band(q.shape[0], left, right, scores_at_once(q))
     dtype = v.dtype
     q, k, v = _wide(q), _wide(k), _wide(v)
-    score = _BandScores(band, group, position, None if table is None else _wide(table), scale, q.dtype)
+    score = BandScores(band, group, position, None if table is None else _wide(table), scale, q.dtype)
     out = torch.empty(q.shape[0], v.shape[1], dtype=v.dtype, device=v.device)
     for begin, end in band.parts():
         scores, _ = score(begin, end, band.queries(q, begin, end), band.keys(k, begin, end))
@@ -261,10 +270,10 @@ def _banded_backward(
     dropout: float,
     seed: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    band = _Band(q.shape[0], left, right, q.device.type)
+    band = Band(q.shape[0], left, right, scores_at_once(q))
     types = q.dtype, k.dtype, v.dtype, q.dtype if table is None else table.dtype
     grad, q, k, v = _wide(grad), _wide(q), _wide(k), _wide(v)
-    score = _BandScores(band, group, position, None if table is None else _wide(table), scale, q.dtype)
+    score = BandScores(band, group, position, None if table is None else _wide(table), scale, q.dtype)
     grad_q = torch.empty_like(q, memory_format=torch.contiguous_format)
     grad_k, grad_v = band.sums(k), band.sums(v)
     grad_static = torch.zeros_like(score.static)
@@ -284,7 +293,7 @@ def _banded_backward(
             scale_of = _dropout_mask(weights, dropout, seed + begin)
             dropped = weights * scale_of
             grad_weights.mul_(scale_of)
-        grad_scores = _grad_scores(scores, weights, grad_weights, kind)
+        grad_scores = grad_scores_of(scores, weights, grad_weights, kind)
         if index is not None:
             grad_table.index_add_(0, index.view(-1), grad_scores.view(-1))
         elif table is not None:
@@ -436,7 +445,7 @@ def _dense_part(
 
 def _dense_parts(q: Tensor, k: Tensor) -> list[slice]:
     row = max(1, q.shape[0] * k.shape[1])
-    at_once = max(1, SCORES_AT_ONCE.get(q.device.type, 1 << 22) // row)
+    at_once = max(1, scores_at_once(q) // row)
     return [slice(begin, begin + at_once) for begin in range(0, q.shape[1], at_once)]
 
 
@@ -512,7 +521,7 @@ def _dense_backward(
             scale_of = _dropout_mask(weights, dropout, seed + part.start)
             dropped = weights * scale_of
             grad_weights.mul_(scale_of)
-        grad_scores = _grad_scores(scores, weights, grad_weights, kind)
+        grad_scores = grad_scores_of(scores, weights, grad_weights, kind)
         if index is not None:
             grad_table.index_add_(0, index.view(-1), grad_scores.view(-1))
         scaled = grad_scores * scale[:, part, None]

@@ -59,13 +59,53 @@ class _Linear(torch.autograd.Function):
         return dx, dw, db
 
 
+def affine(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """x W^T + b on (..., dim), all of one type."""
+    return _Linear.apply(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], weight.shape[0])
+
+
 def linear(layer: nn.Module, x: Tensor) -> Tensor:
     """A Linear with a bias on (..., dim); anything else, adapters and hooks included, is simply called."""
     if not is_plain(layer) or layer.bias is None:
         return layer(x)
-    flat, weight, bias = in_autocast(x.flatten(0, -2), layer.weight, layer.bias)  # type: ignore[arg-type]
+    parts = in_autocast(x, layer.weight, layer.bias)  # type: ignore[arg-type]
     with torch.autocast(x.device.type, enabled=False):
-        return _Linear.apply(flat, weight, bias).unflatten(0, x.shape[:-1])
+        return affine(*parts)
+
+
+class _Combine(torch.autograd.Function):
+    """x + h W^T + b, plus some rows, in one array; the gradient of h is laid out as h is."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, h: Tensor, weight: Tensor, bias: Tensor, rows: Tensor, y: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(h, weight, rows)
+        return torch.addmm(bias, h, weight.t()).add_(x).index_add_(0, rows, y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        h, weight, rows = ctx.saved_tensors
+        dh = torch.mm(weight.t(), grad.t()).t() if by_channel(h) else torch.mm(grad, weight)
+        return grad, dh, torch.mm(grad.t(), h), grad.sum(dim=0), None, grad.index_select(0, rows)
+
+
+def combine(layer: nn.Linear, x: Tensor, h: Tensor, rows: Tensor, y: Tensor) -> Tensor:
+    """x + layer(h), plus y at some places.
+
+    Args:
+        layer: a Linear with a bias.
+        x, h: (batch, time, dim).
+        rows: (tokens,), places in the flattened (batch * time) sequence.
+        y: (tokens, dim).
+    """
+    flat = [part.reshape(-1, part.shape[-1]) for part in (x, h)]
+    if is_plain(layer) and layer.bias is not None and x.dtype == h.dtype == y.dtype == layer.weight.dtype:
+        with torch.autocast(x.device.type, enabled=False):
+            return _Combine.apply(*flat, layer.weight, layer.bias, rows, y).view(x.shape)
+    summed = linear(layer, h) + x
+    return summed.view(-1, x.shape[-1]).index_add(0, rows, y.to(summed.dtype)).view(x.shape)
 
 
 class _Take(torch.autograd.Function):
@@ -92,40 +132,58 @@ def take(x: Tensor, rows: Tensor) -> Tensor:
     return _Take.apply(x, rows)
 
 
+def _row_products(a: Tensor, b: Tensor) -> Tensor:
+    """(..., 1): inner products over the last dimension, without an array of their terms."""
+    dim = a.shape[-1]
+    return torch.bmm(a.reshape(-1, 1, dim), b.reshape(-1, dim, 1)).view(*a.shape[:-1], 1)
+
+
 class _ScaleByRMS(torch.autograd.Function):
-    """x / rms(x) * weight over the last dimension; weight is a number or one per channel."""
+    """x / rms(x) * weight over the last dimension, of x or of SiLU(x), which is then computed again backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        square = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=_wide(x)).square_()
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, activate: bool) -> Tensor:
+        inner = F.silu(x) if activate else x
+        square = torch.linalg.vector_norm(inner, dim=-1, keepdim=True, dtype=_wide(x)).square_()
         inverse = square.div_(max(x.shape[-1], 1)).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, inverse)
-        if weight.dim() == 0:
-            return x * (inverse * weight).to(x.dtype)
-        return (x * inverse.to(x.dtype)).mul_(weight.to(x.dtype))
+        ctx.activate = activate
+        scale = inverse.to(x.dtype) if weight.dim() else (inverse * weight).to(x.dtype)
+        y = inner.mul_(scale) if activate else inner * scale
+        return y.mul_(weight.to(x.dtype)) if weight.dim() else y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, weight, inverse = ctx.saved_tensors
-        dim = max(x.shape[-1], 1)
+        inner = F.silu(x) if ctx.activate else x
         if weight.dim() == 0:
-            inner = (grad * x).sum(dim=-1, keepdim=True, dtype=inverse.dtype)
-            dweight = (inner * inverse).sum()
-            inner, scale = inner * weight, inverse * weight
-            dx = grad * scale.to(x.dtype)
+            product = _row_products(grad, inner).to(inverse.dtype)
+            dweight = (product * inverse).sum()
+            dx = grad * (inverse * weight).to(x.dtype)
+            product = product * weight
         else:
-            product = grad * x
-            dweight = (product * inverse.to(x.dtype)).flatten(0, -2).sum(dim=0)
-            inner = (product * weight.to(x.dtype)).sum(dim=-1, keepdim=True, dtype=inverse.dtype)
-            dx = (grad * inverse.to(x.dtype)).mul_(weight.to(x.dtype))
-        dx.addcmul_(x, (inner * inverse.pow(3)).to(x.dtype), value=-1 / dim)
-        return dx, dweight.to(weight.dtype), None
+            scaled = grad * weight.to(x.dtype)
+            dweight = torch.einsum("...d,...d->d", grad, inner * inverse.to(x.dtype))
+            product = _row_products(scaled, inner).to(inverse.dtype)
+            dx = scaled.mul_(inverse.to(x.dtype))
+        share = (product * inverse.pow(3)).to(x.dtype)
+        dx.addcmul_(inner, share, value=-1 / max(x.shape[-1], 1))
+        if ctx.activate:
+            dx = _silu_backward(dx, x)
+        return dx, dweight.to(weight.dtype), None, None
 
 
-def scale_by_rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Unit root mean square over the last dimension, times the weight."""
-    return _ScaleByRMS.apply(x, weight, eps)
+def scale_by_rms(x: Tensor, weight: Tensor, eps: float, activate: bool = False) -> Tensor:
+    """Unit root mean square over the last dimension, times the weight (a number, or one per channel).
+
+    Args:
+        x: (..., dim).
+        weight: () or (dim,).
+        eps: added to the mean square.
+        activate: whether SiLU comes first.
+    """
+    return _ScaleByRMS.apply(x, weight, eps, activate)
 
 
 class _Gates(torch.autograd.Function):

@@ -38,6 +38,10 @@ class Norm(nn.Module):
         """
         raise NotImplementedError
 
+    def after_silu(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Normalise SiLU(x)."""
+        return self(F.silu(x), mask)
+
 
 class LayerNorm(Norm):
     """Zero mean and unit variance over the channels of a token, then a learned scale and shift."""
@@ -63,6 +67,9 @@ class RMSNorm(Norm):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         return scale_by_rms(x, self.weight, self.eps)
 
+    def after_silu(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return scale_by_rms(x, self.weight, self.eps, activate=True)
+
 
 class ScaleNorm(Norm):
     """Unit root mean square over the channels of a token, then one learned scale for all of them."""
@@ -74,6 +81,9 @@ class ScaleNorm(Norm):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         return scale_by_rms(x, self.weight, self.eps)
+
+    def after_silu(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return scale_by_rms(x, self.weight, self.eps, activate=True)
 
 
 class BatchNorm(Norm):

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqboat.checks import check_mask, check_positive, require
+from seqboat.fused import affine
 from seqboat.nn import init_linear
 from seqboat.sma import Routing
 
@@ -52,8 +53,8 @@ class Router(nn.Module, ABC):
 
     def linear(self, layer: nn.Linear, x: Tensor) -> Tensor:
         """A Linear in the precision of x, whatever its own."""
-        bias = None if layer.bias is None else layer.bias.to(x.dtype)
-        return F.linear(x, layer.weight.to(x.dtype), bias)
+        weight = layer.weight.to(x.dtype)
+        return F.linear(x, weight) if layer.bias is None else affine(x, weight, layer.bias.to(x.dtype))
 
 
 def decide(logit: Tensor) -> Routing:

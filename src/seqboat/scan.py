@@ -200,7 +200,7 @@ def _block_scan_backward(
     first = _carry(toward[..., :half], keep[..., :half], back[..., :half], reverse=True)
     if bidirectional:
         _carry(toward[..., half:], keep[..., half:], back[..., half:])
-    grad_decay = torch.einsum("dbkn,dbkn->dn", back, seen.conj())
+    grad_decay = (back * seen.conj()).sum(dim=(1, 2))
     grad_entered = _as_pairs(back).reshape(dim, batch * blocks, width)
     grad_enter = torch.bmm(inputs.transpose(1, 2), grad_entered)
     grad_x = torch.bmm(grad, mix.transpose(1, 2))

@@ -259,6 +259,9 @@ class Run:
         if training.gradient_checkpointing:
             model.backbone.gradient_checkpointing = True  # type: ignore[union-attr]
         if training.compile:
+            from seqboat.compile import capture_active_tokens
+
+            capture_active_tokens()
             model.compile()
         self.parameters = sum(p.numel() for p in model.parameters())
         self.model = spread(model, world, training.distributed)

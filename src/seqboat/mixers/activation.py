@@ -29,6 +29,17 @@ class SMAState(NamedTuple):
     """(batch,): real tokens so far, activated or not"""
 
 
+class Activated(NamedTuple):
+    """What the modules returned, before it is added up."""
+
+    rows: Tensor
+    """(tokens,): places in the flattened (batch * time) sequence; once per module that a token activated"""
+    out: Tensor
+    """(tokens, d_model): outputs, scaled by the confidence"""
+    state: SMAState | None
+    routing: Routing
+
+
 class SparseModularActivation(RecurrentMixer):
     """Runs modules on the tokens that a router picks for them.
 
@@ -96,16 +107,28 @@ class SparseModularActivation(RecurrentMixer):
         state: SMAState | None,
         base: Tensor | None = None,
     ) -> MixerOutput:
+        rows, out, after, routing = self.activate(x, mask, state)
+        y = torch.zeros_like(x) if base is None else base
+        y = y.reshape(-1, self.d_model).index_add(0, rows, out.to(y.dtype)).view(y.shape)
+        return MixerOutput(y, after, routing)
+
+    def activate(self, x: Tensor, mask: Tensor | None, state: SMAState | None) -> Activated:
+        """Route the tokens and run every module on its own, without adding up what they return.
+
+        Args:
+            x: (batch, time, d_model), real tokens first in every row.
+            mask: (batch, time), True on real tokens.
+            state: from an earlier call.
+        """
         active, probs = self.router(x)
         if mask is not None:
             active = active & mask[..., None]
             probs = zero_padding(probs, mask)
         routing = Routing(active, probs)
         confidence = routing.confidence.flatten(0, 1)
-        y = torch.zeros_like(x) if base is None else base
         before = state.modules if state is not None else (None,) * len(self.units)
         seen = None if state is None else state.seen
-        after = []
+        places, outputs, after = [], [], []
         for i, (name, unit) in enumerate(self.units.items()):
             packed = pack(active[..., i], seen)
             tokens = packed.take(x)
@@ -114,14 +137,17 @@ class SparseModularActivation(RecurrentMixer):
             else:
                 out, remembered = unit(tokens), None
                 self._check_output(name, out)
-            after.append(remembered)
             scale = confidence[:, i].index_select(0, packed.flat)[:, None]
-            y = packed.add(y, (out * scale.to(out.dtype)).to(y.dtype))
+            places.append(packed.flat)
+            outputs.append(out * scale.to(out.dtype))
+            after.append(remembered)
+        rows = places[0] if len(places) == 1 else torch.cat(places)
+        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         if not self.causal:
-            return MixerOutput(y, None, routing)
+            return Activated(rows, out, None, routing)
         batch, time = x.shape[:2]
         new = torch.full((batch,), time, device=x.device) if mask is None else mask.sum(dim=1)
-        return MixerOutput(y, SMAState(tuple(after), new if seen is None else seen + new), routing)
+        return Activated(rows, out, SMAState(tuple(after), new if seen is None else seen + new), routing)
 
     def _check_output(self, name: str, out: Tensor) -> None:
         require(

@@ -30,7 +30,8 @@ from seqboat.attention import (
     dense,
 )
 from seqboat.checks import check_choice, check_positive, check_rate, require
-from seqboat.fused import gates
+from seqboat.fused import gates, is_plain
+from seqboat.gated import gated_attention
 from seqboat.nn import RelativeBias, check_even, init_linear, rotate
 from seqboat.sma import Packed, PackedModule
 
@@ -161,6 +162,8 @@ class GAU(PackedModule):
     def forward(
         self, tokens: Tensor, packed: Packed, state: Memory | None = None
     ) -> tuple[Tensor, Memory | None]:
+        if self._is_one_piece(tokens):
+            return self._drop(self._in_one_piece(tokens, packed)), None
         query, key, value, gate = self.project(tokens, packed.position)
         if self.config.span == "memory":
             attended = self._attend_memory(query, key, value, packed, state)
@@ -174,8 +177,43 @@ class GAU(PackedModule):
         return self._close(gate, attended), self._remember(key, value, packed, state)
 
     def _close(self, gate: Tensor, attended: Tensor) -> Tensor:
-        y = self.out(gate * attended)
+        return self._drop(self.out(gate * attended))
+
+    def _drop(self, y: Tensor) -> Tensor:
         return F.dropout(y, self.dropout, self.training) if self.dropout else y
+
+    def _is_one_piece(self, tokens: Tensor) -> bool:
+        """Whether the unit can be computed from tokens to output without its queries, keys and values."""
+        config = self.config
+        return (
+            not self.causal  # a causal unit remembers its keys and values
+            and config.span == "memory"
+            and config.positions != "rotary"
+            and config.kernel == "blocks"
+            and not self._attention_dropout
+            and is_plain(self.base)
+            and is_plain(self.out)
+            and tokens.dtype in (torch.float32, torch.float64)
+            and not torch.is_autocast_enabled(tokens.device.type)
+        )
+
+    def _in_one_piece(self, tokens: Tensor, packed: Packed) -> Tensor:
+        return gated_attention(
+            tokens,
+            self.base.weight,
+            self.base.bias,
+            self.gamma,
+            self.beta,
+            self.out.weight,
+            self.out.bias,
+            packed.row,
+            left=self.left,
+            right=self.right,
+            kind=self.config.attention,
+            scale=self._scale,
+            table=self._table,
+            position=packed.position if self.config.positions == "original" else None,
+        )
 
     @property
     def _table(self) -> Tensor | None:

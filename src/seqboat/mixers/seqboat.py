@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqboat.checks import check_choice, check_rate
-from seqboat.fused import linear
+from seqboat.fused import combine
 from seqboat.mixers.activation import SMAState, SparseModularActivation
 from seqboat.mixers.base import MixerOutput, RecurrentMixer, keep_rows
 from seqboat.mixers.ema import EMAConfig
@@ -86,10 +86,14 @@ class SeqBoat(RecurrentMixer):
         branch = self._open(x, mask)
         ssm = self.ssm(branch, padding, None if state is None else state.ssm)
         hidden = self._drop(F.silu(ssm.y))
-        sma = self.sma(hidden, padding, None if state is None else state.sma, linear(self.linear, hidden))
-        y = self._close(sma.y, x, mask)
-        after = SeqBoatState(ssm.state, sma.state) if self.causal else None
-        return MixerOutput(zero_padding(y, mask), after, sma.routing)
+        sma = self.sma.activate(hidden, mask, None if state is None else state.sma)
+        if self.causal and self.config.dropout:
+            branches = combine(self.linear, torch.zeros_like(x), hidden, sma.rows, sma.out)
+            summed = self._drop(branches) + x
+        else:
+            summed = combine(self.linear, x, hidden, sma.rows, sma.out)
+        after = SeqBoatState(ssm.state, sma.state) if sma.state is not None else None
+        return MixerOutput(zero_padding(self._close(summed, x.dtype, mask), mask), after, sma.routing)
 
     def _open(self, x: Tensor, mask: Tensor | None) -> Tensor:
         # autocast may widen the output of a norm: states keep to the type of the inputs
@@ -99,11 +103,9 @@ class SeqBoat(RecurrentMixer):
         rate = self.config.dropout
         return F.dropout(x, rate, self.training) if rate else x
 
-    def _close(self, branches: Tensor, x: Tensor, mask: Tensor | None) -> Tensor:
-        if self.causal:
-            branches = self._drop(branches)
-        y = F.silu(branches + x)
-        return (y if self.config.prenorm else self.norm(y, mask)).to(x.dtype)
+    def _close(self, summed: Tensor, dtype: torch.dtype, mask: Tensor | None) -> Tensor:
+        y = F.silu(summed) if self.config.prenorm else self.norm.after_silu(summed, mask)
+        return y.to(dtype)
 
     def make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> SeqBoatState:
         return SeqBoatState(
@@ -121,5 +123,5 @@ class SeqBoat(RecurrentMixer):
         ssm = self.ssm.advance(branch, state.ssm, mask, inplace)
         hidden = self._drop(F.silu(ssm.y))
         sma = self.sma.advance(hidden, state.sma, mask, inplace, self.linear(hidden))
-        y = self._close(sma.y, x, mask)
+        y = self._close(self._drop(sma.y) + x, x.dtype, mask)
         return MixerOutput(keep_rows(mask, y), SeqBoatState(ssm.state, sma.state), sma.routing)

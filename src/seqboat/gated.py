@@ -1,0 +1,249 @@
+"""The gated attention unit from tokens to output, a few blocks at a time, with its own backward pass.
+
+Chained operators would hold a dozen arrays of the size of the active tokens at once: gates, values, weighted
+sums, their gradients. Here everything between the two projections exists only for the blocks at hand, in the
+cache of a core: kept for the backward pass are the tokens, their projection before the activation, and the
+weighted sums. The mathematics is that of `GAU` and `attention.banded`, and is tested against them.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from seqboat.attention import (
+    AttentionName,
+    Band,
+    BandScores,
+    attention_weights,
+    grad_scores_of,
+    scores_at_once,
+)
+from seqboat.precision import full_precision
+
+_silu_backward = torch.ops.aten.silu_backward
+
+
+class _Blocks:
+    """Queries, keys, values and gates of some blocks, from the projection before its activation."""
+
+    def __init__(self, band: Band, before: Tensor, gamma: Tensor, beta: Tensor, begin: int, end: int) -> None:
+        d_z = gamma.shape[1]
+        d_v = (before.shape[1] - d_z) // 2
+        size, tokens = band.size, band.tokens
+        first, last = (begin - band.before) * size, (end + band.after) * size
+        low, high = max(first, 0), min(last, tokens)
+        self.rows = slice(begin * size, min(end * size, tokens))
+        z = F.silu(before[low:high, :d_z])
+        key = torch.addcmul(beta[1], z, gamma[1])
+        value = F.silu(before[low:high, d_z + d_v :])
+        query = torch.addcmul(beta[0], z[self.rows.start - low : self.rows.stop - low], gamma[0])
+        self.gate = F.silu(before[self.rows, d_z : d_z + d_v])
+        around = (0, 0, low - first, last - high)
+        self.keys = band.windows(F.pad(key, around) if any(around) else key, end - begin)
+        self.values = band.windows(F.pad(value, around) if any(around) else value, end - begin)
+        self.queries = self.in_blocks(query, band)
+
+    def in_blocks(self, rows: Tensor, band: Band) -> Tensor:
+        """(rows, dim) as (blocks, size, dim), the last block filled up with zeros."""
+        missing = -rows.shape[0] % band.size
+        return (F.pad(rows, (0, 0, 0, missing)) if missing else rows).unflatten(0, (-1, band.size))
+
+
+@torch.library.custom_op("seqboat::gated_attention", mutates_args=())
+@full_precision
+def _gated(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    out_weight: Tensor,
+    out_bias: Tensor,
+    group: Tensor,
+    position: Tensor | None,
+    table: Tensor | None,
+    left: int,
+    right: int,
+    kind: str,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, d_v = x.shape[0], out_weight.shape[1]
+    band = Band(tokens, left, right, scores_at_once(x))
+    before = torch.addmm(bias, x, weight.t())
+    score = BandScores(band, group, position, table, scale, x.dtype)
+    summed = x.new_empty(tokens, d_v)
+    y = x.new_empty(tokens, out_weight.shape[0])
+    for begin, end in band.parts():
+        part = _Blocks(band, before, gamma, beta, begin, end)
+        scores, _ = score(begin, end, part.queries, part.keys)
+        rows = torch.bmm(attention_weights(scores, kind), part.values).flatten(0, 1)
+        rows = rows[: part.gate.shape[0]]
+        summed[part.rows] = rows
+        torch.addmm(out_bias, rows.mul_(part.gate), out_weight.t(), out=y[part.rows])
+    return y, before, summed
+
+
+@_gated.register_fake
+def _(x, weight, bias, gamma, beta, out_weight, *rest):  # type: ignore[no-untyped-def]
+    tokens = x.shape[0]
+    return (
+        x.new_empty(tokens, out_weight.shape[0]),
+        x.new_empty(tokens, weight.shape[0]),
+        x.new_empty(tokens, out_weight.shape[1]),
+    )
+
+
+@torch.library.custom_op("seqboat::gated_attention_backward", mutates_args=())
+@full_precision
+def _gated_backward(
+    grad: Tensor,
+    before: Tensor,
+    summed: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    out_weight: Tensor,
+    group: Tensor,
+    position: Tensor | None,
+    table: Tensor | None,
+    left: int,
+    right: int,
+    kind: str,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    d_z, d_v = gamma.shape[1], out_weight.shape[1]
+    band = Band(x.shape[0], left, right, scores_at_once(x))
+    score = BandScores(band, group, position, table, scale, x.dtype)
+    of_z, of_gate, of_value = slice(0, d_z), slice(d_z, d_z + d_v), slice(d_z + d_v, None)
+    dx, dweight, dbias = torch.empty_like(x), torch.zeros_like(weight), weight.new_zeros(weight.shape[0])
+    dgamma, dbeta = torch.zeros_like(gamma), torch.zeros_like(beta)
+    dout_weight, dout_bias = torch.zeros_like(out_weight), grad.sum(dim=0)
+    dquery = x.new_empty(x.shape[0], d_z)
+    dkeys, dvalues = band.sums(before[:, of_z]), band.sums(summed)
+    dstatic = torch.zeros_like(score.static)
+    dtable = x.new_zeros(0 if table is None else table.shape[0])
+
+    def project_back(rows: slice, columns: slice, above: Tensor, first: bool) -> None:
+        """Take the gradient of an activation through it and through the projection."""
+        below = _silu_backward(above, before[rows, columns])
+        if first:
+            torch.mm(below, weight[columns], out=dx[rows])
+        else:
+            dx[rows].addmm_(below, weight[columns])
+        dweight[columns].addmm_(below.t(), x[rows])
+        dbias[columns] += below.sum(dim=0)
+
+    def finish(first: int, last: int) -> None:
+        """Blocks first .. last of the keys have met all their queries."""
+        rows = slice(first * band.size, min(last * band.size, band.tokens))
+        count = rows.stop - rows.start
+        if count <= 0:
+            return
+        dkey = dkeys[first + band.before : last + band.before].flatten(0, 1)[:count]
+        dvalue = dvalues[first + band.before : last + band.before].flatten(0, 1)[:count]
+        z = F.silu(before[rows, of_z])
+        for i, above in enumerate((dquery[rows], dkey)):
+            dbeta[i] += above.sum(dim=0)
+            dgamma[i] += torch.linalg.vecdot(above, z, dim=0)
+        dz = torch.addcmul(dquery[rows] * gamma[0], dkey, gamma[1])
+        project_back(rows, of_z, dz, first=False)
+        project_back(rows, of_value, dvalue, first=False)
+
+    done = 0
+    for begin, end in band.parts():
+        part = _Blocks(band, before, gamma, beta, begin, end)
+        scores, index = score(begin, end, part.queries, part.keys)
+        weights = attention_weights(scores, kind)
+        above = grad[part.rows]
+        rows = summed[part.rows]
+        dgated = torch.mm(above, out_weight)
+        dout_weight.addmm_(above.t(), part.gate * rows)
+        project_back(part.rows, of_gate, dgated * rows, first=True)
+        dsummed = part.in_blocks(dgated.mul_(part.gate), band)
+        dweights = torch.bmm(dsummed, part.values.transpose(1, 2))
+        dscores = grad_scores_of(scores, weights, dweights, kind)
+        if index is not None:
+            dtable.index_add_(0, index.view(-1), dscores.view(-1))
+        elif table is not None:
+            dstatic += dscores.sum(dim=0)
+        found = torch.bmm(dscores, part.keys).flatten(0, 1)[: above.shape[0]]
+        torch.mul(found, scale, out=dquery[part.rows])
+        band.add_by_key(dvalues, begin, weights, dsummed)
+        band.add_by_key(dkeys, begin, dscores, part.queries, scale)
+        finish(done, max(end - band.before, done))
+        done = max(end - band.before, done)
+    finish(done, band.blocks)
+    if table is not None and position is None:
+        dtable.index_add_(0, score.distance[score.inside], dstatic[score.inside])
+    return dx, dweight, dbias, dgamma, dbeta, dout_weight, dout_bias, dtable
+
+
+@_gated_backward.register_fake
+def _(  # type: ignore[no-untyped-def]
+    grad, before, summed, x, weight, gamma, beta, out_weight, group, position, table, *rest
+):
+    return (
+        torch.empty_like(x),
+        torch.empty_like(weight),
+        weight.new_empty(weight.shape[0]),
+        torch.empty_like(gamma),
+        torch.empty_like(beta),
+        torch.empty_like(out_weight),
+        grad.new_empty(grad.shape[1]),
+        x.new_empty(0) if table is None else torch.empty_like(table),
+    )
+
+
+def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    x, weight, _, gamma, beta, out_weight, _, group, position, table, *rest = inputs
+    _, before, summed = output
+    ctx.save_for_backward(before, summed, x, weight, gamma, beta, out_weight, group, position, table)
+    ctx.rest = rest
+    ctx.mark_non_differentiable(before, summed)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, grad, *_):  # type: ignore[no-untyped-def]
+    *tensors, table = ctx.saved_tensors
+    if grad is None:
+        return (None,) * 14
+    grads = _gated_backward(grad.contiguous(), *tensors, table, *ctx.rest)
+    return *grads[:7], None, None, None if table is None else grads[7], *(None,) * 4
+
+
+_gated.register_autograd(_backward, setup_context=_save)
+
+
+def gated_attention(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    out_weight: Tensor,
+    out_bias: Tensor,
+    group: Tensor,
+    *,
+    left: int,
+    right: int,
+    kind: AttentionName,
+    scale: float,
+    table: Tensor | None = None,
+    position: Tensor | None = None,
+) -> Tensor:
+    """A gated attention unit on packed tokens, each seeing its neighbours of the same group.
+
+    Args:
+        x: (tokens, dim), contiguous.
+        weight, bias: of the projection to z, gate and value, (d_z + 2 d_v, dim).
+        gamma, beta: (2, d_z), scale and shift of query and key.
+        out_weight, out_bias: of the projection back, (dim, d_v).
+        group, left, right, kind, scale, table, position: as in `attention.banded`.
+    """
+    y, _, _ = _gated(
+        x, weight, bias, gamma, beta, out_weight, out_bias, group, position, table, left, right, kind, scale
+    )  # fmt: skip
+    return y

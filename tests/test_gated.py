@@ -1,0 +1,95 @@
+"""The gated attention unit in one piece against the same unit in its parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from seqboat import attention
+from seqboat.gated import _gated, gated_attention
+from seqboat.mixers.gau import GAU, GAUConfig
+from seqboat.sma import Packed, pack
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few scores at a time, so that even short sequences take several parts."""
+    monkeypatch.setitem(attention.SCORES_AT_ONCE, "cpu", 3000)
+
+
+def make_unit(**changes: Any) -> GAU:
+    torch.manual_seed(0)
+    config = GAUConfig(**{"d_z": 4, "d_v": 6, "window": 10, "max_positions": 30, **changes})
+    unit = GAU(5, config, causal=False).double()
+    with torch.no_grad():
+        for parameter in unit.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.5)
+    return unit
+
+
+def run(unit: GAU, tokens: Tensor, packed: Packed) -> tuple[Tensor, dict[str, Tensor]]:
+    """Output and all gradients."""
+    x = tokens.clone().requires_grad_()
+    unit.zero_grad()
+    y, state = unit(x, packed)
+    assert state is None
+    (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape)).sum().backward()
+    grads = {name: p.grad.clone() for name, p in unit.named_parameters() if p.grad is not None}
+    assert x.grad is not None
+    return y.detach(), {**grads, "x": x.grad}
+
+
+@pytest.mark.parametrize("positions", ["original", "compressed", "none"])
+@pytest.mark.parametrize("kind", ["softmax", "relu2", "laplace"])
+@pytest.mark.parametrize("window", [1, 2, 7, 40, 300])
+@pytest.mark.parametrize("rate", [0.0, 0.02, 0.5, 1.0])
+def test_one_piece_equals_the_parts(positions: Any, kind: Any, window: int, rate: float) -> None:
+    unit = make_unit(positions=positions, attention=kind, window=window)
+    packed = pack(torch.rand(3, 47) < rate)
+    tokens = torch.randn(packed.flat.shape[0], 5, dtype=torch.float64)
+    assert unit._is_one_piece(tokens)
+    whole = run(unit, tokens, packed)
+    hook = unit.base.register_forward_hook(lambda *_: None)
+    assert not unit._is_one_piece(tokens), "a hooked projection must be called"
+    parts = run(unit, tokens, packed)
+    hook.remove()
+    assert whole[1].keys() == parts[1].keys() == {name for name, _ in unit.named_parameters()} | {"x"}
+    torch.testing.assert_close(whole, parts)
+
+
+def test_gradcheck_and_registration() -> None:
+    unit = make_unit(window=4)
+    packed = pack(torch.rand(2, 11) < 0.7)
+    tokens = torch.randn(packed.flat.shape[0], 5, dtype=torch.float64, requires_grad=True)
+    assert unit.bias is not None
+    weights = (unit.base.weight, unit.base.bias, unit.gamma, unit.beta, unit.out.weight, unit.out.bias)
+
+    def function(x: Tensor, table: Tensor, *rest: Tensor) -> Tensor:
+        options: dict[str, Any] = {"left": 2, "right": 2, "kind": "softmax", "scale": 0.5, "table": table}
+        return gated_attention(x, *rest, packed.row, position=packed.position, **options)
+
+    assert torch.autograd.gradcheck(function, (tokens, unit.bias.table, *weights))
+    arguments = (tokens, *weights, packed.row, packed.position, unit.bias.table, 2, 2, "softmax", 0.5)
+    torch.library.opcheck(_gated, arguments)
+
+
+def test_what_it_does_not_serve_takes_the_parts() -> None:
+    """Causal units remember keys and values; dropout, rotation and autocast need them too."""
+    tokens = torch.randn(3, 5)
+    plain = make_unit().float()
+    assert plain._is_one_piece(tokens)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert not plain._is_one_piece(tokens)
+    assert not plain._is_one_piece(tokens.bfloat16())
+    assert not GAU(5, GAUConfig(d_z=4), causal=True)._is_one_piece(tokens)
+    for changes in (
+        {"positions": "rotary"},
+        {"span": "full"},
+        {"attention_dropout": 0.5},
+        {"kernel": "flex"},
+    ):
+        assert not make_unit(**changes).float()._is_one_piece(tokens), changes
+    assert make_unit(attention_dropout=0.5).float().eval()._is_one_piece(tokens)
