@@ -10,11 +10,12 @@ EXTRAS := cli,train,report,image,dev
 demo: $(READY)
 	$(BIN)/seqboat demo
 
+# one thread per test process: two processes with two threads each would wait for each other on two cores
 test: $(READY)
-	$(BIN)/pytest -n 2 -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not slow"
 
 test-all: $(READY)
-	$(BIN)/pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
 
 check: lint types test
 

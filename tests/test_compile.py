@@ -72,7 +72,7 @@ def check_training(layer: SeqBoat, compiled: Any, batches: int = 4) -> None:
 def check_one_graph(causal: bool, span: str) -> None:
     layer = make_layer(causal, span)
     counter = CompileCounterWithBackend("aot_eager")
-    with torch._dynamo.config.patch(**dict.fromkeys(CAPTURE, False)):
+    with torch._dynamo.config.patch(**dict.fromkeys(CAPTURE, False)):  # type: ignore[arg-type]
         # fullgraph refuses any break at all
         check_training(layer, compile_model(layer, backend=counter, fullgraph=True))
     assert counter.frame_count <= 2

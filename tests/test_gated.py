@@ -67,11 +67,13 @@ def test_gradcheck_and_registration() -> None:
     assert unit.bias is not None
     weights = (unit.base.weight, unit.base.bias, unit.gamma, unit.beta, unit.out.weight, unit.out.bias)
 
-    def function(x: Tensor, table: Tensor, *rest: Tensor) -> Tensor:
+    def function(*tensors: Any) -> Tensor:
+        *rest, table = tensors
+        arguments: list[Any] = [*rest, packed.row]
         options: dict[str, Any] = {"left": 2, "right": 2, "kind": "softmax", "scale": 0.5, "table": table}
-        return gated_attention(x, *rest, packed.row, position=packed.position, **options)
+        return gated_attention(*arguments, position=packed.position, **options)
 
-    assert torch.autograd.gradcheck(function, (tokens, unit.bias.table, *weights))
+    assert torch.autograd.gradcheck(function, (tokens, *weights, unit.bias.table))
     arguments = (tokens, *weights, packed.row, packed.position, unit.bias.table, 2, 2, "softmax", 0.5)
     torch.library.opcheck(_gated, arguments)
 
