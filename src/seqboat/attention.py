@@ -31,7 +31,7 @@ ATTENTIONS = ("softmax", "relu2", "laplace")
 Kernel = Literal["blocks", "flex"]
 KERNELS = ("blocks", "flex")
 
-SCORES_AT_ONCE = {"cpu": 1 << 18, "cuda": 1 << 26}
+SCORES_AT_ONCE = {"cpu": 1 << 19, "cuda": 1 << 26}
 """How many scores are held at a time: what fits in a core's cache, or fills a GPU (docs/performance.md)."""
 
 LAPLACE_MU = math.sqrt(0.5)

@@ -2,7 +2,7 @@
 
 Chained operators would hold a dozen arrays of the size of the active tokens at once: gates, values, weighted
 sums, their gradients. Here everything between the two projections exists only for the blocks at hand, in the
-cache of a core: kept for the backward pass are the tokens, their projection before the activation, and the
+cache of a core: kept for the backward pass are the tokens, their projection before bias and activation, and the
 weighted sums. The mathematics is that of `GAU` and `attention.banded`, and is tested against them.
 """
 
@@ -25,21 +25,27 @@ from seqboat.precision import full_precision
 _silu_backward = torch.ops.aten.silu_backward
 
 
+def _silu_of(product: Tensor, bias: Tensor) -> Tensor:
+    return F.silu((product + bias), inplace=True)
+
+
 class _Blocks:
     """Queries, keys, values and gates of some blocks, from the projection before its activation."""
 
-    def __init__(self, band: Band, before: Tensor, gamma: Tensor, beta: Tensor, begin: int, end: int) -> None:
+    def __init__(
+        self, band: Band, before: Tensor, bias: Tensor, gamma: Tensor, beta: Tensor, begin: int, end: int
+    ) -> None:
         d_z = gamma.shape[1]
         d_v = (before.shape[1] - d_z) // 2
         size, tokens = band.size, band.tokens
         first, last = (begin - band.before) * size, (end + band.after) * size
         low, high = max(first, 0), min(last, tokens)
         self.rows = slice(begin * size, min(end * size, tokens))
-        z = F.silu(before[low:high, :d_z])
+        z = _silu_of(before[low:high, :d_z], bias[:d_z])
         key = torch.addcmul(beta[1], z, gamma[1])
-        value = F.silu(before[low:high, d_z + d_v :])
+        value = _silu_of(before[low:high, d_z + d_v :], bias[d_z + d_v :])
         query = torch.addcmul(beta[0], z[self.rows.start - low : self.rows.stop - low], gamma[0])
-        self.gate = F.silu(before[self.rows, d_z : d_z + d_v])
+        self.gate = _silu_of(before[self.rows, d_z : d_z + d_v], bias[d_z : d_z + d_v])
         around = (0, 0, low - first, last - high)
         self.keys = band.windows(F.pad(key, around) if any(around) else key, end - begin)
         self.values = band.windows(F.pad(value, around) if any(around) else value, end - begin)
@@ -71,12 +77,13 @@ def _gated(
 ) -> tuple[Tensor, Tensor, Tensor]:
     tokens, d_v = x.shape[0], out_weight.shape[1]
     band = Band(tokens, left, right, scores_at_once(x))
-    before = torch.addmm(bias, x, weight.t())
+    # the bias is added where the product is used: broadcasting it into the whole would be a pass of its own
+    before = torch.mm(x, weight.t())
     score = BandScores(band, group, position, table, scale, x.dtype)
     summed = x.new_empty(tokens, d_v)
     y = x.new_empty(tokens, out_weight.shape[0])
     for begin, end in band.parts():
-        part = _Blocks(band, before, gamma, beta, begin, end)
+        part = _Blocks(band, before, bias, gamma, beta, begin, end)
         scores, _ = score(begin, end, part.queries, part.keys)
         rows = torch.bmm(attention_weights(scores, kind), part.values).flatten(0, 1)
         rows = rows[: part.gate.shape[0]]
@@ -103,6 +110,7 @@ def _gated_backward(
     summed: Tensor,
     x: Tensor,
     weight: Tensor,
+    bias: Tensor,
     gamma: Tensor,
     beta: Tensor,
     out_weight: Tensor,
@@ -128,7 +136,7 @@ def _gated_backward(
 
     def project_back(rows: slice, columns: slice, above: Tensor, first: bool) -> None:
         """Take the gradient of an activation through it and through the projection."""
-        below = _silu_backward(above, before[rows, columns])
+        below = _silu_backward(above, before[rows, columns] + bias[columns])
         if first:
             torch.mm(below, weight[columns], out=dx[rows])
         else:
@@ -144,7 +152,7 @@ def _gated_backward(
             return
         dkey = dkeys[first + band.before : last + band.before].flatten(0, 1)[:count]
         dvalue = dvalues[first + band.before : last + band.before].flatten(0, 1)[:count]
-        z = F.silu(before[rows, of_z])
+        z = _silu_of(before[rows, of_z], bias[of_z])
         for i, above in enumerate((dquery[rows], dkey)):
             dbeta[i] += above.sum(dim=0)
             dgamma[i] += torch.linalg.vecdot(above, z, dim=0)
@@ -154,7 +162,7 @@ def _gated_backward(
 
     done = 0
     for begin, end in band.parts():
-        part = _Blocks(band, before, gamma, beta, begin, end)
+        part = _Blocks(band, before, bias, gamma, beta, begin, end)
         scores, index = score(begin, end, part.queries, part.keys)
         weights = attention_weights(scores, kind)
         above = grad[part.rows]
@@ -183,7 +191,7 @@ def _gated_backward(
 
 @_gated_backward.register_fake
 def _(  # type: ignore[no-untyped-def]
-    grad, before, summed, x, weight, gamma, beta, out_weight, group, position, table, *rest
+    grad, before, summed, x, weight, bias, gamma, beta, out_weight, group, position, table, *rest
 ):
     return (
         torch.empty_like(x),
@@ -198,9 +206,9 @@ def _(  # type: ignore[no-untyped-def]
 
 
 def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    x, weight, _, gamma, beta, out_weight, _, group, position, table, *rest = inputs
+    x, weight, bias, gamma, beta, out_weight, _, group, position, table, *rest = inputs
     _, before, summed = output
-    ctx.save_for_backward(before, summed, x, weight, gamma, beta, out_weight, group, position, table)
+    ctx.save_for_backward(before, summed, x, weight, bias, gamma, beta, out_weight, group, position, table)
     ctx.rest = rest
     ctx.mark_non_differentiable(before, summed)
     ctx.set_materialize_grads(False)

@@ -17,6 +17,7 @@ Complex states (S4D) travel as pairs of real numbers; only their carry from bloc
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -59,12 +60,13 @@ def _as_pairs(s: Tensor) -> Tensor:
 def _carry_serial(u: Tensor, decay: Tensor, start: Tensor | None, reverse: bool, states: Tensor) -> Tensor:
     """Fill the states that enter each block, one block after the other; returns what leaves the last."""
     blocks = u.shape[2]
-    order = range(blocks - 1, -1, -1) if reverse else range(blocks)
-    state = u.new_zeros(u.shape[:2] + u.shape[3:]) if start is None else start
-    for k in order:
-        states[:, :, k] = state
-        state = torch.addcmul(u[:, :, k], decay, state)
-    return state
+    order = list(range(blocks - 1, -1, -1) if reverse else range(blocks))
+    if not order:
+        return u.new_zeros(u.shape[:2] + u.shape[3:]) if start is None else start
+    states[:, :, order[0]] = 0 if start is None else start
+    for k, following in pairwise(order):
+        torch.addcmul(u[:, :, k], decay, states[:, :, k], out=states[:, :, following])
+    return torch.addcmul(u[:, :, order[-1]], decay, states[:, :, order[-1]])
 
 
 def _carry(
@@ -93,11 +95,12 @@ def _carry(
         many, few = slice(0, whole), slice(whole, None)
     grouped = u[:, :, many].unflatten(2, (whole // group, group))
     local = states[:, :, many].unflatten(2, (whole // group, group))
-    state = u.new_zeros(grouped.shape[:3] + grouped.shape[4:])
-    order = range(group - 1, -1, -1) if reverse else range(group)
-    for j in order:
-        local[:, :, :, j] = state
-        state = torch.addcmul(grouped[:, :, :, j], decay[:, :, None], state)
+    order = list(range(group - 1, -1, -1) if reverse else range(group))
+    local[:, :, :, order[0]] = 0
+    keep = decay[:, :, None]
+    for j, following in pairwise(order):
+        torch.addcmul(grouped[:, :, :, j], keep, local[:, :, :, j], out=local[:, :, :, following])
+    state = torch.addcmul(grouped[:, :, :, order[-1]], keep, local[:, :, :, order[-1]])
     heads = torch.empty_like(state)
     final = _carry_serial(state, decay**group, start, reverse, heads)
     ages = torch.arange(group, device=u.device)
