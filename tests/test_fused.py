@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqboat.fused import by_channel, gates, linear, scale_by_rms, take
+from seqboat.fused import by_channel, combine, gates, linear, scale_by_rms, take
 
 
 def channels_first(x: Tensor) -> Tensor:
@@ -89,3 +89,38 @@ def test_autocast_gives_the_lower_type() -> None:
     assert y.dtype == torch.bfloat16 and all(part.dtype == torch.bfloat16 for part in parts)
     y.sum().backward()
     assert x.grad is not None and x.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("lay_out", [torch.clone, channels_first], ids=["by token", "by channel"])
+def test_combine(lay_out) -> None:
+    layer = nn.Linear(4, 4).double()
+    x = torch.randn(2, 5, 4, dtype=torch.float64, requires_grad=True)
+    flat = lay_out(torch.randn(10, 4, dtype=torch.float64)).requires_grad_()
+    rows = torch.tensor([1, 3, 3, 9])
+    y = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+
+    def fast(x: Tensor, h: Tensor, y: Tensor) -> Tensor:
+        return combine(layer, x, h.view(2, 5, 4), rows, y)
+
+    assert torch.autograd.gradcheck(fast, (x, flat, y))
+    summed = (layer(flat.view(2, 5, 4)) + x).view(10, 4).index_add(0, rows, y).view(2, 5, 4)
+    torch.testing.assert_close(fast(x, flat, y), summed)
+    weights = (layer.weight, layer.bias)
+    ours = torch.autograd.grad(fast(x, flat, y).square().sum(), weights)
+    torch.testing.assert_close(ours, torch.autograd.grad(summed.square().sum(), weights))
+    hook = layer.register_forward_hook(lambda *_: None)
+    torch.testing.assert_close(fast(x, flat, y), summed)
+    hook.remove()
+
+
+def test_gradcheck() -> None:
+    layer = nn.Linear(3, 2 + 2 * 2).double()
+    x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    gamma, beta = (torch.randn(2, 2, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    assert torch.autograd.gradcheck(lambda x, g, b: gates(layer, x, g, b), (x, gamma, beta))
+    assert torch.autograd.gradcheck(lambda x: linear(layer, x), x)
+    assert torch.autograd.gradcheck(lambda x: take(x, torch.tensor([0, 2])), x)
+    weight = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x, w: scale_by_rms(x, w, 1e-5, activate=True), (x, weight))
+    scalar = torch.randn((), dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x, w: scale_by_rms(x, w, 1e-5, activate=True), (x, scalar))
