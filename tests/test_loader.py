@@ -109,17 +109,29 @@ def test_reading_leaves_the_generator_alone() -> None:
 
 
 def test_a_killed_worker_is_reported() -> None:
-    task = ToyConfig(slow=0.05).build()
+    task = ToyConfig(slow=0.5).build()
     parts = (Part((i,), True) for i in range(1000))
     source = batches(task, task.dataset("train"), "train", parts, 1, 30.0)
     next(source)
     child = _children()[-1]
-    threading.Timer(0.2, os.kill, (child, signal.SIGKILL)).start()
+    threading.Timer(0.25, os.kill, (child, signal.SIGKILL)).start()
     started = time.monotonic()
     with pytest.raises(LoaderError, match=r"dataset toy, split train, records \[\d+\]: DataLoader worker"):
         for _ in source:
             pass
     assert time.monotonic() - started < 20
+
+
+def test_a_connection_that_stays_broken_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        def __next__(self) -> object:
+            raise ConnectionResetError(104, "Connection reset by peer")
+
+    monkeypatch.setattr(torch.utils.data.DataLoader, "__iter__", lambda self: Broken())
+    with pytest.raises(
+        LoaderError, match=r"dataset toy, split train, records \[\]: .*Connection reset by peer"
+    ):
+        read(ToyConfig(), [Part((1,), True)], 1)
 
 
 def test_a_hanging_worker_is_given_up() -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from multiprocessing import ProcessError
 from typing import NamedTuple
 
 import numpy as np
@@ -195,10 +196,10 @@ def batches(
     iterator = iter(loader)
     while True:
         try:
-            item = next(iterator)
+            item = _next(iterator)
         except StopIteration:
             return
-        except RuntimeError as error:
+        except (RuntimeError, *_BROKEN) as error:
             waiting = list(asked[0].examples) if asked else []
             raise LoaderError(
                 f"dataset {task.name}, split {split}, records {waiting}: {first_line(error)}"
@@ -206,6 +207,20 @@ def batches(
         if isinstance(item, _Failure):
             raise LoaderError(item.message)
         yield Loaded(asked.pop(0), item)
+
+
+_BROKEN = (OSError, EOFError, ProcessError)
+"""What reading from a worker raises that was killed while it handed over a tensor."""
+
+
+def _next(iterator: Iterator[Batch | _Failure]) -> Batch | _Failure:
+    """The next item. A connection that breaks is asked again: torch then sees that the worker is dead, and says so."""
+    for _ in range(8):
+        try:
+            return next(iterator)
+        except _BROKEN:
+            continue
+    return next(iterator)
 
 
 def first_line(error: BaseException) -> str:
