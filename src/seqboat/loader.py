@@ -214,7 +214,7 @@ _BROKEN = (OSError, EOFError, ProcessError)
 
 
 def _next(iterator: Iterator[Batch | _Failure]) -> Batch | _Failure:
-    """The next item. A connection that breaks is asked again: torch then sees that the worker is dead, and says so."""
+    """The next item. A connection that breaks is asked again: torch then sees that the worker is dead."""
     for _ in range(8):
         try:
             return next(iterator)
