@@ -186,7 +186,7 @@ def _cases() -> list[Case]:
             layer = replace(seqboat, causal=causal)
             cases.append(Case(f"layer-{name}-{direction}", partial(layer.build, D_MODEL)))
         for name, ssm in SSMS.items():
-            cases.append(Case(f"{name}-{direction}", partial(ssm.build, D_MODEL, causal)))
+            cases.append(Case(f"core-{name}-{direction}", partial(ssm.build, D_MODEL, causal)))
         cases.append(Case(f"sma-{direction}", partial(_sparse, causal)))
     return cases
 

@@ -49,7 +49,7 @@ PARTS = {
 
 COMPOSED = {
     "ema": {"ssm"},
-    "s4d": {"ssm"},
+    "s4d": {"ssm", "ssm_layer"},
     "seqboat": {"activation", "ema", "gau", "s4d", "ssm"},
     "mega": {"cache", "ema", "ssm", "transformer"},
     "transformer": {"cache"},

@@ -2,6 +2,7 @@
 
 from seqboat.mixers.base import Mixer, MixerOutput, RecurrentMixer
 from seqboat.mixers.mega import Mega, MegaChunkConfig, MegaConfig
+from seqboat.mixers.s4d import S4DLayerConfig
 from seqboat.mixers.seqboat import SeqBoat, SeqBoatConfig
 from seqboat.mixers.transformer import Transformer, TransformerConfig
 
@@ -10,6 +11,7 @@ MIXERS = {
     "transformer": TransformerConfig,
     "mega": MegaConfig,
     "mega-chunk": MegaChunkConfig,
+    "s4d": S4DLayerConfig,
 }
 """Every mixer by the name that commands use: a configuration class with defaults for every field."""
 
@@ -21,6 +23,7 @@ __all__ = [
     "Mixer",
     "MixerOutput",
     "RecurrentMixer",
+    "S4DLayerConfig",
     "SeqBoat",
     "SeqBoatConfig",
     "Transformer",

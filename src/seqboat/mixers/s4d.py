@@ -6,7 +6,8 @@ zero-order hold and a learned step dt per channel:
     q = exp(dt * A),   kernel[l] = 2 Re sum_n C_n (q_n - 1) / A_n q_n^l
 
 Half of the states are kept; their conjugates give the factor 2. Reference: "On the Parameterization and
-Initialization of Diagonal State Space Models".
+Initialization of Diagonal State Space Models". `S4D` is the bare kernel, which SeqBoat takes as its state-space
+layer; `S4DLayerConfig` makes a whole layer of a pure state-space model from it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from seqboat.checks import check_choice, require
 from seqboat.mixers.ssm import Coefficients, DiagonalSSM, Method, check_states_even
+from seqboat.mixers.ssm_layer import SSMLayer, SSMLayerConfig
 from seqboat.scan import BLOCK
 
 Init = Literal["legs", "lin", "inv"]
@@ -46,6 +48,17 @@ class S4DConfig:
 
     def build(self, d_model: int, causal: bool) -> S4D:
         return S4D(d_model, self, causal=causal)
+
+
+@dataclass(frozen=True, kw_only=True)
+class S4DLayerConfig(SSMLayerConfig):
+    """A layer of an S4D model."""
+
+    ssm: S4DConfig = S4DConfig()
+    """The state-space core."""
+
+    def build(self, d_model: int) -> SSMLayer:
+        return SSMLayer(self.ssm.build(d_model, self.causal), self)
 
 
 class S4D(DiagonalSSM):
