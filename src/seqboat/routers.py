@@ -253,10 +253,15 @@ ROUTERS = {
 
 
 def set_training_step(model: nn.Module, step: int) -> None:
-    """Tell every router that anneals with training how far training has come."""
+    """Tell every part that changes with training how far training has come.
+
+    These are routers that anneal, and any other module with a method `notice_training_step`.
+    """
     for part in model.modules():
         if isinstance(part, GumbelSoftmax):
             part.training_step.fill_(step)
+        elif hasattr(part, "notice_training_step"):
+            part.notice_training_step(step)
 
 
 class Activation(NamedTuple):
