@@ -10,7 +10,7 @@ one token at a time. The three ways give the same numbers.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,32 @@ from seqboat.checks import (
 from seqboat.padding import Aligned, align, zero_padding
 from seqboat.sma import Routing
 from seqboat.state import check_state
+
+
+Direction = Literal["bidirectional", "causal"]
+DIRECTIONS: tuple[Direction, ...] = ("bidirectional", "causal")
+
+
+def directions_of(config: object) -> tuple[Direction, ...]:
+    """In which directions a mixer works, from its configuration or the class of it.
+
+    A method that has only one form says so by a class variable `directions`; its field `causal` then has one value.
+    """
+    return getattr(config, "directions", DIRECTIONS)
+
+
+def check_direction(config: object, causal: bool, reason: str) -> None:
+    """Refuse a direction that a method does not have.
+
+    Args:
+        config: of the mixer; its class declares `directions`.
+        causal: the direction asked for.
+        reason: why there is no other.
+    """
+    asked = DIRECTIONS[causal]
+    name = type(config).__name__.removesuffix("Config")
+    only = " and ".join(directions_of(config))
+    require(asked in directions_of(config), f"{name} has no {asked} form, it is {only}: {reason}")
 
 
 class MixerOutput(NamedTuple):
@@ -48,6 +74,8 @@ class Mixer(nn.Module, ABC):
     causal: bool
     widens = False
     """Whether the mixer computes in float32 at least: then narrow inputs may meet wide parameters."""
+    wants_positions = False
+    """Whether the mixer knows no order of its tokens: models then add absolute positions to their inputs."""
 
     def forward(self, x: Tensor, mask: Tensor | Aligned | None = None, state: Any = None) -> MixerOutput:
         """Run the layer.
