@@ -22,6 +22,7 @@ from torch import nn
 
 from seqboat.checks import check_choice, check_positive, require
 from seqboat.mixers import MIXERS
+from seqboat.mixers.base import directions_of
 from seqboat.model import BackboneConfig, Classifier, LanguageModel, Matcher, MixerConfig
 from seqboat.optim import OptimiserConfig, ScheduleConfig
 from seqboat.routers import ROUTERS
@@ -410,6 +411,8 @@ def _chosen(hint: Any, name: str, old: Any, where: str) -> dict[str, Any]:
         key: value for key, value in to_dict(made, hint).items() if key != "name"
     }
     carried = {key: old[key] for key in CARRIED if isinstance(old, Mapping) and key in old and key in new}
+    if carried.get("causal") is False and "bidirectional" not in directions_of(made):
+        del carried["causal"]  # what needs no causal mixer can do with one
     return new | carried
 
 
