@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from seqboat.mixers import MIXERS
 from seqboat.mixers.activation import SparseModularActivation
-from seqboat.mixers.base import Mixer, RecurrentMixer
+from seqboat.mixers.base import Mixer, RecurrentMixer, directions_of
 from seqboat.mixers.ema import EMAConfig
 from seqboat.mixers.gau import GAUConfig
 from seqboat.mixers.s4d import S4DConfig
@@ -64,12 +64,9 @@ def shrink(config: Any) -> Any:
 
 
 def directions(config_class: Any) -> Iterable[tuple[str, Any]]:
-    """Small configurations of a mixer: bidirectional and causal where it offers the choice."""
-    if "causal" in {field.name for field in fields(config_class)}:
-        yield "bidirectional", shrink(config_class(causal=False))
-        yield "causal", shrink(config_class(causal=True))
-    else:
-        yield "default", shrink(config_class())
+    """Small configurations of a mixer, in each direction that it declares to have."""
+    for direction in directions_of(config_class):
+        yield direction, shrink(config_class(causal=direction == "causal"))
 
 
 @dataclass(frozen=True)

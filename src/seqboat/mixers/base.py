@@ -29,7 +29,6 @@ from seqboat.padding import Aligned, align, zero_padding
 from seqboat.sma import Routing
 from seqboat.state import check_state
 
-
 Direction = Literal["bidirectional", "causal"]
 DIRECTIONS: tuple[Direction, ...] = ("bidirectional", "causal")
 
