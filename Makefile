@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 EXTRAS := cli,train,report,image,dev
 
-.PHONY: demo test test-all check lint format types bench clean
+.PHONY: demo test test-all check lint format types bench reproduce-small clean
 
 demo: $(READY)
 	$(BIN)/seqboat demo
@@ -32,6 +32,10 @@ types: $(READY)
 
 bench: $(READY)
 	$(BIN)/seqboat bench
+
+# hours on two cores; needs the data (docs/data.md); a second call goes on where the first was stopped
+reproduce-small: $(READY)
+	$(BIN)/seqboat reproduce diagnostics lra speech enwik8 --scale small --page docs/results.md
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -78,7 +78,17 @@ def test_a_run_leaves_everything_beside_its_checkpoints(straight: Path) -> None:
     records = list(iterate_metrics(straight / "metrics.jsonl"))
     training = [r for r in records if r["split"] == "train"]
     assert [r["step"] for r in training] == list(range(1, 25))
-    wanted = {"loss", "accuracy", "lr", "grad_norm", "tokens_per_s", "memory_mb", "activation", "epoch"}
+    wanted = {
+        "loss",
+        "accuracy",
+        "lr",
+        "grad_norm",
+        "tokens_per_s",
+        "memory_mb",
+        "activation",
+        "epoch",
+        "elapsed",
+    }
     assert wanted <= training[0].keys() and len(training[0]["activation"]) == 2
     assert [r["step"] for r in records if r["split"] == "val"] == [12, 24]
     assert Store(straight).pointed("latest") == 24 and Store(straight).pointed("best") in (12, 24)
@@ -105,6 +115,9 @@ def test_resuming_continues_bit_for_bit(tmp_path: Path, straight: Path, k: int) 
     assert outcome.exit_code == 0
     assert same_runs(straight, tmp_path / "run")
     assert metrics(tmp_path / "run") == metrics(straight)
+    # time goes on where the checkpoint left it
+    elapsed = [record["elapsed"] for record in iterate_metrics(tmp_path / "run" / "metrics.jsonl")]
+    assert elapsed == sorted(elapsed) and elapsed[0] > 0
     resumed = [m for m in spy.messages if m.startswith("resumed")]
     # a stop in the very step that saves comes before the save
     assert resumed == ([f"resumed after step {(k - 1) // 4 * 4}"] if k > 4 else [])

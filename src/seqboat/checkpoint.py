@@ -135,21 +135,6 @@ def verify(path: Path) -> Checkpoint:
     return Checkpoint(path, state)
 
 
-def first_difference(one: Any, two: Any, name: str = "") -> str | None:
-    """The dotted name of the first field in which two configurations differ, with both values."""
-    if isinstance(one, Mapping) and isinstance(two, Mapping):
-        for key in [*one, *(k for k in two if k not in one)]:
-            inner = f"{name}.{key}" if name else str(key)
-            if key not in one or key not in two:
-                here, there = one.get(key, "nothing"), two.get(key, "nothing")
-                return f"{inner} is {there!r}, it was {here!r}"
-            found = first_difference(one[key], two[key], inner)
-            if found:
-                return found
-        return None
-    return None if one == two else f"{name} is {two!r}, it was {one!r}"
-
-
 class Lock:
     """Keeps a second run out of a folder while this process lives; a dead run's lock is taken over."""
 

@@ -7,6 +7,8 @@ one line and exit code 2; anything else is a failure with exit code 1 and its tr
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -18,6 +20,12 @@ COMMANDS = {
     "data": ("seqboat.commands.data", "list, prepare, verify and show data sets"),
     "train": ("seqboat.commands.train", "train a recipe, with any of its settings changed"),
     "eval": ("seqboat.commands.eval", "score a trained run on held-out data"),
+    "reproduce": (
+        "seqboat.commands.reproduce",
+        "run the paper's experiments and write the results beside its numbers",
+    ),
+    "generate": ("seqboat.commands.generate", "text from a trained language model, as it is produced"),
+    "score": ("seqboat.commands.score", "bits per byte of files, or of every byte, by a language model"),
     "list": ("seqboat.commands.list", "list recipes, mixers, tasks or routers"),
     "bench": ("seqboat.commands.bench", "time and memory of mixers, side by side in one run"),
 }
@@ -61,6 +69,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"seqboat {options.command}: error: {one_line(error)}", file=sys.stderr)
         return 2
+    except BrokenPipeError:
+        # whoever read the output has enough of it; what is still buffered has nowhere to go
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130

@@ -244,6 +244,17 @@ def from_dict(data: Mapping[str, Any], base: RunConfig | None = None) -> RunConf
     return config
 
 
+def part_from_dict(kind: Any, data: Mapping[str, Any], where: str) -> Any:
+    """A part of a configuration from a dictionary; what it lacks comes from the defaults.
+
+    Args:
+        kind: the type of the part, such as MixerConfig or BackboneConfig.
+        data: its fields, and its name where there are several of the kind.
+        where: what messages call it.
+    """
+    return _read(kind, data, where)
+
+
 def _inner(where: str, name: str) -> str:
     return f"{where}.{name}" if where else name
 
@@ -521,14 +532,22 @@ def from_yaml(path: Path | str, base: RunConfig | None = None) -> RunConfig:
         raise ValueError(f"{path}: {error}") from error
 
 
-def comparable(data: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration's dictionary without the fields that a resumed run may change."""
-    return _without(data, "")
+def difference(old: RunConfig, new: RunConfig) -> str | None:
+    """The first field in which two runs differ, with both values; None if one may continue the other.
+
+    Fields that decide where a run happens and what is seen of it, not its numbers, may differ.
+    """
+    return _difference(to_dict(old), to_dict(new), "")
 
 
-def _without(data: Mapping[str, Any], where: str) -> dict[str, Any]:
-    return {
-        key: _without(value, _inner(where, key)) if isinstance(value, Mapping) else value
-        for key, value in data.items()
-        if _inner(where, key) not in FREE_TO_CHANGE
-    }
+def _difference(old: Any, new: Any, name: str) -> str | None:
+    if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
+        return None if old == new else f"{name} is {new!r}, it was {old!r}"
+    for key in [*old, *(k for k in new if k not in old)]:
+        inner = _inner(name, key)
+        if inner in FREE_TO_CHANGE:
+            continue
+        found = _difference(old.get(key, "nothing"), new.get(key, "nothing"), inner)
+        if found:
+            return found
+    return None

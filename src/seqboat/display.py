@@ -37,7 +37,18 @@ def rate_text(activation: list[float | None]) -> str:
 
 def metric_text(record: Mapping[str, Any]) -> str:
     """All scores of a record."""
-    skip = ("step", "split", "epoch", "activation", "lr", "grad_norm", "tokens_per_s", "memory_mb", "seconds")
+    skip = (
+        "step",
+        "split",
+        "epoch",
+        "activation",
+        "lr",
+        "grad_norm",
+        "tokens_per_s",
+        "memory_mb",
+        "seconds",
+        "elapsed",
+    )
     return "  ".join(f"{k} {v:.4f}" for k, v in record.items() if k not in skip and isinstance(v, float))
 
 

@@ -7,9 +7,9 @@ is drawn. Colours run from light to dark with the quantity, so that a gray print
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -156,6 +156,39 @@ def demo_figure(
     )
     draw_confidence(below, tokens, confidence)
     below.set_title(f"(b) {caption}", loc="left", fontsize=11)
+    return figure
+
+
+CURVES_PER_ROW = 3
+_DASHES = ("-", "--", ":", "-.")
+
+
+def curves_figure(panels: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
+    """Held-out scores during training: a panel per experiment, a line per seed.
+
+    Args:
+        panels: by title, runs with their `metric`, `seed` and `curve`, pairs of step and score.
+    """
+    from matplotlib.figure import Figure
+
+    require(len(panels) > 0, "panels must not be empty")
+    columns = min(CURVES_PER_ROW, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(3.9 * columns, 2.7 * rows), layout="constrained")
+    for i, (title, runs) in enumerate(panels.items()):
+        axes = figure.add_subplot(rows, columns, i + 1)
+        for line, record in enumerate(runs):
+            points = np.asarray(record["curve"], dtype=float).reshape(-1, 2)
+            dashes = _DASHES[line % len(_DASHES)]
+            axes.plot(*points.T, dashes, marker="o", ms=3, color="#2c7fb8", label=f"seed {record['seed']}")
+        if len(runs) > 1:
+            axes.legend(fontsize=7, frameon=False)
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel("updates")
+        axes.set_ylabel(str(runs[0]["metric"]))
+        axes.set_xlim(left=0)
+        axes.grid(alpha=0.3, lw=0.5)
+        axes.spines[["top", "right"]].set_visible(False)
     return figure
 
 

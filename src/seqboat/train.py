@@ -19,6 +19,7 @@ import math
 import platform
 import resource
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -32,9 +33,9 @@ import torch
 from torch import Tensor, nn
 
 from seqboat import checkpoint as ck
-from seqboat.config import RunConfig, comparable, to_dict, to_yaml
+from seqboat.config import RunConfig, difference, to_dict, to_yaml
 from seqboat.display import Display, make_display
-from seqboat.evaluate import activation_sums, apply_model, evaluate, iterate_metrics, rates
+from seqboat.evaluate import activation_sums, apply_model, checkpoint_config, evaluate, iterate_metrics, rates
 from seqboat.loader import Loaded, Part, Plan, batches, share
 from seqboat.optim import build_optimiser, learning_rate, set_learning_rate
 from seqboat.parallel import World, join, spread
@@ -76,6 +77,8 @@ class Progress(NamedTuple):
     """steps that were not applied, in a row up to now"""
     skipped_in_all: int = 0
     tokens: int = 0
+    elapsed: float = 0.0
+    """seconds of training and evaluation, over all processes that worked on the run one after the other"""
     finished: bool = False
 
 
@@ -88,6 +91,21 @@ def versions() -> dict[str, str]:
         "safetensors": safetensors.__version__,
         "python": platform.python_version(),
     }
+
+
+def commit() -> str | None:
+    """The commit of the working copy that this package is in, if it is in one."""
+    try:
+        found = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--exclude=*"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=10,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return found.stdout.strip() or None if found.returncode == 0 else None
 
 
 def seed_step(seed: int, step: int, rank: int, part: int) -> None:
@@ -270,6 +288,7 @@ class Run:
         self.store = ck.Store(folder, training.keep, on_phase, display.tell)
         self.metrics = Metrics(folder / "metrics.jsonl", display.tell)
         self.progress = Progress()
+        self.started = time.monotonic()
         self.carried: list[Any] = [None] * training.accumulation
         self.dead: dict[int, int] = {}
         self.resumed = resume and self.load()
@@ -285,7 +304,9 @@ class Run:
             "seed": self.config.seed,
             "parameters": self.parameters,
             "processes": self.world.size,
+            "threads": torch.get_num_threads(),
             "versions": versions(),
+            "commit": commit(),
         }
         ck.write_atomically(self.folder / "run.json", json.dumps(about, indent=1) + "\n")
         self.metrics.rewind(self.progress.step)
@@ -295,11 +316,9 @@ class Run:
         found = self.store.newest()
         if found is None:
             return False
-        difference = ck.first_difference(
-            comparable(found.state["config"]), comparable(json.loads(json.dumps(to_dict(self.config))))
-        )
-        if difference is not None:
-            raise ValueError(f"{found.path} is of another configuration: {difference}")
+        other = difference(checkpoint_config(found), self.config)
+        if other is not None:
+            raise ValueError(f"{found.path} is of another configuration: {other}")
         if found.state["versions"].get("torch") != torch.__version__:
             self.display.tell(
                 f"the checkpoint was written with torch {found.state['versions'].get('torch')}: "
@@ -398,6 +417,7 @@ class Run:
             self.task, self.data, "train", self._parts(self.progress.step), training.workers, pin_memory=pin
         )
         clock, tokens = time.monotonic(), 0
+        self.started = clock - self.progress.elapsed
         stopped_early = False
         while self.progress.step < steps and not stopped_early:
             step = self.progress.step
@@ -454,6 +474,8 @@ class Run:
         return Outcome(0, self.progress.step, self.progress.best, reason)
 
     def _record(self, record: dict[str, Any], trackers: list[Any]) -> None:
+        self.progress = self.progress._replace(elapsed=time.monotonic() - self.started)
+        record["elapsed"] = self.progress.elapsed
         if self.world.first:
             self.metrics.write(record)
             for tracker in trackers:
