@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,19 @@ def stream_config() -> RunConfig:
     return lm.replace(model={"mixer": type(mixer)(gau=mixer.gau, causal=True)})
 
 
+def batch_norm_config(**changes: Any) -> RunConfig:
+    """The same with batch norms, and 41 examples: the last batch of an epoch has one, and a process has none."""
+    config = run_config(task=ToyConfig(count=41), training={"bucketing": False})
+    mixer: Any = config.model.mixer
+    return config.replace(model={"mixer": replace(mixer, norm="batch")}).replace(**changes)
+
+
+def nan_config(**changes: Any) -> RunConfig:
+    """Batch norms and real inputs, of which those of the second process are NaN in some batches."""
+    task = ToyConfig(count=48, length=3, real=True, nan_from=47)
+    return batch_norm_config(task=task, schedule={"steps": 8}).replace(**changes)
+
+
 def half_dead(done: int, model: torch.nn.Module) -> None:
     """From step 4 on, layer 2 of the second process activates no token, whatever its router has learnt."""
     import torch.distributed as dist
@@ -59,6 +73,15 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "ddp-accumulation": {"training": {"accumulation": 2}},
     "fsdp-accumulation": {"training": {"distributed": "fsdp", "accumulation": 2}},
 }
+NORM_SCENARIOS: dict[str, dict[str, Any]] = {
+    "norm-ddp": {},
+    "norm-fsdp": {"training": {"distributed": "fsdp"}},
+    "norm-checkpointing": {"training": {"gradient_checkpointing": True}},
+}
+NAN_SCENARIOS: dict[str, dict[str, Any]] = {
+    "nan-ddp": {"training": {"accumulation": 2}},
+    "nan-fsdp": {"training": {"accumulation": 2, "distributed": "fsdp"}},
+}
 
 
 def play(folder: Path) -> None:
@@ -72,6 +95,10 @@ def play(folder: Path) -> None:
 
     for name, changes in SCENARIOS.items():
         go(name, run_config(**changes))
+    for name, changes in NORM_SCENARIOS.items():
+        go(name, batch_norm_config(**changes))
+    for name, changes in NAN_SCENARIOS.items():
+        go(name, nan_config(**changes))
     go("half-dead", run_config(), on_step=half_dead)
     # a run of one process goes on in two
     go("resumed", run_config(), resume=True)
@@ -125,6 +152,16 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def alone_with_norms(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of one process with batch norms."""
+    folder = tmp_path_factory.mktemp("norms") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(TASKS, "toy", ToyConfig)
+        train(batch_norm_config(), folder, display=Spy())
+    return folder
+
+
+@pytest.fixture(scope="module")
 def streams(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of one process that carries its state."""
     folder = tmp_path_factory.mktemp("streams") / "run"
@@ -143,7 +180,7 @@ def played(tmp_path_factory: pytest.TempPathFactory, alone: Path, streams: Path)
         shutil.copytree(alone / "step-10", folder / name / "step-10")
     (folder / "streams-resumed").mkdir()
     shutil.copytree(streams / "step-10", folder / "streams-resumed" / "step-10")
-    ports = free_ports(len(SCENARIOS) + 5)
+    ports = free_ports(len(SCENARIOS) + len(NORM_SCENARIOS) + len(NAN_SCENARIOS) + 5)
     processes = [start(rank, folder, ports) for rank in range(2)]
     outputs = [process.communicate(timeout=400)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
@@ -185,6 +222,31 @@ def test_checkpoints_hold_whole_tensors(alone: Path, played: Path, name: str) ->
         assert one.keys() == two.keys()
         for key in one:
             torch.testing.assert_close(one[key], two[key], atol=2e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", NORM_SCENARIOS)
+def test_batch_norms_are_those_of_one_process(alone_with_norms: Path, played: Path, name: str) -> None:
+    ours, theirs = values(played / name, "loss"), values(alone_with_norms, "loss")
+    assert len(ours) == 20 and ours == pytest.approx(theirs, abs=1e-5)
+    for metric in ("loss", "accuracy"):
+        scores = values(played / name, metric, "val"), values(alone_with_norms, metric, "val")
+        assert scores[0] == pytest.approx(scores[1], abs=1e-5)
+    one, two = Store(played / name).newest(), Store(alone_with_norms).newest()
+    assert one is not None and two is not None
+    averages = {key: value for key, value in two.tensors(MODEL).items() if "running" in key}
+    assert len(averages) == 4
+    for key, value in averages.items():
+        torch.testing.assert_close(one.tensors(MODEL)[key], value, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", NAN_SCENARIOS)
+def test_bad_inputs_of_one_process_are_found_by_all(played: Path, name: str) -> None:
+    skipped = [r for r in iterate_metrics(played / name / "metrics.jsonl") if r["split"] == "skipped"]
+    # example 47 comes once in an epoch of six batches
+    assert 1 <= len(skipped) <= 2
+    for record in skipped:
+        assert record["trouble"] == "the inputs are not finite"
+        assert 47 in record["examples"] and len(record["examples"]) == 8
 
 
 @pytest.mark.parametrize("name", ["resumed", "resumed-fsdp"])

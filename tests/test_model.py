@@ -147,6 +147,21 @@ def test_checkpointing_changes_no_number(masked: bool) -> None:
         assert_near(one, two, 1e-12)
 
 
+def test_checkpointing_moves_running_averages_once() -> None:
+    torch.manual_seed(0)
+    model = Classifier(replace(TOKENS, mixer=replace(ENCODER, norm="batch")), 3).double().train()
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    results = []
+    for checkpointing in (False, True):
+        model.backbone.gradient_checkpointing = checkpointing
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+        model(ids(6, 22), mask_rows()).logits.square().sum().backward()
+        results.append([buffer.clone() for buffer in model.buffers()])
+    assert results[0] and all(torch.equal(one, two) for one, two in zip(*results, strict=True))
+    assert not torch.equal(results[0][0], next(iter(buffers.values())))
+
+
 def test_absolute_positions_continue_with_the_state() -> None:
     torch.manual_seed(0)
     model = make(LanguageModel(replace(LANGUAGE, absolute_positions=True)), ids(4, 30))

@@ -105,6 +105,28 @@ def test_masked_batch_norm_sees_real_tokens_only(filling: float) -> None:
     assert not x.grad[~mask].any()
 
 
+@pytest.mark.parametrize("own", [0, 1, 5, 9], ids=["none", "one", "some", "all"])
+@pytest.mark.parametrize("offset", [0.0, 1e3])
+def test_batch_norm_over_processes(own: int, offset: float) -> None:
+    """Of nine real tokens some are here and the others elsewhere, together with padding."""
+    x = (values(9, 6) + offset).float()
+
+    def share(tokens: Tensor) -> tuple[Tensor, Tensor]:
+        padded = torch.cat([tokens, torch.full((2, 6), math.nan)])
+        return padded[None], (torch.arange(len(padded)) < len(tokens))[None]
+
+    elsewhere: list[Tensor] = []
+    other, whole, norm = BatchNorm(6), BatchNorm(6), BatchNorm(6)
+    other.total = lambda sums: elsewhere.append(sums) or sums  # type: ignore[func-returns-value]
+    other(*share(x[own:]))
+    norm.total = lambda sums: sums + elsewhere[0]
+    y, expected = norm(*share(x[:own])), whole(x)
+    if not offset:  # float32 keeps too few digits of the tokens themselves
+        torch.testing.assert_close(y[0, :own], expected[:own])
+    torch.testing.assert_close(norm.running_mean, whole.running_mean)
+    torch.testing.assert_close(norm.running_var, whole.running_var)
+
+
 def test_batch_norm_of_nothing_moves_no_average() -> None:
     norm = BatchNorm(3)
     for x, mask in (

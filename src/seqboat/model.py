@@ -8,7 +8,9 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -18,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from seqboat.checks import check_dtype, check_mask, check_positive, check_rate, check_row_mask, require
 from seqboat.mixers.base import Mixer, RecurrentMixer
-from seqboat.nn import init_linear, masked_mean, sinusoids
+from seqboat.nn import init_linear, masked_mean, no_tracking, sinusoids
 from seqboat.padding import Aligned, align, zero_padding
 from seqboat.sma import Routing
 from seqboat.state import check_state
@@ -148,7 +150,9 @@ class Backbone(nn.Module):
         states, routings = [], []
         for layer, memory in zip(self.layers, before, strict=True):
             if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
-                x, after, routing = checkpoint(layer, x, aligned, memory, use_reentrant=False)
+                x, after, routing = checkpoint(
+                    layer, x, aligned, memory, use_reentrant=False, context_fn=partial(_recomputing, layer)
+                )
             else:
                 x, after, routing = layer(x, aligned, memory)
             states.append(after)
@@ -295,6 +299,11 @@ class Head(nn.Module):
 
     def __init__(self, d_in: int, d_hidden: int, classes: int, dropout: float = 0.0) -> None:
         super().__init__()
+def _recomputing(layer: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """What surrounds a checkpointed layer, the first time and again: a batch moves running averages only once."""
+    return nullcontext(), no_tracking(layer)
+
+
         check_positive("classes", classes)
         self.hidden = nn.Linear(d_in, d_hidden)
         self.out = nn.Linear(d_hidden, classes)

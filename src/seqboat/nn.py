@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 import torch
@@ -87,7 +89,11 @@ class ScaleNorm(Norm):
 
 
 class BatchNorm(Norm):
-    """Zero mean and unit variance per channel over all real tokens of the batch; running averages in eval."""
+    """Zero mean and unit variance per channel over all real tokens of the batch; running averages in eval.
+
+    Where several processes share a batch, the moments are those of all of its tokens: `total` adds up over the
+    processes, of which some may have no token at all.
+    """
 
     running_mean: Tensor
     running_var: Tensor
@@ -95,22 +101,27 @@ class BatchNorm(Norm):
     def __init__(self, d_model: int, eps: float = 1e-5, momentum: float = 0.1) -> None:
         super().__init__()
         self.eps, self.momentum = eps, momentum
+        self.total: Callable[[Tensor], Tensor] | None = None
+        """differentiable sum over the processes; None where there is one"""
+        self.tracking = True
+        """whether batches seen in training move the running averages"""
         self.weight = nn.Parameter(torch.ones(d_model))
         self.bias = nn.Parameter(torch.zeros(d_model))
         self.register_buffer("running_mean", torch.zeros(d_model))
         self.register_buffer("running_var", torch.ones(d_model))
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        if not self.training:
-            mean, var = self.running_mean, self.running_var
-        elif mask is None:
-            mean, var, count = self._moments(x)
-            self._track(mean, var, count)
+        if self.training:
+            if mask is not None:
+                # whatever padding holds, NaN included, must not reach a gradient
+                x = torch.where(mask[..., None], x, 0)
+            mean, var, count = self._moments(x) if mask is None else self._masked_moments(x, mask)
+            if self.total is not None:
+                mean, var, count = self._pool(mean, var, count, self.total)
+            if self.tracking:
+                self._track(mean, var, count)
         else:
-            # whatever padding holds, NaN included, must not reach a gradient
-            x = torch.where(mask[..., None], x, 0)
-            mean, var, count = self._masked_moments(x, mask)
-            self._track(mean, var, count)
+            mean, var = self.running_mean, self.running_var
         scale = self.weight * torch.rsqrt(var + self.eps)
         return torch.addcmul((self.bias - mean * scale).to(x.dtype), x, scale.to(x.dtype))
 
@@ -131,6 +142,20 @@ class BatchNorm(Norm):
         var = torch.where(real, wide - mean, 0).square().sum(dim=dims) / count.clamp(min=1)
         return mean, var, count
 
+    def _pool(
+        self, mean: Tensor, var: Tensor, count: Tensor, total: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The moments of all processes from those of each, by one sum.
+
+        In float64, of which there are two numbers per channel: the square of the mean, which is taken off in the end,
+        may be far larger than the variance.
+        """
+        own, square = mean.double(), var.double() + mean.double().square()
+        sums = total(torch.cat([count.double()[None], count * own, count * square]))
+        count, (own, square) = sums[0], sums[1:].view(2, -1) / sums[0].clamp(min=1)
+        pooled = own, (square - own.square()).clamp(min=0), count
+        return tuple(part.to(mean.dtype) for part in pooled)  # type: ignore[return-value]
+
     @torch.no_grad()
     def _track(self, mean: Tensor, var: Tensor, count: Tensor) -> None:
         """Move the running averages; an empty batch moves nothing."""
@@ -138,6 +163,24 @@ class BatchNorm(Norm):
         unbiased = var * (count / (count - 1).clamp(min=1))
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), weight.to(mean.dtype))
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), weight.to(mean.dtype))
+
+
+def batch_norms(module: nn.Module) -> Iterator[BatchNorm]:
+    """All batch norms of a model."""
+    return (part for part in module.modules() if isinstance(part, BatchNorm))
+
+
+@contextlib.contextmanager
+def no_tracking(module: nn.Module) -> Iterator[None]:
+    """Running averages of a module's batch norms stay where they are, in the block."""
+    norms = [norm for norm in batch_norms(module) if norm.tracking]
+    for norm in norms:
+        norm.tracking = False
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.tracking = True
 
 
 def fft_convolve(x: Tensor, kernel: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from seqboat.checks import require
+from seqboat.nn import batch_norms
 
 
 class World(NamedTuple):
@@ -49,6 +50,14 @@ class World(NamedTuple):
         dist.all_gather(parts, rows.contiguous())
         return torch.cat(parts)
 
+    def gather(self, items: list[Any]) -> list[Any]:
+        """The items of all processes, in the order of their ranks."""
+        if self.size == 1:
+            return items
+        parts: list[list[Any]] = [[] for _ in range(self.size)]
+        dist.all_gather_object(parts, items)
+        return [item for part in parts for item in part]
+
     def agree(self, error: Exception | None) -> None:
         """Raise the first process's error in all of them."""
         if self.size == 1:
@@ -61,16 +70,36 @@ class World(NamedTuple):
             raise box[0]
 
 
-def choose_device(name: str, local_rank: int = 0) -> torch.device:
-    """The device of a name; "auto" takes a GPU if there is one."""
+class _Total(torch.autograd.Function):
+    """A sum over all processes, of which every process has the gradients of all."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        values = values.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(values)
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return total(gradients[0])
+
+
+@torch.compiler.disable
+def total(values: Tensor) -> Tensor:
+    """The sum over all processes, differentiable: a value counts in the loss of every process."""
+    return cast(Tensor, _Total.apply(values))
+
+
+def choose_device(name: str, local_rank: int = 0, what: str = "training.device") -> torch.device:
+    """The device of a name; "auto" takes a GPU if there is one. Messages call the setting `what`."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ValueError(f"training.device must be auto, cpu or cuda, got {name!r}") from error
+        raise ValueError(f"{what} must be auto, cpu or cuda, got {name!r}") from error
     if device.type == "cuda":
-        require(torch.cuda.is_available(), f"training.device is {name}, but there is no GPU")
+        require(torch.cuda.is_available(), f"{what} is {name}, but there is no GPU")
         device = torch.device("cuda", local_rank if device.index is None else device.index)
     return device
 
@@ -114,10 +143,12 @@ def spread(model: nn.Module, world: World, method: str) -> Spread:
     """Copy a model to all processes (ddp) or spread its parameters over them (fsdp).
 
     Every parameter gets a gradient in every step, also where a layer activates no token, so no process ever waits
-    for a parameter that another one did not use.
+    for a parameter that another one did not use. Batch norms take the moments of all processes' tokens together.
     """
     if world.size == 1:
         return Spread(model, model)
+    for norm in batch_norms(model):
+        norm.total = total
     if method == "fsdp":
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard

@@ -51,6 +51,7 @@ MAX_SKIPPED = 5
 DEAD_AFTER = 200
 """Steps without an activated token after which a layer's router is reported."""
 EXIT_DIVERGED = 3
+BAD_INPUTS = "the inputs are not finite"
 
 
 class Outcome(NamedTuple):
@@ -560,8 +561,8 @@ class Run:
         sums = torch.zeros(5, dtype=torch.float64)
         routed: Tensor | None = None
         scores: dict[str, Tensor] = {}
-        for number, (part, batch) in enumerate(micro):
-            batch = batch.to(world.device, non_blocking=True)
+        for number, loaded in enumerate(micro):
+            part, batch = loaded.part, self._place(loaded)
             seed_step(config.seed, step, world.rank, number)
             with self.model.accumulate(last=number + 1 == len(micro)):
                 with self._autocast():
@@ -599,7 +600,7 @@ class Run:
             self.progress = self.progress._replace(
                 skipped=self.progress.skipped + 1, skipped_in_all=self.progress.skipped_in_all + 1
             )
-            self._report_skipped(step, micro, trouble)
+            self._report_skipped(step, trouble)
         metrics: dict[str, float | None] = {"loss": _finite(total / max(scored, 1.0))}
         activation: list[float | None] = []
         if logged:
@@ -608,6 +609,11 @@ class Run:
             summed = {name: world.sum(value.to(world.device)).cpu() for name, value in scores.items()}
             metrics |= {n: _finite(v) for n, v in self.task.summarise(summed).items() if n != "loss"}
         return Step(metrics, lr, norm, int(sums[2]), int(stop), activation, trouble)
+
+    def _place(self, loaded: Loaded) -> Batch:
+        """A part on the device; the tokens of a stand-in are padding, so that no norm counts them."""
+        batch = loaded.batch.to(self.world.device, non_blocking=True)
+        return batch if loaded.part.counted else batch.hidden()
 
     def _autocast(self) -> torch.autocast:
         bf16 = self.config.training.precision == "bf16"
@@ -626,8 +632,8 @@ class Run:
             torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
         return float(ck.whole(norm))
 
-    def _report_skipped(self, step: int, micro: list[Loaded], trouble: str) -> None:
-        examples = [number for loaded in micro for number in loaded.part.examples]
+    def _report_skipped(self, step: int, trouble: str) -> None:
+        examples = self.plan.batch(step).tolist()
         self.display.tell(
             f"step {step + 1} not applied: {trouble}; training examples {_few(examples)} "
             f"({self.progress.skipped} in a row)"
@@ -638,14 +644,17 @@ class Run:
 
     def _diagnose(self, step: int, micro: list[Loaded], carried: list[Any]) -> str:
         """Where numbers stop being finite: an input, the output of a module, or a gradient."""
-        for number, (_, batch) in enumerate(micro):
+        found = []
+        # all processes run all parts, whatever they find: layers and norms wait for each other
+        for number, loaded in enumerate(micro):
             seed_step(self.config.seed, step, self.world.rank, number)
             with self._autocast():
-                found = first_nonfinite(
-                    self.module, self.task.kind, batch.to(self.world.device), carried[number]
-                )
-            if found:
-                return found
+                batch = self._place(loaded)
+                found.append(first_nonfinite(self.module, self.task.kind, batch, carried[number]))
+        troubles = [trouble for trouble in self.world.gather(found) if trouble]
+        if troubles:
+            # the inputs of one process may have spread to the norms of others
+            return BAD_INPUTS if BAD_INPUTS in troubles else troubles[0]
         for name, parameter in reversed(list(self.module.named_parameters())):
             gradient = parameter.grad
             if gradient is not None and not bool(ck.whole(gradient).isfinite().all()):
@@ -679,8 +688,6 @@ def _few(numbers: list[int], most: int = 8) -> str:
 @torch.no_grad()
 def first_nonfinite(model: nn.Module, kind: Any, batch: Batch, state: Any = None) -> str | None:
     """Run a model on a batch and name the first module whose output is not finite."""
-    if batch.inputs.is_floating_point() and not bool(batch.inputs.isfinite().all()):
-        return "the inputs are not finite"
     found: list[str] = []
 
     def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
@@ -696,6 +703,8 @@ def first_nonfinite(model: nn.Module, kind: Any, batch: Batch, state: Any = None
     finally:
         for handle in handles:
             handle.remove()
+    if batch.inputs.is_floating_point() and not bool(batch.inputs.isfinite().all()):
+        return BAD_INPUTS
     if found:
         return f"the output of {found[0]} is not finite"
     return None if _all_finite(output.logits) else "the logits are not finite"

@@ -65,6 +65,14 @@ class Batch(NamedTuple):
         """The same batch on another device."""
         return Batch(*(t if t is None else t.to(device, non_blocking=non_blocking) for t in self))  # type: ignore[arg-type]
 
+    def hidden(self) -> Batch:
+        """A batch of the same shape in which every token is padding."""
+        mask = self.inputs.new_zeros(self.inputs.shape[:2], dtype=torch.bool)
+        second_mask = (
+            None if self.second is None else self.second.new_zeros(self.second.shape[:2], dtype=torch.bool)
+        )
+        return self._replace(mask=mask, second_mask=second_mask)
+
     @property
     def tokens(self) -> int:
         """How many places the model computes, padding included."""
