@@ -285,6 +285,11 @@ class Backbone(nn.Module):
         return BackboneOutput(x, BackboneState(tuple(states), seen), tuple(routings))
 
 
+def _recomputing(layer: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """What surrounds a checkpointed layer, the first time and again: a batch moves running averages only once."""
+    return nullcontext(), no_tracking(layer)
+
+
 class ClassifierOutput(NamedTuple):
     """What a classifier or a matcher returns."""
 
@@ -299,11 +304,6 @@ class Head(nn.Module):
 
     def __init__(self, d_in: int, d_hidden: int, classes: int, dropout: float = 0.0) -> None:
         super().__init__()
-def _recomputing(layer: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """What surrounds a checkpointed layer, the first time and again: a batch moves running averages only once."""
-    return nullcontext(), no_tracking(layer)
-
-
         check_positive("classes", classes)
         self.hidden = nn.Linear(d_in, d_hidden)
         self.out = nn.Linear(d_hidden, classes)
