@@ -16,12 +16,16 @@ import pytest
 import torch
 
 from seqboat import bench
-from seqboat.bench import Contender, Setting, parse_contender
+from seqboat.bench import Contender, Setting, parse_contender, sweep
 from seqboat.bench_decode import LanguageModelSize, run_decode, run_decode_lm
 from seqboat.cli import main
+from seqboat.evaluate import find_checkpoint, iterate_metrics
 from seqboat.measure import available_memory, extrapolate, in_child, spread, time_rounds
 from seqboat.mixers import SeqBoat
 from seqboat.routers import TemperedSoftmax, activation
+from seqboat.tasks import TASKS
+from seqboat.train import train
+from small_runs import Spy, ToyConfig, small_run
 
 TINY = Setting(batch=2, length=48, d_model=16, d_z=8, d_v=12, d_state=4, window=8, heads=2)
 
@@ -163,6 +167,51 @@ def test_rows_and_ratios() -> None:
         assert row.active == (pytest.approx(0.5, abs=0.01) if routed else None)
         assert (row.parameters > 0) == (row.contender != "floor")
     assert rows[0].parameters == rows[1].parameters
+
+
+def test_settings_take_turns_like_contenders(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[tuple[str, int]] = []
+
+    class Noted(bench.Runner):
+        def __init__(self, contender: Contender, setting: Setting) -> None:
+            self.key = contender.label, setting.length
+
+        def run(self, mode: bench.Mode) -> None:
+            order.append(self.key)
+
+    monkeypatch.setattr(bench, "make_runner", Noted)
+    settings = [TINY, replace(TINY, length=2 * TINY.length)]
+    contenders = [parse_contender("seqboat"), parse_contender("mega")]
+    rows = bench.run_layers(contenders, settings, rounds=2, warmup=0, memory=False)
+    turn = [(c.label, s.length) for s in settings for c in contenders]
+    assert order == turn * 4  # two rounds of two modes
+    assert [(row.length, row.mode, row.contender) for row in rows] == [
+        (s.length, mode, c.label) for s in settings for mode in bench.MODES for c in contenders
+    ]
+
+
+def test_the_rate_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TASKS, "toy", ToyConfig)
+    train(small_run(schedule={"steps": 12}, evaluation={"every": 6}), tmp_path / "run", display=Spy())
+    rates = bench.recorded_activation(tmp_path / "run")
+    checkpoint = find_checkpoint(tmp_path / "run")
+    scored = [r for r in iterate_metrics(tmp_path / "run" / "metrics.jsonl") if r["split"] == "val"]
+    assert [r["step"] for r in scored] == [6, 12]
+    assert rates == next(r["activation"] for r in scored if r["step"] == checkpoint.step)
+    (tmp_path / "run" / "metrics.jsonl").write_text("")
+    with pytest.raises(ValueError, match="has no measured activation"):
+        bench.recorded_activation(tmp_path / "run")
+
+
+def test_figures_are_drawn_against_what_was_swept(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rows = bench.run_layers(
+        [parse_contender("seqboat")], sweep(TINY, [16], [2, 4], [0.1, 0.5, 1.0], None), rounds=1, memory=False
+    )
+    assert bench.swept(rows) == "rate"
+    assert bench.swept(rows[:1]) == "length"
+    bench.plot(rows, tmp_path / "rate.png")
+    assert (tmp_path / "rate.png").stat().st_size > 5000
 
 
 def test_memory_is_estimated_and_measured() -> None:

@@ -17,7 +17,7 @@ import importlib.util
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from difflib import get_close_matches
 from functools import partial
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from seqboat.attention import AttentionName
 from seqboat.checks import require
+from seqboat.evaluate import find_checkpoint, iterate_metrics
 from seqboat.measure import (
     Spread,
     available_memory,
@@ -494,7 +495,7 @@ def run_layers(
 
     Args:
         contenders: the first is what the others are compared with.
-        settings: one after the other.
+        settings: take turns like the contenders, so that ratios between them hold as well.
         modes: training step (forward and backward of the layer), inference (forward alone).
         rounds: that count.
         warmup: rounds before them.
@@ -506,21 +507,50 @@ def run_layers(
             if contender.name != "floor":
                 # mistakes in names and widths show before minutes of measuring
                 build(contender, replace(setting, device="cpu", length=min(setting.length, 32)))
+    plans = [_plan(contenders, setting, modes, memory, progress) for setting in settings]
+    if not any(plan.runners for plan in plans):
+        raise ValueError(
+            "nothing fits in memory: " + "; ".join(n for plan in plans for n in plan.refused.values())
+        )
     rows = []
-    for setting in settings:
-        rows += _run_setting(contenders, setting, modes, rounds, warmup, memory, progress)
-    return rows
+    for mode in modes:
+        # settings take turns as well: a machine that slows down must not slow the last length alone
+        jobs: dict[tuple[int, str], Callable[[], None]] = {
+            (i, label): partial(runner.run, mode)
+            for i, plan in enumerate(plans)
+            for label, runner in plan.runners.items()
+            if (label, mode) not in plan.refused
+        }
+        progress(f"{mode}: {len(jobs)} contenders and settings in turn, {warmup + rounds} rounds")
+        times = {
+            key: spread(values)
+            for key, values in time_rounds(jobs, rounds, warmup, settings[0].device).items()
+        }
+        for i, plan in enumerate(plans):
+            rows += _rows(contenders, plan, mode, {label: t for (j, label), t in times.items() if j == i})
+    order = {setting: i for i, setting in reversed(list(enumerate(settings)))}
+    return [row for _, row in sorted(rows, key=lambda pair: order[pair[0]])]
 
 
-def _run_setting(
+class _Plan(NamedTuple):
+    """What runs under a setting, and what is refused."""
+
+    setting: Setting
+    memory: dict[str, Memory]
+    """by contender"""
+    refused: dict[tuple[str, str], str]
+    """by contender and mode, why"""
+    runners: dict[str, Runner]
+    """by contender"""
+
+
+def _plan(
     contenders: Sequence[Contender],
     setting: Setting,
     modes: Sequence[Mode],
-    rounds: int,
-    warmup: int,
     memory: bool,
     progress: Callable[[str], None],
-) -> list[Row]:
+) -> _Plan:
     where = f"{setting.batch} x {setting.length} tokens"
     found: dict[str, Memory] = {}
     refused: dict[tuple[str, str], str] = {}
@@ -535,52 +565,45 @@ def _run_setting(
                     f"{contender.label} at {where} would need about {human_bytes(need)} for {mode}, "
                     f"{human_bytes(free)} are available"
                 )
-    running = {
-        contender.label: contender
+    runners = {
+        contender.label: make_runner(contender, setting)
         for contender in contenders
         if any((contender.label, mode) not in refused for mode in modes)
     }
-    if not running:
-        raise ValueError("nothing fits in memory: " + "; ".join(refused.values()))
-    runners = {label: make_runner(contender, setting) for label, contender in running.items()}
+    return _Plan(setting, found, refused, runners)
+
+
+def _rows(
+    contenders: Sequence[Contender], plan: _Plan, mode: Mode, times: Mapping[str, Spread]
+) -> list[tuple[Setting, Row]]:
+    """The rows of one setting and mode, each with its setting."""
+    setting = plan.setting
+    floor = next((times.get(c.label) for c in contenders if c.name == "floor"), None)
+    first = times.get(contenders[0].label)
+    first_peak = plan.memory[contenders[0].label].peak.get(mode)
     rows = []
-    for mode in modes:
-        progress(f"{where}: {mode} of {', '.join(runners)}")
-        jobs: dict[str, Callable[[], None]] = {
-            label: partial(runner.run, mode)
-            for label, runner in runners.items()
-            if (label, mode) not in refused
-        }
-        times = {
-            label: spread(values)
-            for label, values in time_rounds(jobs, rounds, warmup, setting.device).items()
-        }
-        floor = next((times.get(c.label) for c in contenders if c.name == "floor"), None)
-        first = times.get(contenders[0].label)
-        first_peak = found[contenders[0].label].peak.get(mode)
-        for contender in contenders:
-            label = contender.label
-            seconds, peak = times.get(label), found[label].peak.get(mode)
-            runner = runners.get(label)
-            rows.append(
-                Row(
-                    contender=label,
-                    mode=mode,
-                    batch=setting.batch,
-                    length=setting.length,
-                    window=setting.window,
-                    rate=setting.rate,
-                    active=runner.active() if runner is not None and seconds is not None else None,
-                    parameters=runner.parameters if runner is not None else 0,
-                    seconds=seconds,
-                    ratio=_ratio(seconds, first),
-                    floor_ratio=_ratio(seconds, floor),
-                    memory=peak,
-                    memory_ratio=peak / first_peak if peak and first_peak else None,
-                    memory_estimate=found[label].estimate.get(mode),
-                    note=refused.get((label, mode), ""),
-                )
-            )
+    for contender in contenders:
+        label = contender.label
+        seconds, peak = times.get(label), plan.memory[label].peak.get(mode)
+        runner = plan.runners.get(label)
+        row = Row(
+            contender=label,
+            mode=mode,
+            batch=setting.batch,
+            length=setting.length,
+            window=setting.window,
+            rate=setting.rate,
+            active=runner.active() if runner is not None and seconds is not None else None,
+            parameters=runner.parameters if runner is not None else 0,
+            seconds=seconds,
+            ratio=_ratio(seconds, first),
+            floor_ratio=_ratio(seconds, floor),
+            memory=peak,
+            memory_ratio=peak / first_peak if peak and first_peak else None,
+            memory_estimate=plan.memory[label].estimate.get(mode),
+            note=plan.refused.get((label, mode), ""),
+        )
+        rows.append((setting, row))
     return rows
 
 
@@ -630,6 +653,21 @@ def sweep(
     ]
 
 
+def recorded_activation(run: Path | str) -> list[float]:
+    """Activation rate of every routed layer of a run, as last measured on held-out data for its best checkpoint.
+
+    Args:
+        run: the folder of a run, or one checkpoint (step-N) in it.
+    """
+    checkpoint = find_checkpoint(run)
+    found: list[float] = []
+    for record in iterate_metrics(checkpoint.path.parent / "metrics.jsonl"):
+        if record["split"] not in ("train", "skipped") and record["step"] <= checkpoint.step:
+            found = [rate for rate in record["activation"] if rate is not None]
+    require(len(found) > 0, f"{run} has no measured activation: no router, or never evaluated")
+    return found
+
+
 def as_record(rows: Sequence[Any], setting: Any, **extra: Any) -> dict[str, Any]:
     """Everything of a run, for a JSON file."""
     plain = []
@@ -641,12 +679,33 @@ def as_record(rows: Sequence[Any], setting: Any, **extra: Any) -> dict[str, Any]
     return {"machine": machine(), "setting": asdict(setting), **extra, "rows": plain}
 
 
+_MARKERS = "os^Dv<>PX*"
+_DASHES = ("-", "--", ":", "-.")
+
+
+def swept(rows: Sequence[Row]) -> str:
+    """The field of the settings that takes the most values: the axis to draw against."""
+    return max(("length", "window", "rate"), key=lambda field: len({getattr(row, field) for row in rows}))
+
+
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Time and memory per step against the length, one line per contender, both axes logarithmic."""
+    """Time and memory per step, one line per contender, both axes logarithmic.
+
+    They are drawn against the length, or against the window or the rate of activation if that is what was swept.
+    Lines differ in marker and dashes as well as in colour.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+
+    axis = swept(rows)
+    words = {"length": "tokens per row", "window": "working memory, tokens", "rate": "share of active tokens"}
+    # whatever else was swept makes lines of its own
+    others = [f for f in words if f != axis and len({getattr(row, f) for row in rows}) > 1]
+
+    def line(row: Row) -> str:
+        return ", ".join([row.contender, *(f"{f} {getattr(row, f)}" for f in others)])
 
     modes = list(dict.fromkeys(row.mode for row in rows))
     panels: list[tuple[str, Callable[[Row], float]]] = [
@@ -661,14 +720,17 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     )  # fmt: skip
     for i, (quantity, value) in enumerate(panels):
         for j, mode in enumerate(modes):
-            for label in dict.fromkeys(row.contender for row in rows):
-                own = [r for r in rows if r.contender == label and r.mode == mode and value(r) > 0]
-                own.sort(key=lambda row: row.length)
+            for k, label in enumerate(dict.fromkeys(map(line, rows))):
+                own = [r for r in rows if line(r) == label and r.mode == mode and value(r) > 0]
+                own = sorted((r for r in own if getattr(r, axis)), key=lambda row: float(getattr(row, axis)))
                 # an empty line keeps the colours of all panels alike
-                axes[i][j].plot([r.length for r in own], [value(r) for r in own], "o-", label=label)
+                style = _MARKERS[k % len(_MARKERS)] + _DASHES[k // len(_MARKERS) % len(_DASHES)]
+                axes[i][j].plot(
+                    [getattr(r, axis) for r in own], [value(r) for r in own], style, ms=5, label=label
+                )
             axes[i][j].set(xscale="log", yscale="log", ylabel=quantity, title=mode if i == 0 else None)
             axes[i][j].grid(True, which="both", alpha=0.3)
-            axes[-1][j].set(xlabel="tokens per row")
+            axes[-1][j].set(xlabel=words[axis])
     axes[0][0].legend(fontsize="small")
     temporary = path.with_name(path.name + ".part")
     figure.savefig(temporary, format="png", dpi=130)

@@ -18,11 +18,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from seqboat.version import __version__
+
+Key = TypeVar("Key")
 
 
 class Spread(NamedTuple):
@@ -46,10 +48,10 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def time_rounds(
-    jobs: Mapping[str, Callable[[], Any]], rounds: int, warmup: int, device: str = "cpu"
-) -> dict[str, list[float]]:
+    jobs: Mapping[Key, Callable[[], Any]], rounds: int, warmup: int, device: str = "cpu"
+) -> dict[Key, list[float]]:
     """Seconds of every job in every round; jobs take turns, and the first `warmup` rounds do not count."""
-    times: dict[str, list[float]] = {label: [] for label in jobs}
+    times: dict[Key, list[float]] = {label: [] for label in jobs}
     for turn in range(warmup + rounds):
         for label, job in jobs.items():
             _wait(device)
