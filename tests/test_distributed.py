@@ -129,7 +129,7 @@ def start(rank: int, folder: Path, ports: list[str]) -> subprocess.Popen[str]:
         "MASTER_PORT": ports[0],
         "PORTS": ",".join(ports),
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(HERE),
+        "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
     }
     script = "import sys; from pathlib import Path; import test_distributed; test_distributed.play(Path(sys.argv[1]))"
     return subprocess.Popen(
