@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from seqboat.checkpoint import MODEL, Checkpoint, CheckpointError, Store, load_model_tensors, verify
+from seqboat.checks import check_positive, require
 from seqboat.config import RunConfig, from_dict
 from seqboat.loader import Part, batches, share
+from seqboat.model import Classifier, LanguageModel, Matcher
 from seqboat.parallel import World
 from seqboat.sma import Routing
 from seqboat.state import map_state
-from seqboat.tasks.base import Batch, Dataset, Kind, Split, Task, draw_subset
+from seqboat.tasks.base import BYTES, Batch, Dataset, Kind, Split, Task, draw_subset
+from seqboat.tasks.enwik8 import SegmentDataset
 
 
 def apply_model(model: nn.Module, kind: Kind, batch: Batch, state: Any = None) -> Any:
@@ -68,6 +73,48 @@ class Evaluation(NamedTuple):
     examples: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Windows:
+    """A long text in overlapping windows, each read from nothing: section 4.3 of the paper."""
+
+    window: int = 8192
+    """Tokens in a window."""
+    context: int = 7000
+    """Tokens of it that come before the scored ones; fewer only at the beginning of the text."""
+
+    def __post_init__(self) -> None:
+        check_positive("window", self.window)
+        check_positive("context", self.context, least=0)
+        require(
+            self.context < self.window,
+            f"context must be less than the window of {self.window}, got {self.context}: nothing would be scored",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Streaming:
+    """A long text read once, with a state that is handed on: every token is scored with all tokens before it."""
+
+    chunk: int = 8192
+    """Tokens that are read at once; the result does not depend on it."""
+
+    def __post_init__(self) -> None:
+        check_positive("chunk", self.chunk)
+
+
+MODES: dict[type, str] = {Windows: "windows", Streaming: "stream"}
+"""How commands call the ways to read a text."""
+
+
+def cut_text(text: NDArray[Any], reading: Windows | Streaming, limit: int | None = None) -> SegmentDataset:
+    """A text as examples; with a limit, only so many targets at its beginning."""
+    text = text if limit is None else text[: limit + 1]
+    if isinstance(reading, Streaming):
+        return SegmentDataset({"text": text}, "text", 0, len(text), reading.chunk)
+    scored = reading.window - reading.context
+    return SegmentDataset({"text": text}, "text", 0, len(text), scored, reading.context)
+
+
 def evaluation_parts(dataset: Dataset, batch_size: int, world: World, fixed: bool) -> list[Part]:
     """The batches of this process; all processes get as many. Similar lengths go together."""
     order = np.arange(len(dataset))
@@ -101,6 +148,7 @@ def evaluate(
     workers: int = 0,
     bf16: bool = False,
     carry_state: bool = False,
+    reading: Windows | Streaming | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
     """Score a model.
@@ -115,10 +163,16 @@ def evaluate(
         workers: processes that read data.
         bf16: whether to run in bf16 where it is safe.
         carry_state: whether a language model keeps its state along the text.
+        reading: how to cut a long text instead of as the task does and `carry_state` says; a limit then counts
+            tokens at its beginning. More than one row of a `Streaming` read parts of the text side by side.
         progress: called with the batches done and all.
     """
     task.check_split(split)
-    dataset = task.dataset(split)
+    if reading is None:
+        dataset = task.dataset(split)
+    else:
+        dataset, limit = cut_text(task.text(split), reading, limit), None
+        carry_state = isinstance(reading, Streaming)
     if carry_state:
         if limit is not None and limit < len(dataset):
             dataset = _Head(dataset, limit)
@@ -205,6 +259,17 @@ def load_model(run: Path | str, which: str = "best") -> tuple[nn.Module, RunConf
     return model.eval(), config
 
 
+def load_language_model(run: Path | str, which: str = "best") -> tuple[LanguageModel, RunConfig]:
+    """As `load_model`, for text: refuses a model that is not a language model of bytes."""
+    model, config = load_model(run, which)
+    kind = {Classifier: "a classifier", Matcher: "a matcher of two sequences"}.get(type(model), "")
+    vocab = None if kind else model.backbone.config.vocab  # type: ignore[union-attr]
+    found = kind or f"a language model of {vocab} token ids"
+    if not isinstance(model, LanguageModel) or vocab != BYTES:
+        raise ValueError(f"{run} must be the run of a language model of bytes, got {found}")
+    return model, config
+
+
 def checkpoint_config(checkpoint: Checkpoint) -> RunConfig:
     """The configuration in a checkpoint."""
     try:
@@ -221,29 +286,48 @@ def evaluate_run(
     limit: int | None = None,
     task_changes: dict[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
+    reading: Windows | Streaming | None = None,
+    device: torch.device | None = None,
 ) -> dict[str, Any]:
-    """Score a run's checkpoint; returns what `seqboat eval --json` prints."""
+    """Score a run's checkpoint; returns what `seqboat eval --json` prints.
+
+    Without `reading` the text of a language model is read as in training: in the segments of the task, or with a
+    carried state in as many rows as the batch has.
+    """
     checkpoint = find_checkpoint(run, which)
     model, config = load_model(checkpoint.path)
     task_config: Any = config.task
     if task_changes:
         task_config = dataclasses.replace(task_config, **task_changes)
     task = task_config.build()
+    # one row reads the whole text: with more of them each would begin from nothing somewhere in it
+    usual = 1 if isinstance(reading, Streaming) else config.evaluation.batch_size
+    world = World(0, 1, device or torch.device("cpu"))
     result = evaluate(
-        model,
+        model.to(world.device),
         task,
         split,
-        World(0, 1, torch.device("cpu")),
-        batch_size=batch_size or config.evaluation.batch_size,
+        world,
+        batch_size=batch_size or usual,
         limit=limit,
         carry_state=config.training.carry_state,
+        reading=reading,
         progress=progress,
     )
+    read: dict[str, Any] = {}
+    if reading is not None:
+        tokens = len(task.text(split)) - 1
+        read = {
+            "mode": MODES[type(reading)],
+            **dataclasses.asdict(reading),
+            "tokens": min(limit or tokens, tokens),
+        }
     return {
         "run": str(run),
         "recipe": config.recipe,
         "step": checkpoint.step,
         "split": split,
+        **read,
         "examples": result.examples,
         **result.metrics,
         "activation": result.activation,

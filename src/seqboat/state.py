@@ -6,7 +6,7 @@ selected, reordered and repeated without knowing what kind of layer the state be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -36,6 +36,22 @@ def tensors(state: Any, name: str = "state") -> Iterator[tuple[str, Tensor]]:
         fields = getattr(state, "_fields", range(len(state)))
         for field, part in zip(fields, state, strict=True):
             yield from tensors(part, f"{name}.{field}")
+
+
+def rebuild(like: State, parts: Mapping[str, Tensor], name: str = "state") -> State:
+    """A state of the same kind as another one, out of tensors by their dotted names: the inverse of `tensors`.
+
+    >>> like = (torch.zeros(1), None)
+    >>> rebuild(like, {"state.0": torch.ones(1)})
+    (tensor([1.]), None)
+    """
+    expected = {key for key, _ in tensors(like, name)}
+    require(
+        expected == parts.keys(),
+        f"state of another model: expected {sorted(expected)}, got {sorted(parts)}",
+    )
+    values = iter([parts[key] for key, _ in tensors(like, name)])
+    return map_state(lambda _: next(values), like)
 
 
 def select_rows(state: State, rows: Tensor) -> State:

@@ -6,6 +6,10 @@ import argparse
 import json
 import math
 import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from seqboat.evaluate import Streaming, Windows
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,8 +18,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--split", choices=("train", "val", "test"), default="test", help="what to score")
     parser.add_argument("--which", choices=("best", "latest"), default="best", help="which checkpoint")
     parser.add_argument("--batch_size", type=int, help="examples at a time (default: the run's)")
-    parser.add_argument("--limit", type=int, help="score only so many examples")
+    parser.add_argument(
+        "--limit", type=int, help="score only so many examples; with --mode, so many tokens at the beginning"
+    )
+    parser.add_argument(
+        "--mode",
+        choices=("windows", "stream"),
+        help="how a language model reads a long text: in overlapping windows, or once with a carried state "
+        "(default: as in training)",
+    )
+    parser.add_argument("--window", type=int, help="tokens in a window (default: 8192)")
+    parser.add_argument("--context", type=int, help="of them before the scored ones (default: 7000)")
+    parser.add_argument("--chunk", type=int, help="tokens of a stream to read at a time (default: 8192)")
     parser.add_argument("--data_dir", help="where the prepared data is (default: the run's)")
+    parser.add_argument("--device", default="auto", help="auto (default), cpu or cuda")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -23,27 +39,61 @@ def run(options: argparse.Namespace) -> int:
     """Run the command."""
     from seqboat.display import metric_text, rate_text
     from seqboat.evaluate import evaluate_run
+    from seqboat.parallel import choose_device
+    from seqboat.shipped import find_run
 
     for name in ("batch_size", "limit"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name} must be an integer >= 1, got {value}")
+    reading = make_reading(options)
     result = evaluate_run(
-        options.run,
+        find_run(options.run),
         options.split,
         options.which,
         options.batch_size,
         options.limit,
         {"data_dir": options.data_dir} if options.data_dir else None,
         show_progress if sys.stderr.isatty() else None,
+        reading,
+        choose_device(options.device, what="--device"),
     )
     if options.json:
         plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in result.items()}
         print(json.dumps(plain))
     else:
-        print(f"{result['run']}, step {result['step']}, {result['examples']:,} examples of {result['split']}")
+        what = f"{result['examples']:,} examples of {result['split']}"
+        if "mode" in result:
+            what = f"{result['tokens']:,} tokens of {result['split']}, {reading_text(result)}"
+        print(f"{result['run']}, step {result['step']}, {what}")
         print(f"{metric_text(result)}  active % {rate_text(result['activation'])}")
     return 0
+
+
+def make_reading(options: argparse.Namespace) -> Windows | Streaming | None:
+    """How to read a long text, if the options say so."""
+    from seqboat.evaluate import Streaming, Windows
+
+    kinds = {"windows": (Windows, ("window", "context")), "stream": (Streaming, ("chunk",))}
+    for mode, (_, names) in kinds.items():
+        for name in names:
+            if getattr(options, name) is not None and options.mode != mode:
+                raise ValueError(f"--{name} goes with --mode {mode}, got {_mode_text(options.mode)}")
+    if options.mode is None:
+        return None
+    kind, names = kinds[options.mode]
+    return kind(**{name: getattr(options, name) for name in names if getattr(options, name) is not None})
+
+
+def _mode_text(mode: str | None) -> str:
+    return "no --mode" if mode is None else f"--mode {mode}"
+
+
+def reading_text(result: dict[str, Any]) -> str:
+    """How a text was read, in words."""
+    if result["mode"] == "stream":
+        return "read once with a carried state"
+    return f"in windows of {result['window']:,} with at least {result['context']:,} of context"
 
 
 def show_progress(done: int, batches: int) -> None:

@@ -147,6 +147,10 @@ class Task(ABC):
     def dataset(self, split: Split) -> Dataset:
         """The examples of a split; a ValueError says what to prepare where the data is missing."""
 
+    def text(self, split: Split) -> NDArray[Any]:
+        """The tokens of a split in one long row; only tasks that are one long text have this."""
+        raise ValueError(f"the task {self.name} is not one long text that could be cut in another way")
+
     def lengths(self, split: Split) -> NDArray[np.int64]:
         """How long each example of a split is, for bucketing."""
         return self.dataset(split).lengths()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -110,9 +111,18 @@ class Enwik8Task(StoredTask):
         super().__init__(self.settings)
         self.max_length = self.settings.segment + self.settings.context
 
-    def whole(self, split: Split) -> Dataset:
+    def text(self, split: Split) -> NDArray[Any]:
+        self.check_split(split)
+        start, end = self._borders(split)
+        return self.store["bytes"][start:end]
+
+    def _borders(self, split: Split) -> tuple[int, int]:
         size = len(self.store["bytes"])
         start, end = (round(share * size) for share in BORDERS[split])
+        return start, end
+
+    def whole(self, split: Split) -> Dataset:
+        start, end = self._borders(split)
         training = split == "train"
         context = 0 if training else self.settings.context
         return SegmentDataset(self.store, "bytes", start, end, self.settings.segment, context, whole=training)

@@ -311,16 +311,20 @@ class LMTextTask(Task):
             self._text = np.frombuffer(b"\n\n".join(parts), np.uint8)
         return self._text
 
-    def dataset(self, split: Split) -> Dataset:
+    def text(self, split: Split) -> NDArray[Any]:
         self.check_split(split)
         tokens = self._tokens()
         held = round(self.config.holdout * len(tokens))
         borders = (0, len(tokens) - 2 * held, len(tokens) - held, len(tokens))
         i = self.splits.index(split)
+        return tokens[borders[i] : borders[i + 1]]
+
+    def dataset(self, split: Split) -> Dataset:
+        tokens = self.text(split)
         training = split == "train"
         context = 0 if training else self.config.context
         return SegmentDataset(
-            {"text": tokens}, "text", borders[i], borders[i + 1], self.config.segment, context, training
+            {"text": tokens}, "text", 0, len(tokens), self.config.segment, context, training
         )
 
     def show(self, example: Example) -> str:

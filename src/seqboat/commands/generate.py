@@ -1,0 +1,157 @@
+"""`seqboat generate`: text from a trained language model, as it is produced."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import unicodedata
+from pathlib import Path
+
+EPILOG = """\
+The text appears as it is produced; the prompt is not repeated unless --echo is given. Without --prompt the prompt is
+read from standard input:
+
+  seqboat generate RUN --prompt "The history of" --max-new-bytes 500 --temperature 0.8 --seed 0
+  seqboat generate RUN < book.txt
+  seqboat generate RUN --prompt "Dear reader," --save-state letter.safetensors
+  seqboat generate RUN --load-state letter.safetensors
+  seqboat generate RUN --load-state letter.safetensors --prompt "Yours,"
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the command."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EPILOG
+    parser.add_argument(
+        "run", nargs="?", help="folder of a run, or one checkpoint in it (default: the model of this package)"
+    )
+    parser.add_argument("--which", choices=("best", "latest"), default="best", help="which checkpoint")
+    parser.add_argument("--prompt", metavar="TEXT", help="what to go on from; - reads standard input")
+    parser.add_argument("--max-new-bytes", type=int, default=256, metavar="N", help="how much (default: 256)")
+    parser.add_argument("--greedy", action="store_true", help="the likeliest byte every time")
+    parser.add_argument("--temperature", type=float, metavar="X", help="below 1: likelier bytes (default: 1)")
+    parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest bytes only")
+    parser.add_argument(
+        "--top-p", type=float, metavar="P", help="draw from the likeliest bytes that make up P, in (0, 1]"
+    )
+    parser.add_argument(
+        "--min-p", type=float, metavar="P", help="draw from bytes at least P times as likely as the likeliest"
+    )
+    parser.add_argument(
+        "--repetition-penalty",
+        type=float,
+        metavar="X",
+        help="above 1: bytes that have occurred become less likely (default: 1)",
+    )
+    parser.add_argument("--seed", type=int, help="makes the draws repeatable")
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated"
+    )
+    parser.add_argument("--echo", action="store_true", help="print the prompt first")
+    parser.add_argument("--save-state", metavar="FILE", help="where to put the state at the end")
+    parser.add_argument("--load-state", metavar="FILE", help="go on from a state that was saved")
+    parser.add_argument("--chunk", type=int, metavar="N", help="bytes of the prompt to read at a time")
+    parser.add_argument("--device", default="auto", help="auto (default), cpu or cuda")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command."""
+    from seqboat.generate import SamplingConfig
+
+    # what can be wrong without a model is said before one is loaded
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    sampling = SamplingConfig(greedy=options.greedy, **given)
+    for name in ("max_new_bytes", "chunk"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be an integer >= 1, got {value}")
+    if "" in options.stop:
+        raise ValueError("--stop must not be empty")
+    stops = [os.fsencode(stop) for stop in options.stop]
+    prompt = read_prompt(options)
+
+    from seqboat.evaluate import load_language_model
+    from seqboat.generate import stream
+    from seqboat.parallel import choose_device
+    from seqboat.session import CHUNK, check_state_path, load_session, save_session
+    from seqboat.shipped import find_run
+
+    device = choose_device(options.device, what="--device")
+    if options.save_state is not None:
+        check_state_path(Path(options.save_state))
+    model, _ = load_language_model(find_run(options.run), options.which)
+    model.to(device)
+    session = None if options.load_state is None else load_session(options.load_state, model)
+    if session is not None and session.batch != 1:
+        raise ValueError(f"{options.load_state} holds {session.batch} texts, expected 1")
+    shows = sys.stderr.isatty() and len(prompt) > CHUNK
+    texts = stream(
+        model,
+        prompt,
+        max_new_bytes=options.max_new_bytes,
+        sampling=sampling,
+        stop=stops,
+        session=session,
+        chunk=options.chunk or CHUNK,
+        progress=show_progress if shows else None,
+    )
+    terminal = sys.stdout.isatty()
+    if options.echo:
+        write(prompt.decode(), terminal)
+    try:
+        for piece in texts:
+            write(piece.text, terminal)
+    finally:
+        if terminal:
+            # what comes next on the screen begins a line of its own
+            write("\n", terminal)
+    if options.save_state is not None:
+        save_session(options.save_state, texts.session, model)
+    return 0
+
+
+def read_prompt(options: argparse.Namespace) -> bytes:
+    """The prompt, from the command line or from standard input; empty only where a state is there to go on from."""
+    if options.prompt is not None and options.prompt != "-":
+        prompt, source = os.fsencode(options.prompt), "--prompt"
+    elif options.prompt is None and options.load_state is not None:
+        return b""
+    else:
+        if sys.stdin is None or (options.prompt is None and sys.stdin.isatty()):
+            raise ValueError("there is nothing to go on from: give --prompt TEXT, or pipe a text in")
+        prompt, source = sys.stdin.buffer.read(), "standard input"
+    if not prompt:
+        raise ValueError(f"the prompt from {source} is empty: there must be something to go on from")
+    try:
+        prompt.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"the prompt from {source} is not UTF-8: byte {error.start} is 0x{prompt[error.start]:02x}"
+        ) from None
+    return prompt
+
+
+def write(text: str, terminal: bool) -> None:
+    """Show text at once, as UTF-8 whatever the locale; a terminal gets no control codes but line breaks and tabs."""
+    if terminal:
+        text = "".join(_harmless(character) for character in text)
+    sys.stdout.buffer.write(text.encode())
+    sys.stdout.buffer.flush()
+
+
+def _harmless(character: str) -> str:
+    plain = character in "\n\t" or unicodedata.category(character) not in ("Cc", "Cf")
+    return character if plain else "\ufffd"
+
+
+def show_progress(done: int, size: int) -> None:
+    """Count bytes of the prompt on one line of the terminal."""
+    print(
+        f"\rreading {done:,}/{size:,} bytes",
+        end="\r\033[K" if done == size else "",
+        file=sys.stderr,
+        flush=True,
+    )

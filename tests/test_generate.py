@@ -1,0 +1,539 @@
+"""Generation: steps, chunks and whole passes give the same bytes; sampling, stop strings, UTF-8, state files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from seqboat.generate import (
+    Chooser,
+    Generation,
+    SamplingConfig,
+    StopFinder,
+    TextDecoder,
+    distribution,
+    generate,
+    stream,
+    unfinished,
+)
+from seqboat.mixers import MegaConfig, SeqBoatConfig, TransformerConfig
+from seqboat.mixers.ema import EMAConfig
+from seqboat.mixers.gau import GAUConfig
+from seqboat.model import BackboneConfig, BackboneState, LanguageModel, LanguageModelOutput
+from seqboat.session import advance, load_session, read, save_session, start
+from seqboat.state import state_bytes, tensors
+
+ROOT = Path(__file__).parents[1]
+GREEDY = SamplingConfig(greedy=True)
+PROMPTS = ["a", "Of what", "The longest, which is past the window"]
+MIXERS: dict[str, Any] = {
+    "memory": SeqBoatConfig(
+        ssm=EMAConfig(d_state=2),
+        gau=GAUConfig(d_z=4, d_v=8, window=8, positions="rotary"),
+        causal=True,
+        prenorm=True,
+    ),
+    "chunk": SeqBoatConfig(
+        ssm=EMAConfig(d_state=2),
+        gau=GAUConfig(d_z=4, d_v=8, window=8, span="chunk"),
+        causal=True,
+        prenorm=True,
+    ),
+    "full": SeqBoatConfig(
+        ssm=EMAConfig(d_state=2),
+        gau=GAUConfig(d_z=4, d_v=8, span="full", positions="rotary"),
+        causal=True,
+        prenorm=True,
+    ),
+    "transformer": TransformerConfig(heads=2, causal=True, prenorm=True),
+    "mega-chunk": MegaConfig(d_z=4, d_v=8, chunk=8, causal=True, prenorm=True),
+}
+
+
+def make_model(name: str = "memory", seed: int = 0, layers: int = 2) -> LanguageModel:
+    """A model that does not just say the last byte again, as fresh ones with tied embeddings do."""
+    torch.manual_seed(seed)
+    config = BackboneConfig(
+        mixer=MIXERS[name], d_model=8, num_layers=layers, vocab=256, scaled_embedding=True
+    )
+    model = LanguageModel(config).double().eval()
+    closing: Any = model.backbone.norm
+    with torch.no_grad():
+        closing.weight.normal_()
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(3)
+    return model
+
+
+@torch.no_grad()
+def slowly(model: LanguageModel, prompt: str, count: int) -> bytes:
+    """The likeliest bytes by whole passes over everything so far, without any state."""
+    text = list(prompt.encode())
+    for _ in range(count):
+        text.append(int(model(torch.tensor([text])).logits[0, -1].argmax()))
+    return bytes(text[-count:])
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_cached_is_uncached(name: str) -> None:
+    """Prompts of different lengths, in one batch and alone, in chunks of any size."""
+    model = make_model(name)
+    slow = [slowly(model, prompt, 24) for prompt in PROMPTS]
+    for chunk in (1, 5, 4096):
+        together = generate(model, PROMPTS, max_new_bytes=24, sampling=GREEDY, chunk=chunk)
+        assert [result.data for result in together] == slow
+    alone = [generate(model, prompt, max_new_bytes=24, sampling=GREEDY)[0] for prompt in PROMPTS]
+    assert alone == together and {result.finish for result in alone} == {"length"}
+    assert len(set(b"".join(slow))) > 5, "the texts must not be all alike for this to mean anything"
+
+
+def test_two_thousand_bytes_past_the_window() -> None:
+    """Every byte is the likeliest after all before it, as one whole pass scores them: 250 windows on."""
+    model = make_model()
+    results = generate(model, PROMPTS, max_new_bytes=2000, sampling=GREEDY)
+    for prompt, result in zip(PROMPTS, results, strict=True):
+        head = prompt.encode()
+        text = torch.tensor([list(head + result.data)])
+        with torch.no_grad():
+            foreseen = model(text).logits[0].argmax(dim=-1)
+        assert len(result.data) == 2000
+        assert bytes(foreseen[len(head) - 1 : -1].tolist()) == result.data
+
+
+def test_drawn_bytes_are_those_of_whole_passes() -> None:
+    """With the same draws, scores from the state choose the same bytes as scores from nothing."""
+    model = make_model()
+    sampling = SamplingConfig(temperature=0.9, top_k=50, repetition_penalty=1.2, seed=7)
+    (result,) = generate(model, PROMPTS[1], max_new_bytes=60, sampling=sampling)
+    chooser, text = Chooser(sampling, 1), list(PROMPTS[1].encode())
+    for _ in range(60):
+        with torch.no_grad():
+            logits = model(torch.tensor([text])).logits[:, -1]
+        used = torch.zeros(1, 256, dtype=torch.bool)
+        used[0, text] = True
+        fresh = start(model)._replace(logits=logits, used=used)
+        text.append(int(chooser.choose(fresh)))
+    assert bytes(text[-60:]) == result.data
+
+
+def test_a_row_does_not_depend_on_its_batch() -> None:
+    model = make_model()
+    sampling = SamplingConfig(seed=3)
+    both = generate(model, PROMPTS[:2], max_new_bytes=30, sampling=sampling)
+    assert generate(model, PROMPTS[0], max_new_bytes=30, sampling=sampling) == both[:1]
+    alone = generate(model, PROMPTS[1], max_new_bytes=30, sampling=SamplingConfig(seed=4))
+    assert alone == both[1:]
+    assert generate(model, PROMPTS[:2], max_new_bytes=30, sampling=sampling) == both
+    # two rows of one prompt are two samples; no seed is another one every time
+    twice = generate(model, [PROMPTS[0]] * 2, max_new_bytes=30, sampling=sampling)
+    assert twice[0] != twice[1]
+    free = [generate(model, "a", max_new_bytes=30)[0].data for _ in range(2)]
+    assert free[0] != free[1]
+
+
+def test_the_model_keeps_its_mode() -> None:
+    model = make_model().train()
+    texts = stream(model, "a", max_new_bytes=2)
+    assert model.training
+    list(texts)
+    assert model.training
+
+
+# sampling
+
+
+def kept(logits: list[float], **settings: Any) -> list[int]:
+    """Tokens that can be drawn, the likeliest first."""
+    scores = torch.tensor([logits], dtype=torch.float64)
+    probs = distribution(scores, torch.zeros_like(scores, dtype=torch.bool), SamplingConfig(**settings))[0]
+    assert float(probs.sum()) == pytest.approx(1)
+    order = probs.argsort(descending=True, stable=True).tolist()
+    return [i for i in order if probs[i] > 0]
+
+
+LOG_PROBS = np.log([0.1, 0.5, 0.05, 0.25, 0.1]).tolist()
+
+
+@pytest.mark.parametrize(
+    ("settings", "tokens"),
+    [
+        ({}, [1, 3, 0, 4, 2]),
+        ({"top_k": 2}, [1, 3]),
+        ({"top_k": 3}, [1, 3, 0, 4]),  # the last two tie
+        ({"top_k": 99}, [1, 3, 0, 4, 2]),
+        ({"top_p": 0.4}, [1]),
+        ({"top_p": 0.6}, [1, 3]),
+        ({"top_p": 0.8}, [1, 3, 0]),
+        ({"top_p": 1e-9}, [1]),
+        ({"min_p": 0.4}, [1, 3]),
+        ({"min_p": 1.0}, [1]),
+        ({"temperature": 100.0, "min_p": 0.9}, [1, 3, 0, 4, 2]),
+        # of the three that top_k keeps, top_p then needs two: 0.5 / 0.75 is less than 0.7
+        ({"top_k": 2, "top_p": 0.7}, [1, 3]),
+        ({"top_k": 2, "top_p": 0.6}, [1]),
+    ],
+    ids=str,
+)
+def test_what_is_kept(settings: dict[str, Any], tokens: list[int]) -> None:
+    assert kept(LOG_PROBS, **settings) == tokens
+
+
+def test_temperature_and_penalty() -> None:
+    logits = torch.tensor([[2.0, -1.0, 0.5]], dtype=torch.float64)
+    used = torch.tensor([[True, True, False]])
+    got = distribution(logits, used, SamplingConfig(temperature=0.5, repetition_penalty=1.5))
+    want = torch.tensor([[2 / 1.5 / 0.5, -1 * 1.5 / 0.5, 0.5 / 0.5]], dtype=torch.float64).softmax(-1)
+    torch.testing.assert_close(got, want)
+    # half precision is widened first
+    assert distribution(logits.half(), used, SamplingConfig()).dtype == torch.float32
+
+
+def test_draws_follow_the_probabilities() -> None:
+    rows = 4000
+    logits = torch.tensor(LOG_PROBS).expand(rows, -1)
+    session = start(make_model(), 1)._replace(logits=logits, used=torch.zeros(rows, 5, dtype=torch.bool))
+    drawn = Chooser(SamplingConfig(seed=0), rows).choose(session)
+    shares = torch.bincount(drawn, minlength=5) / rows
+    # four standard deviations of a share of one half
+    torch.testing.assert_close(shares, torch.tensor(LOG_PROBS).exp(), atol=4 * 0.5 / rows**0.5, rtol=0)
+    few = Chooser(SamplingConfig(seed=0, top_k=2), rows).choose(session)
+    assert set(few.tolist()) == {1, 3}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"temperature": 0.0}, r"temperature must be a finite number > 0, got 0.0; .* set greedy"),
+        ({"temperature": -1.0}, r"temperature must be a finite number > 0, got -1.0"),
+        ({"temperature": float("nan")}, "temperature must be a finite number > 0, got nan"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be a finite number > 0, got 0.0"),
+        ({"top_k": 0}, "top_k must be an integer >= 1, got 0"),
+        ({"top_p": 0.0}, r"top_p must be in \(0, 1\], got 0.0"),
+        ({"top_p": 1.5}, r"top_p must be in \(0, 1\], got 1.5"),
+        ({"min_p": -0.1}, r"min_p must be in \[0, 1\], got -0.1"),
+        ({"seed": -1}, "seed must be an integer >= 0, got -1"),
+        ({"greedy": True, "temperature": 0.5}, "greedy and temperature exclude each other"),
+        ({"greedy": True, "top_k": 5}, "greedy and top_k exclude each other"),
+        ({"greedy": True, "seed": 1}, "greedy and seed exclude each other"),
+    ],
+    ids=str,
+)
+def test_settings_are_checked(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SamplingConfig(**settings)
+
+
+# a model that says what it is told
+
+
+class Parrot(LanguageModel):
+    """Says a text, whatever it reads: after n tokens its n-th byte (prompts count)."""
+
+    def __init__(self, text: bytes) -> None:
+        super().__init__(BackboneConfig(mixer=MIXERS["memory"], d_model=8, num_layers=1, vocab=256))
+        self.text = torch.tensor(list(text))
+
+    def _say(self, seen: Tensor, like: Tensor) -> Tensor:
+        return torch.nn.functional.one_hot(self.text[seen % len(self.text)], 256).to(like.dtype) * 100
+
+    def forward(
+        self, tokens: Tensor, mask: Tensor | None = None, state: BackboneState | None = None
+    ) -> LanguageModelOutput:
+        out = super().forward(tokens, mask, state)
+        before = out.state.seen - (tokens.shape[1] if mask is None else mask.sum(dim=1))
+        seen = before[:, None] + torch.arange(1, tokens.shape[1] + 1)
+        return out._replace(logits=self._say(seen, out.logits))
+
+    def step(
+        self, tokens: Tensor, state: BackboneState, mask: Tensor | None = None, inplace: bool = False
+    ) -> LanguageModelOutput:
+        out = super().step(tokens, state, mask, inplace)
+        return out._replace(logits=self._say(out.state.seen, out.logits))
+
+
+def say(text: str | bytes, prompt: str = "P", **settings: Any) -> Generation:
+    data = text.encode() if isinstance(text, str) else text
+    settings = {"max_new_bytes": len(data), "sampling": GREEDY, **settings}
+    return generate(Parrot(b"P" + data), prompt, **settings)[0]
+
+
+def test_stop_strings() -> None:
+    assert say("one two three") == ("one two three", b"one two three", "length")
+    assert say("one two three", stop=["two"]) == ("one ", b"one ", "stop")
+    # the first to be complete counts, and of those that end together the longest
+    assert say("one two three", stop=["three", "wo"]).text == "one t"
+    assert say("one two three", stop=["o", "two"]).text == ""
+    assert say("xtwo", stop=["o", "two"]).text == "x"
+    # a beginning that comes to nothing, or is still open at the end, belongs to the text
+    assert say("aab aaab", stop=["aaab"]).text == "aab "
+    assert say("one tw", stop=["two"]) == ("one tw", b"one tw", "length")
+    # what the prompt began does not count
+    assert say("END.", prompt="P", stop=["PE"]).text == "END."
+    assert say("grün, blau", stop=["ü"]).text == "gr"
+    assert say(b"\xff\xfe!", stop=[b"\xfe"]).data == b"\xff"
+
+
+def test_the_stop_string_is_never_shown() -> None:
+    texts = stream(Parrot(b"Pab<<eEND of"), "P", max_new_bytes=11, sampling=GREEDY, stop=["<END", "END"])
+    pieces = [piece.text for piece in texts]
+    assert pieces == ["a", "b", "<", "<e"]
+    assert texts.results[0].finish == "stop"
+    # the model has read it, though
+    assert int(texts.session.state.seen) == len("Pab<<eEND")
+
+
+def test_rows_end_on_their_own() -> None:
+    """A row that met its stop string rests: its state stays, and the others go on as if alone."""
+    model = make_model()
+    free = generate(model, PROMPTS, max_new_bytes=40, sampling=GREEDY)
+    stop = free[1].data[9:12]
+    texts = stream(model, PROMPTS, max_new_bytes=40, sampling=GREEDY, stop=[stop])
+    shown = ["", "", ""]
+    for piece in texts:
+        shown[piece.row] += piece.text
+    found = [result.data.find(stop) for result in free]
+    assert 0 <= found[1] <= 9 and -1 in found, (
+        "the rows must end at different times for this to mean anything"
+    )
+    for result, whole, at, text in zip(texts.results, free, found, shown, strict=True):
+        assert result.data == (whole.data if at < 0 else whole.data[:at])
+        assert result.text == text
+    lengths = [len(whole.data) if at < 0 else at + len(stop) for whole, at in zip(free, found, strict=True)]
+    alone = [
+        stream(model, p, max_new_bytes=n, sampling=GREEDY) for p, n in zip(PROMPTS, lengths, strict=True)
+    ]
+    for row, other in enumerate(alone):
+        list(other)
+        for (name, one), (_, two) in zip(tensors(texts.session), tensors(other.session), strict=True):
+            torch.testing.assert_close(one[row], two[0], msg=name)
+
+
+@pytest.mark.parametrize("text", ["naïve €uro 𝄞 clef", "ASCII alone", "日本語"])
+def test_characters_appear_whole(text: str) -> None:
+    data = text.encode()
+    pieces = [p.text for p in stream(Parrot(b"P" + data), "P", max_new_bytes=len(data), sampling=GREEDY)]
+    assert pieces == list(text)
+
+
+def test_what_is_no_utf8_is_marked() -> None:
+    assert say(b"a\xffb\xc3(c").text == "a\ufffdb\ufffd(c"
+    # cut off within a character: the bytes are there, half a character is not shown
+    cut = say("x€", max_new_bytes=3)
+    assert cut == ("x", b"x\xe2\x82", "length")
+
+
+def test_a_cut_character_is_finished_later() -> None:
+    model = Parrot("P€𝄞!".encode())
+    texts = stream(model, "P", max_new_bytes=2, sampling=GREEDY)
+    assert list(texts) == []
+    later = stream(model, session=texts.session, max_new_bytes=3, sampling=GREEDY)
+    assert [piece.text for piece in later] == ["€"] and later.results[0].text == "€"
+    last = stream(model, session=later.session, max_new_bytes=3, sampling=GREEDY)
+    assert "".join(piece.text for piece in last) == "𝄞!"
+
+
+@pytest.mark.parametrize("cut", range(1, 8))
+def test_decoder_and_finder_do_not_care_where_bytes_are_cut(cut: int) -> None:
+    data = "a€b\N{GRINNING FACE}é".encode() + b"\xf0\x9f"
+    parts = [data[i : i + cut] for i in range(0, len(data), cut)]
+    decoder = TextDecoder()
+    assert "".join(decoder.feed(part) for part in parts) == "a€b\N{GRINNING FACE}é"
+    assert unfinished(data) == b"\xf0\x9f" and unfinished(data[:-2]) == b"" and unfinished(b"\xff") == b""
+    finder = StopFinder([b"\x82\xacb", b"zz"])
+    seen = b"".join(finder.feed(byte) for byte in data if not finder.found)
+    assert finder.found and seen == b"a\xe2" and finder.rest() == b""
+
+
+# sessions and their files
+
+
+def test_a_session_is_a_value() -> None:
+    """Going on from a session twice gives the same text twice: it is never overwritten."""
+    model = make_model()
+    session = read(model, start(model, 2), [b"one", b"another"])
+    before = {name: part.clone() for name, part in tensors(session)}
+    first, second = (
+        generate(model, session=session, max_new_bytes=20, sampling=GREEDY, stop=["q"]) for _ in range(2)
+    )
+    assert (
+        first == second == generate(model, ["one", "another"], max_new_bytes=20, sampling=GREEDY, stop=["q"])
+    )
+    for name, part in tensors(session):
+        assert torch.equal(part, before[name]), name
+    stepped = advance(model, session, torch.tensor([65, 66]))
+    assert torch.equal(session.used, before["state.used"]) and int(stepped.used[1, 66]) == 1
+    assert stepped.tail.tolist() == [[*b"ne", 65], [*b"er", 66]]
+
+
+def test_prompts_may_come_in_parts() -> None:
+    model = make_model()
+    whole = generate(model, "one two", max_new_bytes=20, sampling=GREEDY)
+    session = read(model, start(model), [b"one"])
+    assert generate(model, " two", session=session, max_new_bytes=20, sampling=GREEDY) == whole
+    # also none at all, before anything: every byte is as likely as any other
+    blank = start(model)
+    assert not blank.logits.any()
+    assert generate(model, "one two", session=blank, max_new_bytes=20, sampling=GREEDY) == whole
+
+
+def test_going_on_from_a_file(tmp_path: Path) -> None:
+    model = make_model()
+    whole = generate(model, PROMPTS[:2], max_new_bytes=60, sampling=GREEDY)
+    path, data = tmp_path / "state.safetensors", [b"", b""]
+    session = read(model, start(model, 2), [p.encode() for p in PROMPTS[:2]])
+    for _ in range(3):
+        save_session(path, session, model)
+        texts = stream(model, session=load_session(path, model), max_new_bytes=20, sampling=GREEDY)
+        list(texts)
+        data = [one + two.data for one, two in zip(data, texts.results, strict=True)]
+        session = texts.session
+    assert data == [result.data for result in whole]
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+
+
+def test_the_file_does_not_grow_with_the_text(tmp_path: Path) -> None:
+    model = make_model()
+    sizes = []
+    for length in (1, 500):
+        save_session(tmp_path / "state", read(model, start(model), [b"x" * length]), model)
+        sizes.append((tmp_path / "state").stat().st_size)
+    assert sizes[0] == sizes[1]
+
+
+def test_another_models_state_is_refused(tmp_path: Path) -> None:
+    model = make_model()
+    path = tmp_path / "state"
+    save_session(path, start(model), model)
+    changed = make_model()
+    with torch.no_grad():
+        changed.backbone.embedding.weight[0, 0] += 1e-9
+    wider = LanguageModel(
+        dataclasses.replace(
+            model.backbone.config,
+            mixer=dataclasses.replace(
+                MIXERS["memory"], gau=GAUConfig(d_z=4, d_v=8, window=9, positions="rotary")
+            ),
+        )
+    ).double()
+    wider.load_state_dict(model.state_dict())
+    for other in (make_model(seed=1), make_model(layers=1), changed, wider):
+        with pytest.raises(ValueError, match=r"state is the state of another model"):
+            load_session(path, other)
+
+
+def test_damaged_state_files_are_named(tmp_path: Path) -> None:
+    model = make_model()
+    path = tmp_path / "state"
+    with pytest.raises(ValueError, match=r"state is not a file"):
+        load_session(path, model)
+    save_session(path, start(model), model)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    with pytest.raises(ValueError, match=r"state cannot be read as a state"):
+        load_session(path, model)
+    path.write_bytes(b"")
+    with pytest.raises(ValueError, match=r"state cannot be read as a state"):
+        load_session(path, model)
+    for at in np.random.default_rng(0).integers(0, len(whole), 40):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(ValueError, match=r"^[^ ]*state "):
+            load_session(path, model)
+    save_file({"weight": torch.zeros(3)}, path)
+    with pytest.raises(ValueError, match=r"state is not a state of this version: format is None"):
+        load_session(path, model)
+    path.write_bytes(whole)
+    assert set(load_file(path)) == {name for name, _ in tensors(start(model), "session")}
+    load_session(path, model)
+
+
+def test_a_state_that_cannot_be_written(tmp_path: Path) -> None:
+    model = make_model()
+    with pytest.raises(ValueError, match=r"nowhere does not exist"):
+        save_session(tmp_path / "nowhere" / "state", start(model), model)
+    with pytest.raises(ValueError, match=r"is a folder: a state is written to a file"):
+        save_session(tmp_path, start(model), model)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompts": ""}, r"prompts\[0\] is empty"),
+        ({"prompts": ["a", b""]}, r"prompts\[1\] is empty"),
+        ({"prompts": []}, "prompts must hold at least one prompt, got none"),
+        ({"prompts": [3]}, r"prompts\[0\] must be text or bytes, got int"),
+        ({"prompts": "\ud800"}, r"prompts\[0\] is not valid text"),
+        ({"prompts": "a", "stop": [""]}, "stop strings must not be empty"),
+        ({"prompts": "a", "max_new_bytes": 0}, "max_new_bytes must be an integer >= 1, got 0"),
+        ({"prompts": "a", "chunk": 0}, "chunk must be an integer >= 1, got 0"),
+    ],
+    ids=lambda value: repr(value)[:40],
+)
+def test_arguments_are_checked(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        generate(make_model(), **arguments)
+
+
+def test_other_bad_arguments() -> None:
+    model = make_model()
+    with pytest.raises(ValueError, match="one text per row of the session, 2, got 1"):
+        generate(model, ["a"], session=start(model, 2))
+    with pytest.raises(ValueError, match=r"rows\[0\] must hold token ids in 0..255, got 256"):
+        read(model, start(model), [np.array([256])])
+    with pytest.raises(ValueError, match=r"rows\[0\] must be bytes or a one-dimensional array"):
+        read(model, start(model), [np.array([0.5])])
+    large = LanguageModel(dataclasses.replace(model.backbone.config, vocab=300))
+    with pytest.raises(ValueError, match="model must be a model of bytes, got vocab 300"):
+        generate(large, "a")
+    with torch.no_grad():
+        model.backbone.embedding.weight.fill_(torch.nan)
+    with pytest.raises(ValueError, match="scores are not finite"):
+        generate(model, "a")
+
+
+def test_reading_in_chunks_is_reading_at_once() -> None:
+    """Rows of different lengths, some of them empty in later chunks."""
+    model = make_model()
+    rows = [b"x", bytes(range(70)), b"", "für".encode() * 9]
+    begun = read(model, start(model, 4), [b"p"] * 4)
+    whole = read(model, begun, rows)
+    seen: list[tuple[int, int]] = []
+    for chunk in (1, 7, 32):
+        parts = read(model, begun, rows, chunk=chunk, progress=lambda *done: seen.append(done))
+        for (name, one), (_, two) in zip(tensors(whole), tensors(parts), strict=True):
+            torch.testing.assert_close(one, two, msg=name)
+    assert seen[-3:] == [(32, 70), (64, 70), (70, 70)]
+    assert torch.equal(whole.logits[2], begun.logits[2])
+    assert whole.tail[0].tolist() == [-1, *b"px"] and bytes(whole.tail[3].tolist()) == "für".encode()[-3:]
+
+
+def test_the_session_does_not_grow() -> None:
+    model = make_model()
+    texts = stream(model, "a", max_new_bytes=200, sampling=GREEDY)
+    sizes = set()
+    for _ in texts:
+        sizes.add(state_bytes(texts.session))
+    assert len(sizes) == 1
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_and_long_prompts_are_read_in_little() -> None:
+    """In a process of its own: what the allocator keeps of other tests must not count."""
+    script = ROOT / "benchmarks" / "generation.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "--json"], capture_output=True, text=True, check=True, timeout=550
+    )
+    figures = json.loads(done.stdout)
+    assert figures["generated_bytes"] == 20_000 and figures["growth_mb"] < 1
+    assert figures["prompt_bytes"] == 1_000_000 and figures["peak_mb"] < 1000
+    assert figures["next_byte_is_that_of_a_whole_pass"]
