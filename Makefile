@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-EXTRAS := cli,train,report,image,dev
+EXTRAS := cli,train,report,image,hf,dev
 
 .PHONY: demo test test-all check lint format types bench reproduce-small clean
 

@@ -26,6 +26,7 @@ COMMANDS = {
     ),
     "generate": ("seqboat.commands.generate", "text from a trained language model, as it is produced"),
     "score": ("seqboat.commands.score", "bits per byte of files, or of every byte, by a language model"),
+    "export-hf": ("seqboat.commands.export_hf", "write a trained run for Hugging Face transformers"),
     "list": ("seqboat.commands.list", "list recipes, mixers, tasks or routers"),
     "bench": ("seqboat.commands.bench", "time and memory of mixers, side by side in one run"),
 }

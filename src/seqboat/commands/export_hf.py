@@ -1,0 +1,36 @@
+"""`seqboat export-hf`: write a trained run as a folder that Hugging Face transformers loads."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the command."""
+    parser.add_argument("run", help="folder of a run, or one checkpoint (step-N) in it")
+    parser.add_argument("folder", help="where to write; must not exist, or be empty")
+    parser.add_argument("--which", choices=("best", "latest"), default="best", help="which checkpoint")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command."""
+    from seqboat.checkpoint import CheckpointError
+
+    try:
+        import seqboat.hf  # noqa: F401 - says what to install
+    except ModuleNotFoundError as error:
+        raise ValueError(str(error)) from error
+    from transformers.utils import logging
+
+    from seqboat.hf.export import export_run
+
+    logging.disable_progress_bar()
+    try:
+        done = export_run(options.run, options.folder, options.which)
+    except CheckpointError as error:
+        raise ValueError(str(error)) from error
+    count = sum(parameter.numel() for parameter in done.model.parameters())
+    print(f"{done.folder}: {type(done.model).__name__}, {count:,} parameters")
+    print("tokenizer: bytes" if done.tokenizer else "no tokenizer: token ids are those of the task")
+    print("load it after `import seqboat.hf`, which tells transformers what it is")
+    return 0

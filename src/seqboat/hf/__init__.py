@@ -1,0 +1,46 @@
+"""Models for Hugging Face transformers: import this and the Auto classes know them.
+
+    import seqboat.hf
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained("exported")
+    tokenizer = AutoTokenizer.from_pretrained("exported")
+
+`seqboat export-hf RUN DIR` writes such a folder; docs/huggingface.md says what works and what does not.
+"""
+
+try:
+    import transformers  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "seqboat.hf needs transformers: pip install 'seqboat[hf]'", name=error.name
+    ) from error
+
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
+
+from seqboat.hf.cache import SeqBoatCache
+from seqboat.hf.configuration import SeqBoatConfig
+from seqboat.hf.model import SeqBoatForCausalLM, SeqBoatForSequenceClassification, SeqBoatModel
+from seqboat.hf.tokenizer import byte_tokenizer
+
+AutoConfig.register("seqboat", SeqBoatConfig)
+AutoModel.register(SeqBoatConfig, SeqBoatModel)
+AutoModelForCausalLM.register(SeqBoatConfig, SeqBoatForCausalLM)
+AutoModelForSequenceClassification.register(SeqBoatConfig, SeqBoatForSequenceClassification)
+AutoTokenizer.register(SeqBoatConfig, fast_tokenizer_class=PreTrainedTokenizerFast)
+
+__all__ = [
+    "SeqBoatCache",
+    "SeqBoatConfig",
+    "SeqBoatForCausalLM",
+    "SeqBoatForSequenceClassification",
+    "SeqBoatModel",
+    "byte_tokenizer",
+]

@@ -1,0 +1,122 @@
+"""The state of a causal model as a cache of transformers.
+
+The library asks each layer of a cache how many positions it has seen and lets it reorder, repeat and select its
+rows; what it stores is its own affair. Ours stores the mixer's state, of constant size for SeqBoat layers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from seqboat.checks import require
+from seqboat.model import BackboneState
+from seqboat.state import map_state, repeat_rows, select_rows
+
+
+class SeqBoatCacheLayer(CacheLayerMixin):
+    """What one mixer remembers, and how many tokens the model has seen."""
+
+    is_compileable = False
+    is_croppable = False
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cumulative_length = 0
+        """positions so far, padding included: the same for all rows"""
+        self.state: tuple[Any, Tensor] | None = None
+        """the mixer's state, and (batch,) the real tokens that each row has seen"""
+
+    def put(self, memory: Any, seen: Tensor, new: int) -> None:
+        """Take over the state after `new` more positions."""
+        self.state = memory, seen
+        self.cumulative_length += new
+        self.is_initialized = True
+
+    @property
+    def batch_size(self) -> int:
+        return -1 if self.state is None else len(self.state[1])
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        raise NotImplementedError("a SeqBoat cache holds states, not keys and values of all tokens")
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError("a SeqBoat cache holds states, not keys and values of all tokens")
+
+    def crop(self, tokens_to_remove: int) -> None:
+        raise ValueError("a recurrent state cannot go back: keep a copy of the cache (copy.deepcopy) instead")
+
+    def get_seq_length(self) -> int:
+        return self.cumulative_length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.cumulative_length + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        """As `get_max_length`, under the name that versions before 5.14 use."""
+        return -1
+
+    def reset(self) -> None:
+        self.state, self.cumulative_length, self.is_initialized = None, 0, False
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.state is not None:
+            self.state = select_rows(self.state, indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.state is not None:
+            self.state = repeat_rows(self.state, repeats)
+
+
+class SeqBoatCache(Cache):
+    """The state of all layers. Like every cache of the library it changes as the model reads on."""
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__(layers=[SeqBoatCacheLayer() for _ in range(num_layers)])
+        self._differentiable = False
+
+    @property
+    def state(self) -> BackboneState | None:
+        """The state as the core knows it; None before the first token."""
+        first = self.layers[0].state
+        if first is None:
+            return None
+        return BackboneState(tuple(layer.state[0] for layer in self.layers), first[1])
+
+    def put(self, state: BackboneState, new: int) -> None:
+        """Take over the state after `new` more positions."""
+        require(
+            len(state.layers) == len(self.layers),
+            f"the cache has {len(self.layers)} layers, the model {len(state.layers)}",
+        )
+        self._differentiable = torch.is_grad_enabled()
+        for layer, memory in zip(self.layers, state.layers, strict=True):
+            layer.put(memory, state.seen, new)
+
+    @property
+    def overwritable(self) -> bool:
+        """Whether a step may write into the tensors: no gradient needs them, and torch allows it."""
+        state = self.state
+        if state is None or self._differentiable or torch.is_grad_enabled():
+            return False
+        return torch.is_inference_mode_enabled() or not state.seen.is_inference()
+
+    def to(self, device: torch.device | str) -> SeqBoatCache:
+        """Move the state to another device."""
+        for layer in self.layers:
+            if layer.state is not None:
+                layer.state = map_state(lambda part: part.to(device), layer.state)
+        return self

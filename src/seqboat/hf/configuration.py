@@ -1,0 +1,91 @@
+"""The configuration of a model for transformers: the core's backbone under the names that its users expect."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from seqboat.config import part_from_dict, to_dict
+from seqboat.mixers.seqboat import SeqBoatConfig as SeqBoatLayerConfig
+from seqboat.model import BackboneConfig, MixerConfig
+
+
+class SeqBoatConfig(PreTrainedConfig):
+    """A stack of mixers over a vocabulary.
+
+    A mixer is given by its configuration or as a dictionary with its `name` (`seqboat list mixers`); fields that
+    the dictionary lacks get their defaults, and all fields are stored.
+    """
+
+    model_type = "seqboat"
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 - the library's own spelling
+
+    vocab_size: int = 256
+    """Number of token ids."""
+    hidden_size: int = 128
+    """Width."""
+    num_hidden_layers: int = 4
+    """Depth."""
+    mixer: dict[str, Any] | None = None
+    """The layer that is stacked; a causal SeqBoat layer by default."""
+    scaled_embedding: bool = False
+    """Whether token embeddings are multiplied by sqrt(hidden_size) when read."""
+    absolute_positions: bool | None = None
+    """Whether sinusoidal positions with a learned scale are added to the inputs; None: if the mixer wants them."""
+    dropout: float = 0.0
+    """Rate of dropout on the inputs of the first layer; mixers have their own."""
+    use_cache: bool = True
+    """Whether causal models return their state."""
+    tie_word_embeddings: bool = True
+    """Whether the embedding also scores the next token."""
+    pad_token_id: int | None = None
+    """What finished rows are filled up with; attention_mask says what is padding."""
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    """Where generation stops; models of plain text have no such token."""
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        mixer: Any = self.mixer
+        if mixer is None:
+            mixer = SeqBoatLayerConfig(causal=True)
+        if not dataclasses.is_dataclass(mixer):
+            mixer = part_from_dict(MixerConfig, mixer, "mixer")
+        # every field is written down: a default that changes one day must not change this model
+        self.mixer = to_dict(mixer, MixerConfig)
+        self.backbone()
+
+    @classmethod
+    def from_backbone(cls, config: BackboneConfig, **changes: Any) -> SeqBoatConfig:
+        """The configuration of a backbone that reads tokens.
+
+        Args:
+            config: of the backbone.
+            changes: further fields, such as num_labels.
+        """
+        if config.vocab is None:
+            raise ValueError("the model reads real values: transformers' text models read token ids")
+        return cls(
+            vocab_size=config.vocab,
+            hidden_size=config.d_model,
+            num_hidden_layers=config.num_layers,
+            mixer=to_dict(config.mixer, MixerConfig),
+            scaled_embedding=config.scaled_embedding,
+            absolute_positions=config.absolute_positions,
+            dropout=config.dropout,
+            **changes,
+        )
+
+    def backbone(self) -> BackboneConfig:
+        """The configuration of the backbone; a ValueError names the field that does not fit."""
+        return BackboneConfig(
+            mixer=part_from_dict(MixerConfig, self.mixer or {}, "mixer"),
+            d_model=self.hidden_size,
+            num_layers=self.num_hidden_layers,
+            vocab=self.vocab_size,
+            scaled_embedding=self.scaled_embedding,
+            absolute_positions=self.absolute_positions,
+            dropout=self.dropout,
+        )

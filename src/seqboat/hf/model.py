@@ -1,0 +1,453 @@
+"""The core's models as models of transformers: the same numbers behind the library's calling conventions.
+
+    SeqBoatModel                        the stack: last_hidden_state and a cache
+    SeqBoatForCausalLM                  scores of the next token; `generate`
+    SeqBoatForSequenceClassification    one label for a sequence
+
+Whatever the mixers are, padding may be anywhere (attention_mask says where) and changes nothing for real tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers import initialization as init
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    CausalLMOutputWithPast,
+    SequenceClassifierOutput,
+)
+from transformers.utils.generic import can_return_tuple
+
+from seqboat.checks import check_dtype, require
+from seqboat.hf.cache import SeqBoatCache
+from seqboat.hf.configuration import SeqBoatConfig
+from seqboat.mixers.base import MixerOutput
+from seqboat.model import Backbone, Head
+from seqboat.nn import masked_mean
+from seqboat.padding import align
+from seqboat.tasks.base import IGNORE
+
+CHECKSUMS = "sha256.json"
+"""The file beside the weights that says what their bytes hash to."""
+
+
+@contextmanager
+def keep_hidden(backbone: Backbone, kept: list[Tensor]) -> Iterator[None]:
+    """Append the input of the first layer and the output of every layer, real tokens first in each row."""
+
+    def keep_input(_: nn.Module, inputs: tuple[Any, ...]) -> None:
+        kept.append(inputs[0])
+
+    def keep_output(_: nn.Module, __: Any, output: MixerOutput) -> None:
+        kept.append(output.y)
+
+    handles = [backbone.layers[0].register_forward_pre_hook(keep_input)]
+    handles += [layer.register_forward_hook(keep_output) for layer in backbone.layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def read_vectors(backbone: Backbone, vectors: Tensor, mask: Tensor | None) -> Iterator[Tensor]:
+    """Let a backbone read these vectors instead of looking tokens up; yields the ids to call it with.
+
+    Args:
+        backbone: reads tokens.
+        vectors: (batch, time, d_model), as its embedding returns them.
+        mask: (batch, time), True on real tokens.
+    """
+    weight = backbone.embedding.weight
+    shape = tuple(vectors.shape)
+    require(
+        vectors.dim() == 3 and vectors.shape[2] == weight.shape[1],
+        f"inputs_embeds must have shape (batch, time, {weight.shape[1]}), got {shape}",
+    )
+    check_dtype(vectors, weight, "inputs_embeds", "model")
+    first = vectors if mask is None else align(mask).pull(vectors)
+    handle = backbone.embedding.register_forward_hook(lambda *_: first)
+    try:
+        yield torch.zeros(shape[:2], dtype=torch.int64, device=vectors.device)
+    finally:
+        handle.remove()
+
+
+def read_mask(attention_mask: Tensor | None, time: int) -> Tensor | None:
+    """The (batch, time) bool mask of the current tokens: the last columns of the library's mask, 1 on real tokens."""
+    if attention_mask is None:
+        return None
+    return attention_mask[:, attention_mask.shape[1] - time :] != 0
+
+
+def check_attention_mask(attention_mask: Tensor | None, batch: int, time: int, past: int) -> None:
+    """Refuse a mask that fits neither the current tokens nor, as `generate` passes it, the cache and them."""
+    if attention_mask is None:
+        return
+    shape, fits = tuple(attention_mask.shape), [(batch, time), (batch, past + time)]
+    require(
+        shape in fits,
+        f"attention_mask must have shape {' or '.join(str(s) for s in dict.fromkeys(fits))}, got {shape}",
+    )
+
+
+def next_token_loss(
+    logits: Tensor, labels: Tensor, mask: Tensor | None, num_items_in_batch: Tensor | int | None = None
+) -> Tensor:
+    """Cross-entropy of each token given those before it, in float32 at least; 0 where nothing is scored.
+
+    Neither padding nor the token after padding is scored, whatever their labels: the loss of a row does not depend on
+    where it is padded.
+
+    Args:
+        logits: (batch, time, vocab).
+        labels: (batch, time), the inputs themselves, IGNORE where nothing is to be scored.
+        mask: (batch, time), True on real tokens.
+        num_items_in_batch: what the sum is divided by; the number of scored tokens by default.
+    """
+    require(
+        labels.shape == logits.shape[:2],
+        f"labels must have shape {tuple(logits.shape[:2])}, got {tuple(labels.shape)}",
+    )
+    targets = labels[:, 1:]
+    if mask is not None:
+        targets = torch.where(mask[:, 1:] & mask[:, :-1], targets, IGNORE)
+    scores = logits[:, :-1].flatten(0, 1)
+    scores = scores if scores.dtype == torch.float64 else scores.float()
+    total = F.cross_entropy(scores, targets.flatten(), ignore_index=IGNORE, reduction="sum")
+    count = (targets != IGNORE).sum() if num_items_in_batch is None else num_items_in_batch
+    return total / torch.as_tensor(count, device=total.device).clamp(min=1)
+
+
+def check_weights(folder: Path) -> None:
+    """Refuse weights in a folder that cannot be read, or whose bytes are not those that were saved."""
+    expected: dict[str, str] = {}
+    sums = folder / CHECKSUMS
+    if sums.is_file():
+        try:
+            expected = dict(json.loads(sums.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{sums} is damaged: {error}") from error
+    for name in sorted(expected):
+        require((folder / name).is_file(), f"{folder / name} is missing: {sums} names it")
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
+        if path.name in expected:
+            with open(path, "rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            require(
+                digest == expected[path.name],
+                f"{path} is not what was saved: its sha256 differs from the one in {sums} "
+                f"(delete {sums.name} if you changed the weights on purpose)",
+            )
+
+
+def write_checksums(folder: Path) -> None:
+    """Write down what the weights in a folder hash to."""
+    sums = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with open(path, "rb") as file:
+            sums[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    (folder / CHECKSUMS).write_text(json.dumps(sums, indent=1) + "\n", encoding="utf-8")
+
+
+class SeqBoatPreTrainedModel(PreTrainedModel):
+    """What the models share: loading, saving, starting values of what a file does not hold."""
+
+    config_class = SeqBoatConfig
+    base_model_prefix = "model"
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
+    # the state stays beside its weights: a model is on one device as a whole
+    _no_split_modules = ["SeqBoatModel"]  # noqa: RUF012 - the library's own spelling
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    # a state cannot be taken back to an earlier token
+    _is_stateful = True
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Starting values of a new head and of new rows of the embedding; everything else starts by itself.
+
+        Linear       N(0, 0.02), truncated at two deviations, biases 0
+        Embedding    N(0, 1 / hidden_size)
+        """
+        if isinstance(module, nn.Linear):
+            init.trunc_normal_(module.weight, std=0.02, a=-0.04, b=0.04)
+            if module.bias is not None:
+                init.zeros_(module.bias)
+        elif isinstance(module, nn.Embedding):
+            init.normal_(module.weight, std=self.config.hidden_size**-0.5)
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any
+    ) -> Any:
+        """As the library's, but strict: local weights are checked, and all of the stack must be there."""
+        place = pretrained_model_name_or_path
+        if place is not None and Path(place).is_dir():
+            check_weights(Path(place) / kwargs.get("subfolder", ""))
+        model, info = super().from_pretrained(place, *args, output_loading_info=True, **kwargs)
+        # a head may be new, as in fine-tuning
+        missing = sorted(key for key in info["missing_keys"] if not key.startswith("head."))
+        require(
+            not missing,
+            f"{place} does not hold the weights of this {cls.__name__}: {len(missing)} are missing, "
+            f"{missing[0] if missing else ''} first",
+        )
+        return (model, info) if output_loading_info else model
+
+    def save_pretrained(self, save_directory: Any, is_main_process: bool = True, **kwargs: Any) -> None:
+        """As the library's; besides, the weights' sha256 is written down."""
+        super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
+        if is_main_process:
+            write_checksums(Path(save_directory))
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.base_model.backbone.embedding
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        backbone = self.base_model.backbone
+        backbone.embedding = value
+        backbone.config = dataclasses.replace(backbone.config, vocab=value.weight.shape[0])
+
+
+class SeqBoatModel(SeqBoatPreTrainedModel):
+    """The stack without a head."""
+
+    def __init__(self, config: SeqBoatConfig) -> None:
+        super().__init__(config)
+        self.backbone = Backbone(config.backbone())
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: SeqBoatCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+    ) -> BaseModelOutputWithPast:
+        """Run the stack.
+
+        Args:
+            input_ids: (batch, time).
+            attention_mask: (batch, time), or with the positions in the cache before it; 1 on real tokens.
+            past_key_values: to go on from; it is changed.
+            inputs_embeds: (batch, time, hidden_size) instead of input_ids.
+            use_cache: whether to return a cache; only causal models have one.
+            output_hidden_states: whether to return the inputs and outputs of all layers.
+            output_attentions: must not be set: no layer has a (time, time) matrix to show.
+        """
+        require(
+            (input_ids is None) != (inputs_embeds is None),
+            "exactly one of input_ids and inputs_embeds must be given",
+        )
+        require(
+            not (output_attentions or self.config.output_attentions),
+            "output_attentions is not supported: there is no (time, time) matrix of attention",
+        )
+        inputs = input_ids if inputs_embeds is None else inputs_embeds
+        assert inputs is not None
+        batch, time = inputs.shape[:2]
+        hidden = (
+            output_hidden_states if output_hidden_states is not None else self.config.output_hidden_states
+        )
+        cache = self._cache(past_key_values, use_cache)
+        check_attention_mask(attention_mask, batch, time, 0 if cache is None else cache.get_seq_length())
+        mask = read_mask(attention_mask, time)
+        state = None if cache is None else cache.state
+        kept: list[Tensor] = []
+        if state is not None and time == 1 and inputs_embeds is None and not hidden and not self.training:
+            assert cache is not None
+            rows = None if mask is None else mask[:, 0]
+            out = self.backbone.step(inputs[:, 0], state, rows, inplace=cache.overwritable)
+            out = out._replace(y=out.y[:, None])
+        else:
+            with ExitStack() as changed:
+                if inputs_embeds is not None:
+                    inputs = changed.enter_context(read_vectors(self.backbone, inputs_embeds, mask))
+                if hidden:
+                    changed.enter_context(keep_hidden(self.backbone, kept))
+                out = self.backbone(inputs, mask, state)
+        if cache is not None:
+            assert out.state is not None
+            cache.put(out.state, time)
+        return BaseModelOutputWithPast(
+            last_hidden_state=out.y,
+            past_key_values=cache,
+            hidden_states=self._hidden(kept, mask, out.y) if hidden else None,
+        )
+
+    def _cache(self, given: SeqBoatCache | None, use_cache: bool | None) -> SeqBoatCache | None:
+        wanted = self.config.use_cache if use_cache is None else use_cache
+        if given is None:
+            return SeqBoatCache(len(self.backbone.layers)) if wanted and self.backbone.causal else None
+        require(
+            isinstance(given, SeqBoatCache),
+            f"past_key_values must be a SeqBoatCache, as the model returns it; got {type(given).__name__}",
+        )
+        return given
+
+    @staticmethod
+    def _hidden(kept: list[Tensor], mask: Tensor | None, last: Tensor) -> tuple[Tensor, ...]:
+        # a second stream may run in front of the sequence
+        inner = [part[:, part.shape[1] - last.shape[1] :] for part in kept[:-1]]
+        if mask is not None:
+            plan = align(mask)
+            inner = [plan.push(part) for part in inner]
+        # as everywhere in the library, the last one is what the head sees
+        return (*inner, last)
+
+
+class SeqBoatForCausalLM(SeqBoatPreTrainedModel, GenerationMixin):
+    """Scores the next token."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.backbone.embedding.weight"}  # noqa: RUF012
+    # the loss takes num_items_in_batch: accumulated micro-batches average over tokens
+    accepts_loss_kwargs = True
+
+    def __init__(self, config: SeqBoatConfig) -> None:
+        super().__init__(config)
+        self.model = SeqBoatModel(config)
+        require(self.model.backbone.causal, "a language model needs causal mixers: set causal in mixer")
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
+        self.lm_head = new_embeddings
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        # keys and values of all tokens are not what the model remembers
+        return False
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any
+    ) -> None:
+        # here and not earlier: the library has worked out the mask by now, and dropped one without padding
+        mask = model_kwargs.get("attention_mask")
+        if mask is not None:
+            require(
+                bool((mask[:, -1] != 0).all()),
+                "generate needs every row to end with a real token: pad on the left (padding_side='left')",
+            )
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
+        if generation_config.use_cache and model_kwargs.get("past_key_values") is None:
+            model_kwargs["past_key_values"] = SeqBoatCache(len(self.model.backbone.layers))
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: SeqBoatCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        num_items_in_batch: Tensor | int | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+    ) -> CausalLMOutputWithPast:
+        """Score the token after each token; see `SeqBoatModel.forward`.
+
+        Args:
+            labels: (batch, time), the inputs themselves, -100 where nothing is to be scored; they are shifted here.
+            logits_to_keep: score only after so many of the last tokens, or after the tokens at these places;
+                0 for all.
+            num_items_in_batch: what the summed loss is divided by; the scored tokens by default.
+        """
+        out = self.model(
+            input_ids,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
+            return_dict=True,
+        )
+        y = out.last_hidden_state
+        if isinstance(logits_to_keep, Tensor):
+            y = y[:, logits_to_keep]
+        elif logits_to_keep:
+            y = y[:, -logits_to_keep:]
+        logits = self.lm_head(y)
+        loss = None
+        if labels is not None:
+            require(
+                not isinstance(logits_to_keep, Tensor) and not logits_to_keep,
+                "labels need the logits of all tokens: leave logits_to_keep at 0",
+            )
+            loss = next_token_loss(logits, labels, read_mask(attention_mask, y.shape[1]), num_items_in_batch)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=out.past_key_values,
+            hidden_states=out.hidden_states,
+        )
+
+
+class SeqBoatForSequenceClassification(SeqBoatPreTrainedModel):
+    """One label for a sequence: the mean over its real tokens through one hidden layer."""
+
+    def __init__(self, config: SeqBoatConfig) -> None:
+        super().__init__(config)
+        self.model = SeqBoatModel(config)
+        width = config.hidden_size
+        self.head = Head(width, 2 * width, config.num_labels, config.dropout)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
+    ) -> SequenceClassifierOutput:
+        """Score the labels of each row; see `SeqBoatModel.forward`.
+
+        Args:
+            labels: (batch,) classes; or values, or (batch, num_labels) of 0 and 1, as `config.problem_type` says.
+        """
+        out = self.model(
+            input_ids,
+            attention_mask=attention_mask,
+            inputs_embeds=inputs_embeds,
+            use_cache=False,
+            output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
+            return_dict=True,
+        )
+        y = out.last_hidden_state
+        logits = self.head(masked_mean(y, read_mask(attention_mask, y.shape[1])))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
+        return SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=out.hidden_states)
