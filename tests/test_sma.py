@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from seqboat.mixers.activation import SparseModularActivation
+from seqboat.mixers.activation import Combine, SparseModularActivation
 from seqboat.mixers.gau import GAUConfig
+from seqboat.mixers.transformer import TransformerConfig
+from seqboat.mixers.units import MixerUnit, PaddedUnit
 from seqboat.padding import Aligned
 from seqboat.routers import AlwaysActive, Router, SigmoidRouter, TemperedSoftmax, XMoE
-from seqboat.sma import Routing, compress, extract, pack
+from seqboat.sma import Packed, PackedModule, Routing, compress, extract, pack, pack_modules
 
 
 def decisions(batch: int, time: int, rate: float, seed: int = 0) -> Tensor:
@@ -69,6 +73,23 @@ def test_packed_gradients() -> None:
     assert torch.autograd.gradcheck(lambda x: extract(*compress(x, active)), x)
 
 
+@pytest.mark.parametrize("rate", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("shape", [(3, 7, 4), (2, 5, 1), (1, 9, 3), (0, 4, 2), (3, 0, 2)], ids=str)
+def test_all_modules_at_once_are_each_on_its_own(shape: tuple[int, int, int], rate: float) -> None:
+    active = torch.rand(shape, generator=torch.Generator().manual_seed(0)) < rate
+    seen = torch.arange(shape[0])
+    gathered = pack_modules(active, seen)
+    for i, part in enumerate(gathered.parts):
+        alone = pack(active[..., i], seen)
+        for name in ("flat", "row", "position", "offsets"):
+            assert getattr(part, name).equal(getattr(alone, name)), name
+        assert part.slots == alone.slots
+    assert gathered.flat.equal(torch.cat([part.flat for part in gathered.parts]))
+    assert active.flatten().index_select(0, gathered.entry).all()
+    assert sorted(gathered.entry.tolist()) == active.flatten().nonzero().squeeze(1).tolist()
+    assert gathered.counts == active.sum(dim=(0, 1)).tolist()
+
+
 def test_confidence_is_kept_where_active() -> None:
     routing = Routing(torch.tensor([True, False, True]), torch.tensor([0.75, 0.4, 1.0]))
     assert routing.confidence.tolist() == [0.75, 0.0, 1.0]
@@ -108,6 +129,172 @@ def test_modules_equal_a_naive_loop(router_class: type[Router]) -> None:
                 expected[row, place] += routing.probs[row, place, i] * token
     torch.testing.assert_close(y, expected, rtol=0, atol=1e-12)
     assert routing.active.any()
+
+
+class RunningSum(PackedModule):
+    """A user's own contextual module: the sum of all active tokens of a row, through a matrix."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, tokens: Tensor, packed: Packed, state: None = None) -> Tensor:
+        batch = len(packed.offsets) - 1
+        sums = tokens.new_zeros(batch, tokens.shape[1]).index_add(0, packed.row, tokens)
+        return self.linear(tokens + sums[packed.row])
+
+
+class Convolution(nn.Module):
+    """A convolution over time, (batch, time, width) in and out; pads left in front if causal."""
+
+    def __init__(self, width: int, causal: bool = False) -> None:
+        super().__init__()
+        self.causal = causal
+        self.inner = nn.Conv1d(width, width, 3, padding=2 if causal else 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x.transpose(1, 2)).transpose(1, 2)
+        return y[:, : x.shape[1]]
+
+
+def attend(module: nn.Module, x: Tensor, real: Tensor) -> Tensor:
+    # a row without a real token would have nothing to attend to
+    hidden = ~real & real.any(dim=1, keepdim=True)
+    y: Tensor = module(x, x, x, key_padding_mask=hidden, need_weights=False)[0]
+    return y
+
+
+WIDTH = 6
+UNITS: dict[str, Callable[[], nn.Module]] = {
+    "linear": lambda: nn.Linear(WIDTH, WIDTH),
+    "ffn": lambda: nn.Sequential(nn.Linear(WIDTH, 15), nn.GELU(), nn.Linear(15, WIDTH)),
+    "gau": lambda: GAUConfig(d_z=4, d_v=8, window=4, max_positions=8).build(WIDTH, causal=False),
+    "own": lambda: RunningSum(WIDTH),
+    "conv": lambda: PaddedUnit(Convolution(WIDTH)),
+    "attention": lambda: PaddedUnit(nn.MultiheadAttention(WIDTH, 2, batch_first=True), attend),
+    "block": lambda: MixerUnit(TransformerConfig(heads=1, d_ff=8, positions="rotary").build(WIDTH)),
+}
+"""Modules that have little in common."""
+
+
+def alone(unit: nn.Module, tokens: Tensor, places: list[int]) -> Tensor:
+    """What a module makes of the active tokens (tokens, width) of one sequence, without any packing of a batch."""
+    if isinstance(unit, PaddedUnit) and isinstance(unit.module, Convolution):
+        y: Tensor = unit.module(tokens[None])[0]
+        return y
+    if isinstance(unit, PaddedUnit):
+        y = unit.module(tokens[None], tokens[None], tokens[None], need_weights=False)[0][0]
+        return y
+    if isinstance(unit, MixerUnit):
+        changed: Tensor = unit.mixer(tokens[None]).y[0] - tokens
+        return changed
+    if isinstance(unit, RunningSum):
+        y = unit.linear(tokens + tokens.sum(dim=0))
+        return y
+    if isinstance(unit, PackedModule):
+        active = torch.zeros(1, max(places) + 1, dtype=torch.bool)
+        active[0, places] = True
+        return unit(tokens, pack(active))[0]
+    y = unit(tokens)
+    return y
+
+
+def loop(x: Tensor, routing: Routing, units: list[nn.Module], weights: Tensor) -> Tensor:
+    """The formula of section 3.2, one row and one module at a time."""
+    rows = []
+    for row in range(x.shape[0]):
+        y = 0 * x[row]
+        for i, unit in enumerate(units):
+            places = [t for t in range(x.shape[1]) if routing.active[row, t, i]]
+            if places:
+                out = alone(unit, x[row, places], places)
+                for place, token in zip(places, out, strict=True):
+                    y = y + torch.stack(
+                        [weights[row, t, i] * token if t == place else 0 * token for t in range(x.shape[1])]
+                    )
+        rows.append(y)
+    return torch.stack(rows)
+
+
+class Planned(SigmoidRouter):
+    """A sigmoid whose decisions are given."""
+
+    plan: Tensor
+
+    def route(self, x: Tensor) -> Routing:
+        return Routing(self.plan, super().route(x).probs)
+
+
+PATTERNS: dict[str, Callable[[Tensor], Tensor]] = {
+    "random": lambda r: r < 0.4,
+    "none": lambda r: r < 0,
+    "all": lambda r: r < 2,
+    "one-module": lambda r: (r < 0.5) & (torch.arange(r.shape[2]) == r.shape[2] - 1),
+    "one-row": lambda r: (r < 0.5) & (torch.arange(r.shape[0]) == 1)[:, None, None],
+    "one-token": lambda r: r == r.max(),
+}
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["attention"],
+        ["own"],
+        ["conv", "linear"],
+        ["gau", "ffn"],
+        ["ffn", "attention", "block"],
+        ["linear", "gau", "conv", "own"],
+        ["block", "attention", "gau", "ffn"],
+    ],
+    ids="-".join,
+)
+def test_outputs_and_gradients_equal_the_loop(names: list[str], pattern: str) -> None:
+    torch.manual_seed(len(names))
+    router = Planned(WIDTH, len(names))
+    sma = SparseModularActivation({name: UNITS[name]() for name in names}, router=router).double()
+    nn.init.normal_(router.logits.weight)
+    x = torch.randn(3, 7, WIDTH, dtype=torch.float64, requires_grad=True)
+    router.plan = PATTERNS[pattern](torch.rand(3, 7, len(names)))
+    out = sma(x)
+    expected = loop(x, out.routing, list(sma.units.values()), router(x).probs)
+    torch.testing.assert_close(out.y, expected, rtol=0, atol=1e-12)
+    weight = torch.randn_like(x)
+    wanted = [x, *sma.parameters()]
+    ours = torch.autograd.grad((out.y * weight).sum(), wanted)
+    theirs = torch.autograd.grad((expected * weight).sum(), wanted, allow_unused=True, materialize_grads=True)
+    for one, two in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("straight_through", [False, True])
+@pytest.mark.parametrize("combine", ["sum", "average"])
+def test_what_outputs_are_multiplied_by(combine: Combine, straight_through: bool) -> None:
+    torch.manual_seed(0)
+    router = Planned(WIDTH, 3)
+    units = {name: UNITS[name]() for name in ("linear", "ffn", "own")}
+    sma = SparseModularActivation(units, router=router, combine=combine, straight_through=straight_through)
+    sma = sma.double()
+    nn.init.normal_(router.logits.weight)
+    x = torch.randn(2, 7, WIDTH, dtype=torch.float64, requires_grad=True)
+    router.plan = torch.rand(2, 7, 3) < 0.5
+    out = sma(x)
+    probs = router(x).probs
+    weights = torch.where(router.plan, probs, 0)
+    if straight_through:
+        # one, with the gradient of the probability
+        weights = torch.where(router.plan, 1 + probs - probs.detach(), 0)
+    if combine == "average":
+        weights = weights / torch.where(router.plan.any(-1), weights.sum(-1), 1)[..., None]
+    expected = loop(x, out.routing, list(units.values()), weights)
+    torch.testing.assert_close(out.y, expected, rtol=0, atol=1e-12)
+    weight = torch.randn_like(x)
+    for one, two in zip(
+        torch.autograd.grad((out.y * weight).sum(), [x, *sma.parameters()]),
+        torch.autograd.grad((expected * weight).sum(), [x, *sma.parameters()]),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, two, rtol=0, atol=1e-10)
 
 
 def test_one_module_and_base() -> None:

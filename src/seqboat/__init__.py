@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from seqboat.version import __version__
 
 if TYPE_CHECKING:
+    from seqboat.budget import BudgetConfig, RevivalConfig, budget_loss, override_activation, update_budgets
     from seqboat.compile import compile_model
     from seqboat.mixers import MIXERS
     from seqboat.mixers.activation import SparseModularActivation
@@ -20,13 +21,17 @@ if TYPE_CHECKING:
     from seqboat.mixers.gau import GAU, GAUConfig
     from seqboat.mixers.s4d import S4D, S4DConfig
     from seqboat.mixers.seqboat import SeqBoat, SeqBoatConfig
+    from seqboat.mixers.units import MixerUnit, PaddedUnit
     from seqboat.model import Backbone, BackboneConfig, Classifier, LanguageModel, Matcher
     from seqboat.routers import (
         ROUTERS,
         AlwaysActiveConfig,
+        ExpertChoiceConfig,
         GumbelConfig,
         SigmoidConfig,
         TemperedSoftmaxConfig,
+        ThresholdConfig,
+        TopKConfig,
         XMoEConfig,
         activation,
         set_training_step,
@@ -43,17 +48,22 @@ _HOMES = {
     "AlwaysActiveConfig": "routers",
     "Backbone": "model",
     "BackboneConfig": "model",
+    "BudgetConfig": "budget",
     "Classifier": "model",
     "EMAConfig": "mixers.ema",
+    "ExpertChoiceConfig": "routers",
     "GAUConfig": "mixers.gau",
     "GumbelConfig": "routers",
     "LanguageModel": "model",
     "Matcher": "model",
     "Mixer": "mixers.base",
     "MixerOutput": "mixers.base",
+    "MixerUnit": "mixers.units",
     "Packed": "sma",
     "PackedModule": "sma",
+    "PaddedUnit": "mixers.units",
     "RecurrentMixer": "mixers.base",
+    "RevivalConfig": "budget",
     "Routing": "sma",
     "S4DConfig": "mixers.s4d",
     "SeqBoat": "mixers.seqboat",
@@ -61,17 +71,22 @@ _HOMES = {
     "SigmoidConfig": "routers",
     "SparseModularActivation": "mixers.activation",
     "TemperedSoftmaxConfig": "routers",
+    "ThresholdConfig": "routers",
+    "TopKConfig": "routers",
     "XMoEConfig": "routers",
     "activation": "routers",
+    "budget_loss": "budget",
     "compile_model": "compile",
     "compress": "sma",
     "detach_state": "state",
     "extract": "sma",
+    "override_activation": "budget",
     "pack": "sma",
     "repeat_rows": "state",
     "select_rows": "state",
     "set_training_step": "routers",
     "state_bytes": "state",
+    "update_budgets": "budget",
 }
 """Where each public name lives."""
 
@@ -84,17 +99,22 @@ __all__ = [
     "AlwaysActiveConfig",
     "Backbone",
     "BackboneConfig",
+    "BudgetConfig",
     "Classifier",
     "EMAConfig",
+    "ExpertChoiceConfig",
     "GAUConfig",
     "GumbelConfig",
     "LanguageModel",
     "Matcher",
     "Mixer",
     "MixerOutput",
+    "MixerUnit",
     "Packed",
     "PackedModule",
+    "PaddedUnit",
     "RecurrentMixer",
+    "RevivalConfig",
     "Routing",
     "S4DConfig",
     "SeqBoat",
@@ -102,18 +122,23 @@ __all__ = [
     "SigmoidConfig",
     "SparseModularActivation",
     "TemperedSoftmaxConfig",
+    "ThresholdConfig",
+    "TopKConfig",
     "XMoEConfig",
     "__version__",
     "activation",
+    "budget_loss",
     "compile_model",
     "compress",
     "detach_state",
     "extract",
+    "override_activation",
     "pack",
     "repeat_rows",
     "select_rows",
     "set_training_step",
     "state_bytes",
+    "update_budgets",
 ]
 
 

@@ -3,6 +3,11 @@
 Section 3.3 of the paper (latent configurator) and its variants in appendices A.4 and E. A router works on each
 token alone, so that its decision is causal, the same in training, chunked reading and single steps. The
 gradient reaches it only through the confidence that multiplies the output of an activated module.
+
+Routers that compare the tokens of a sequence with each other (`by_row`: top-k capacity and expert choice) break this
+rule where they can afford it. They pick a fixed share of each row in training and in bidirectional layers, and
+follow there where the border between picked and passed over lies; causal layers at inference, which do not know
+what is still to come, activate what lies above that border.
 """
 
 from __future__ import annotations
@@ -25,6 +30,9 @@ from seqboat.sma import Routing
 
 class Router(nn.Module, ABC):
     """Decides for `modules` modules on the last dimension of its input."""
+
+    by_row = False
+    """Whether the router picks among the tokens of whole rows, where it may."""
 
     def __init__(self, d_model: int, modules: int = 1) -> None:
         super().__init__()
@@ -51,6 +59,24 @@ class Router(nn.Module, ABC):
     def route(self, x: Tensor) -> Routing:
         """As `forward`, in full precision."""
 
+    def choose(self, probs: Tensor, shift: Tensor) -> Tensor:
+        """Decide anew, each token alone, with a shift of the log-odds of every decision.
+
+        Args:
+            probs: (..., modules), from `forward`.
+            shift: (modules,) or (..., modules).
+        """
+        return probs > torch.sigmoid(-shift)
+
+    def select(self, score: Tensor, allowed: Tensor) -> Tensor:
+        """Pick among the tokens of whole rows; only of routers that go by row.
+
+        Args:
+            score: (batch, time, modules), log-odds.
+            allowed: (batch, time, 1) bool, who may be picked.
+        """
+        raise NotImplementedError(f"{type(self).__name__} decides about each token alone")
+
     def linear(self, layer: nn.Linear, x: Tensor) -> Tensor:
         """A Linear in the precision of x, whatever its own."""
         weight = layer.weight.to(x.dtype)
@@ -65,6 +91,11 @@ def decide(logit: Tensor) -> Routing:
     """
     probs = torch.sigmoid(logit)
     return Routing((probs > 0.5) & (logit < math.inf), probs)
+
+
+def above_border(logit: Tensor, border: Tensor | float) -> Routing:
+    """Activate where the log-odds are above a border; a token that is not finite activates nothing, as above."""
+    return Routing((logit > border) & (logit < math.inf), torch.sigmoid(logit))
 
 
 class TemperedSoftmax(Router):
@@ -131,6 +162,10 @@ class GumbelSoftmax(Router):
         init_linear(self.logits)
         self.register_buffer("training_step", torch.zeros((), dtype=torch.int64))
 
+    def notice_training_step(self, step: int) -> None:
+        """Training has come so far."""
+        self.training_step.fill_(step)
+
     @property
     def temperature(self) -> Tensor:
         """tau' at the current training step."""
@@ -176,6 +211,13 @@ class XMoE(Router):
         # a token that is not finite has no best option
         return Routing((best == options) & (probs[..., 1:] > 0), probs[..., 1:])
 
+    def choose(self, probs: Tensor, shift: Tensor) -> Tensor:
+        score = probs * torch.exp(shift)
+        nothing = 1 - probs.sum(dim=-1, keepdim=True)
+        best = score.argmax(dim=-1, keepdim=True)
+        options = torch.arange(probs.shape[-1], device=probs.device)
+        return (best == options) & (score > nothing)
+
 
 class AlwaysActive(Router):
     """Every token activates every module, with confidence one."""
@@ -185,6 +227,102 @@ class AlwaysActive(Router):
         finite = x.detach().sum(dim=-1, keepdim=True).isfinite()
         active = finite.expand(*x.shape[:-1], self.modules_count)
         return Routing(active, active.to(x.dtype))
+
+
+class ThresholdRouter(SigmoidRouter):
+    """One logit per module, active above a probability that is set by hand."""
+
+    def __init__(self, d_model: int, modules: int = 1, threshold: float = 0.5) -> None:
+        super().__init__(d_model, modules)
+        require(0 < threshold < 1, f"threshold must be between 0 and 1, got {threshold!r}")
+        self.threshold = threshold
+
+    def route(self, x: Tensor) -> Routing:
+        return above_border(self.linear(self.logits, x), self._border)
+
+    @property
+    def _border(self) -> float:
+        return math.log(self.threshold / (1 - self.threshold))
+
+    def choose(self, probs: Tensor, shift: Tensor) -> Tensor:
+        return super().choose(probs, shift - self._border)
+
+
+class ByRow(Router):
+    """What routers share that pick a share of each row, and remember where the border lies.
+
+    Args:
+        d_model: width of the tokens.
+        modules: how many to decide for.
+        capacity: share of the tokens of a row that each module takes, rounded up.
+    """
+
+    by_row = True
+    border: Tensor
+
+    def __init__(self, d_model: int, modules: int, capacity: float) -> None:
+        super().__init__(d_model, modules)
+        require(0 < capacity <= 1, f"capacity must be above 0 and at most 1, got {capacity!r}")
+        self.capacity = capacity
+        self.register_buffer("border", torch.zeros(modules))
+
+    def choose(self, probs: Tensor, shift: Tensor) -> Tensor:
+        return super().choose(probs, shift - self.border.to(probs.dtype))
+
+    def select(self, score: Tensor, allowed: Tensor) -> Tensor:
+        lengths = allowed.sum(dim=1)
+        # 0.3 * 10 is a little more than 3
+        count = (self.capacity * lengths.double() - 1e-9).ceil().long()
+        hidden = torch.where(allowed, score, -math.inf)
+        ranked, order = hidden.sort(dim=1, descending=True, stable=True)
+        places = torch.arange(score.shape[1], device=score.device)[:, None]
+        picked = (places < count[:, None]).expand_as(score)
+        if self.training and score.shape[1]:
+            self._follow(ranked, count, lengths)
+        return torch.zeros_like(picked).scatter(1, order, picked) & allowed
+
+    @torch.no_grad()
+    def _follow(self, ranked: Tensor, count: Tensor, lengths: Tensor) -> None:
+        """Move the border towards the middle between the last token picked and the first one passed over."""
+        last = ranked.gather(1, (count - 1).clamp(min=0).expand(-1, ranked.shape[2])[:, None])[:, 0]
+        first = ranked.gather(1, count.clamp(max=ranked.shape[1] - 1).expand(-1, ranked.shape[2])[:, None])[
+            :, 0
+        ]
+        known = (count > 0) & (count < lengths)
+        middle = torch.where(known, (last + first) / 2, 0).sum(dim=0) / known.sum(dim=0).clamp(min=1)
+        moved = torch.lerp(self.border, middle.to(self.border.dtype), 0.1)
+        self.border.copy_(torch.where(known.any(), moved, self.border))
+
+
+class TopKCapacity(ByRow):
+    """The most probable tokens of each row, a fixed share of them (mixture of depths, Raposo et al., 2024)."""
+
+    def __init__(self, d_model: int, modules: int = 1, capacity: float = 0.5) -> None:
+        super().__init__(d_model, modules, capacity)
+        self.logits = nn.Linear(d_model, modules)
+        init_linear(self.logits)
+
+    def route(self, x: Tensor) -> Routing:
+        return above_border(self.linear(self.logits, x), self.border)
+
+
+class ExpertChoice(ByRow):
+    """Modules compete for each token, then each takes its best ones (expert choice, Zhou et al., 2022).
+
+    The competition is a softmax over the modules and "do nothing". A token may be taken by several, or by none.
+    """
+
+    def __init__(self, d_model: int, modules: int = 1, capacity: float = 0.5) -> None:
+        super().__init__(d_model, modules, capacity)
+        self.logits = nn.Linear(d_model, modules + 1)
+        init_linear(self.logits)
+
+    def route(self, x: Tensor) -> Routing:
+        logits = self.linear(self.logits, x)
+        # the log-odds of an option against all others
+        whole = torch.logsumexp(logits, dim=-1, keepdim=True)
+        rest = whole + torch.log1p(-torch.exp(logits - whole).clamp(max=1 - 1e-6))
+        return above_border((logits - rest)[..., 1:], self.border)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,7 +378,49 @@ class AlwaysActiveConfig:
         return AlwaysActive(d_model, modules)
 
 
-RouterConfig = TemperedSoftmaxConfig | SigmoidConfig | GumbelConfig | XMoEConfig | AlwaysActiveConfig
+@dataclass(frozen=True, kw_only=True)
+class ThresholdConfig:
+    """A sigmoid with a threshold of its own."""
+
+    threshold: float = 0.5
+    """Probability above which a token is active."""
+
+    def build(self, d_model: int, modules: int = 1) -> Router:
+        return ThresholdRouter(d_model, modules, self.threshold)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopKConfig:
+    """A fixed share of each sequence, as in mixture of depths."""
+
+    capacity: float = 0.5
+    """Share of the tokens of a sequence that each module takes."""
+
+    def build(self, d_model: int, modules: int = 1) -> Router:
+        return TopKCapacity(d_model, modules, self.capacity)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertChoiceConfig:
+    """Modules that choose their tokens."""
+
+    capacity: float = 0.5
+    """Share of the tokens of a sequence that each module takes."""
+
+    def build(self, d_model: int, modules: int = 1) -> Router:
+        return ExpertChoice(d_model, modules, self.capacity)
+
+
+RouterConfig = (
+    TemperedSoftmaxConfig
+    | SigmoidConfig
+    | GumbelConfig
+    | XMoEConfig
+    | AlwaysActiveConfig
+    | ThresholdConfig
+    | TopKConfig
+    | ExpertChoiceConfig
+)
 
 ROUTERS = {
     "tempered-softmax": TemperedSoftmaxConfig,
@@ -248,6 +428,9 @@ ROUTERS = {
     "gumbel-softmax": GumbelConfig,
     "x-moe": XMoEConfig,
     "always-active": AlwaysActiveConfig,
+    "threshold": ThresholdConfig,
+    "top-k": TopKConfig,
+    "expert-choice": ExpertChoiceConfig,
 }
 """Every router by the name that commands use."""
 
@@ -255,13 +438,12 @@ ROUTERS = {
 def set_training_step(model: nn.Module, step: int) -> None:
     """Tell every part that changes with training how far training has come.
 
-    These are routers that anneal, and any other module with a method `notice_training_step`.
+    These are the modules with a method `notice_training_step`: routers that anneal, budgets, revivals.
     """
     for part in model.modules():
-        if isinstance(part, GumbelSoftmax):
-            part.training_step.fill_(step)
-        elif hasattr(part, "notice_training_step"):
-            part.notice_training_step(step)
+        notice = getattr(part, "notice_training_step", None)
+        if callable(notice):
+            notice(step)
 
 
 class Activation(NamedTuple):

@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqboat.checks import check_choice, check_rate
+from seqboat.budget import BudgetConfig, RevivalConfig
+from seqboat.checks import check_choice, check_positive, check_rate
 from seqboat.fused import combine
 from seqboat.mixers.activation import SMAState, SparseModularActivation
 from seqboat.mixers.base import MixerOutput, RecurrentMixer, keep_rows
@@ -24,6 +25,7 @@ from seqboat.mixers.ema import EMAConfig
 from seqboat.mixers.gau import GAUConfig
 from seqboat.mixers.s4d import S4DConfig
 from seqboat.mixers.ssm import SSMState, TruncatedState
+from seqboat.mixers.transformer import FeedForward
 from seqboat.nn import NORMS, Norm, NormName, init_linear, make_norm
 from seqboat.padding import Aligned, zero_padding
 from seqboat.routers import RouterConfig, TemperedSoftmaxConfig
@@ -39,6 +41,14 @@ class SeqBoatConfig:
     """Who decides which tokens attend."""
     gau: GAUConfig = GAUConfig()
     """Attention among the chosen tokens."""
+    ffn: bool = False
+    """Whether a feed-forward block stands beside attention, for which the router decides on its own."""
+    d_ff: int | None = None
+    """Width of that block; None takes 2 d_model, as MEGA does."""
+    budget: BudgetConfig = BudgetConfig()
+    """How many tokens may attend; as many as want to by default."""
+    revival: RevivalConfig = RevivalConfig()
+    """What keeps the router alive in training; nothing by default."""
     causal: bool = False
     """One direction, for language models; or else both."""
     norm: NormName = "layer"
@@ -51,9 +61,19 @@ class SeqBoatConfig:
     def __post_init__(self) -> None:
         check_choice("norm", self.norm, NORMS)
         check_rate("dropout", self.dropout)
+        if self.d_ff is not None:
+            check_positive("d_ff", self.d_ff)
 
     def build(self, d_model: int) -> SeqBoat:
         return SeqBoat(d_model, self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeqBoatFFNConfig(SeqBoatConfig):
+    """The ablation SeqBoat-{GAU, FFN}: two modules that are activated independently (M = 2)."""
+
+    ffn: bool = True
+    """Whether a feed-forward block stands beside attention, for which the router decides on its own."""
 
 
 class SeqBoatState(NamedTuple):
@@ -73,8 +93,18 @@ class SeqBoat(RecurrentMixer):
         self.norm: Norm = make_norm(config.norm, d_model)
         self.ssm = config.ssm.build(d_model, config.causal)
         branch_dropout = 0.0 if config.causal else config.dropout
-        gau = config.gau.build(d_model, config.causal, branch_dropout)
-        self.sma = SparseModularActivation({"gau": gau}, d_model, config.router.build(d_model, modules=1))
+        modules: dict[str, nn.Module] = {"gau": config.gau.build(d_model, config.causal, branch_dropout)}
+        if config.ffn:
+            ffn = FeedForward(d_model, config.d_ff or 2 * d_model, "silu")
+            modules["ffn"] = nn.Sequential(ffn, nn.Dropout(branch_dropout)) if branch_dropout else ffn
+        self.sma = SparseModularActivation(
+            modules,
+            d_model,
+            config.router,
+            budget=config.budget,
+            revival=config.revival,
+            causal=config.causal,
+        )
         self.linear = nn.Linear(d_model, d_model)
         init_linear(self.linear)
 
@@ -89,9 +119,9 @@ class SeqBoat(RecurrentMixer):
         sma = self.sma.activate(hidden, mask, None if state is None else state.sma)
         if self.causal and self.config.dropout:
             branches = combine(self.linear, torch.zeros_like(x), hidden, sma.rows, sma.out)
-            summed = self._drop(branches) + x
+            summed = self._drop(self.sma.attach(branches, sma.routing)) + x
         else:
-            summed = combine(self.linear, x, hidden, sma.rows, sma.out)
+            summed = self.sma.attach(combine(self.linear, x, hidden, sma.rows, sma.out), sma.routing)
         after = SeqBoatState(ssm.state, sma.state) if sma.state is not None else None
         return MixerOutput(zero_padding(self._close(summed, x.dtype, mask), mask), after, sma.routing)
 
