@@ -49,6 +49,13 @@ SMALL = {
     "attention_dropout": 0.0,
 }
 """Values of fields that would make a test slow, random, or blind to what happens beyond a border."""
+    "heads": 2,
+    "segment": 5,
+    "memory": 7,
+    "max_span": 12,
+    "ramp": 3,
+    "first_span": 2.5,
+    "projected": 6,
 
 
 def shrink(config: Any) -> Any:

@@ -55,6 +55,14 @@ COMPOSED = {
     "transformer": {"cache"},
 }
 """Mixers that use another one, to compose it."""
+    "block": {"transformer"},
+    "transformer_xl": {"block", "fifo"},
+    "adaptive_span": {"block", "fifo"},
+    "linformer": {"block"},
+    "bigbird": {"block"},
+    "performer": {"block", "linear"},
+    "luna": {"block", "linear"},
+    "reformer": {"block", "cache"},
 
 
 def imports(module: str, at_import_only: bool = False) -> set[str]:

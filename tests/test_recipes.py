@@ -93,8 +93,8 @@ def test_steps_are_the_epochs_of_the_table(name: str) -> None:
 def test_memory_positions_and_kernels(name: str) -> None:
     config = RECIPES[name]()
     mixer: Any = config.model.mixer
-    found = (mixer.gau.window, mixer.ssm.truncation, mixer.gau.positions, config.model.absolute_positions)
-    assert found == MEMORY[name]
+    absolute = bool(config.model.absolute_positions)
+    assert (mixer.gau.window, mixer.ssm.truncation, mixer.gau.positions, absolute) == MEMORY[name]
     assert (mixer.gau.span, mixer.ssm.d_state) == ("memory", 16)
     if mixer.gau.positions == "original":
         # every distance inside a sequence has its own entry

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqboat.mixers import Transformer, TransformerConfig
+from seqboat.mixers.transformer import TransformerPositions
+from seqboat.model import Backbone, BackboneConfig
 from seqboat.nn import rotate
 from seqboat.state import state_bytes
 
@@ -182,3 +185,19 @@ def test_bad_settings_are_named() -> None:
         Transformer(6, TransformerConfig(heads=2, positions="rotary"))
     with pytest.raises(ValueError, match="bidirectional"):
         Transformer(8).init_state(1)
+
+
+@pytest.mark.parametrize("positions", ["absolute", "rotary", "relative", "none"])
+def test_models_add_positions_where_the_layer_leaves_them_to_the_inputs(
+    positions: TransformerPositions,
+) -> None:
+    mixer = TransformerConfig(heads=2, positions=positions)
+    config = BackboneConfig(mixer=mixer, d_model=8, num_layers=1, vocab=5)
+    assert Backbone(config).absolute_positions == (positions == "absolute")
+    assert not Backbone(replace(config, absolute_positions=False)).absolute_positions
+    torch.manual_seed(0)
+    model = Backbone(config).double()
+    tokens = torch.tensor([[1, 2, 3, 4]])
+    swapped = model(tokens.flip(1)).y.flip(1)
+    # without positions the order of the tokens is lost
+    assert torch.allclose(swapped, model(tokens).y, rtol=1e-9, atol=1e-12) == (positions == "none")

@@ -48,8 +48,8 @@ class BackboneConfig:
     """Channels of real-valued inputs."""
     scaled_embedding: bool = False
     """Whether token embeddings are multiplied by sqrt(d_model) when read, as in the language model."""
-    absolute_positions: bool = False
-    """Whether sinusoidal positions with a learned scale are added to the inputs."""
+    absolute_positions: bool | None = None
+    """Whether sinusoidal positions with a learned scale are added to the inputs; None: if the mixer wants them."""
     dropout: float = 0.0
     """Rate of dropout on the inputs of the first layer."""
 
@@ -99,11 +99,17 @@ class Backbone(nn.Module):
             self.embedding: nn.Embedding | nn.Linear = nn.Embedding(config.vocab, d_model)
         else:
             self.embedding = nn.Linear(config.channels, d_model)
-        if config.absolute_positions:
-            self.position_scale = nn.Parameter(torch.empty(()))
         self.layers = nn.ModuleList(config.mixer.build(d_model) for _ in range(config.num_layers))
         first = self.layers[0]
         assert isinstance(first, Mixer)
+        asked = config.absolute_positions
+        self.absolute_positions = first.wants_positions if asked is None else asked
+        if self.absolute_positions:
+            self.position_scale = nn.Parameter(torch.empty(()))
+        self.lead = nn.Parameter(torch.empty(first.lead, d_model)) if first.lead else None
+        if first.lead:
+            for layer in self.layers:
+                layer.follow()  # type: ignore[operator]
         self.causal = all(isinstance(m, RecurrentMixer) and m.causal for m in self.layers)
         self.norm = first.closing_norm()
         self.reset_parameters()
@@ -114,14 +120,17 @@ class Backbone(nn.Module):
         token embedding    N(0, 1 / d_model)
         real values        weights N(0, 1), biases N(0, 0.1)
         position scale     1 / sqrt(d_model)
+        second stream      N(0, 1 / d_model)
         """
         if isinstance(self.embedding, nn.Embedding):
             nn.init.normal_(self.embedding.weight, std=self.config.d_model**-0.5)
         else:
             nn.init.normal_(self.embedding.weight)
             nn.init.normal_(self.embedding.bias, std=0.1)
-        if self.config.absolute_positions:
+        if self.absolute_positions:
             nn.init.constant_(self.position_scale, self.config.d_model**-0.5)
+        if self.lead is not None:
+            nn.init.normal_(self.lead, std=self.config.d_model**-0.5)
 
     def forward(
         self, inputs: Tensor, mask: Tensor | None = None, state: BackboneState | None = None
@@ -146,6 +155,10 @@ class Backbone(nn.Module):
         seen = inputs.new_zeros(batch, dtype=torch.int64) if state is None else state.seen
         position = seen[:, None] + torch.arange(time, device=inputs.device)
         x = self._embed(inputs, position)
+        lead = 0 if self.lead is None else len(self.lead)
+        if self.lead is not None:
+            x = torch.cat([self.lead.expand(batch, -1, -1).to(x.dtype), x], dim=1)
+            aligned = None if real is None else Aligned(F.pad(real, (lead, 0), value=True))
         before = (None,) * len(self.layers) if state is None else state.layers
         states, routings = [], []
         for layer, memory in zip(self.layers, before, strict=True):
@@ -157,6 +170,7 @@ class Backbone(nn.Module):
                 x, after, routing = layer(x, aligned, memory)
             states.append(after)
             routings.append(routing)
+        x = x[:, lead:]
         if self.norm is not None:
             x = zero_padding(self.norm(x, real), real)
         if plan is not None:
@@ -178,7 +192,7 @@ class Backbone(nn.Module):
         else:
             # autocast narrows the product; the layers and their states keep to the type of the weights
             x = self.embedding(inputs).to(self.embedding.weight.dtype)
-        if self.config.absolute_positions:
+        if self.absolute_positions:
             x = x + (sinusoids(position, self.config.d_model) * self.position_scale).to(x.dtype)
         return F.dropout(x, self.config.dropout, self.training) if self.config.dropout else x
 

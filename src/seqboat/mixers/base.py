@@ -75,6 +75,8 @@ class Mixer(nn.Module, ABC):
     """Whether the mixer computes in float32 at least: then narrow inputs may meet wide parameters."""
     wants_positions = False
     """Whether the mixer knows no order of its tokens: models then add absolute positions to their inputs."""
+    lead = 0
+    """Tokens of a second stream: in a stack they run in front of the sequence through all layers."""
 
     def forward(self, x: Tensor, mask: Tensor | Aligned | None = None, state: Any = None) -> MixerOutput:
         """Run the layer.
@@ -102,6 +104,10 @@ class Mixer(nn.Module, ABC):
     def closing_norm(self) -> nn.Module | None:
         """The norm that a stack of such mixers ends with, if it needs one."""
         return None
+
+    def follow(self) -> None:
+        """Become a layer of a stack: take the second stream from the front of the sequence, not an own one."""
+        raise NotImplementedError(f"{self.name} has no second stream")
 
     def check(self, x: Tensor, mask: Tensor | Aligned | None, state: Any) -> None:
         """Refuse what does not fit this mixer."""

@@ -26,14 +26,15 @@ from seqboat.nn import NORMS, Norm, NormName, check_even, init_linear, make_norm
 from seqboat.padding import zero_padding
 
 Implementation = Literal["plain", "sdpa"]
-TransformerPositions = Literal["none", "rotary", "relative"]
+TransformerPositions = Literal["absolute", "rotary", "relative", "none"]
+TRANSFORMER_POSITIONS = ("absolute", "rotary", "relative", "none")
 ActivationName = Literal["relu", "gelu", "silu"]
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
-    """A layer of the original Transformer; positions come from the model's inputs unless asked for here."""
+    """A layer of the original Transformer."""
 
     heads: int = 4
     """Attention heads, each of width d_model / heads."""
@@ -43,8 +44,8 @@ class TransformerConfig:
     """The function inside the feed-forward block."""
     implementation: Implementation = "sdpa"
     """Materialised softmax, or PyTorch's fused attention; the results are the same."""
-    positions: TransformerPositions = "none"
-    """No positions, rotary ones, or a learned bias per head and distance."""
+    positions: TransformerPositions = "absolute"
+    """Sinusoids that the model adds to its inputs, rotary ones, a learned bias per head and distance, or none."""
     max_positions: int = 4096
     """Distances beyond which the relative bias stays the same."""
     causal: bool = False
@@ -61,7 +62,7 @@ class TransformerConfig:
         check_positive("max_positions", self.max_positions)
         check_choice("activation", self.activation, tuple(ACTIVATIONS))
         check_choice("implementation", self.implementation, ("plain", "sdpa"))
-        check_choice("positions", self.positions, ("none", "rotary", "relative"))
+        check_choice("positions", self.positions, TRANSFORMER_POSITIONS)
         check_choice("norm", self.norm, NORMS)
         check_rate("dropout", self.dropout)
         if self.d_ff is not None:
@@ -109,6 +110,7 @@ class Transformer(RecurrentMixer):
             f"d_model must be a multiple of heads = {config.heads}, got {d_model}",
         )
         self.config, self.d_model, self.causal = config, d_model, config.causal
+        self.wants_positions = config.positions == "absolute"
         self.heads, self.d_head = config.heads, d_model // config.heads
         if config.positions == "rotary":
             check_even("d_model / heads", self.d_head, "with rotary positions")
