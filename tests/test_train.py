@@ -569,6 +569,34 @@ def test_a_router_that_stays_dead_is_named(tmp_path: Path, monkeypatch: pytest.M
     assert any(m == "layer 2 is awake again at step 13" for m in spy.messages)
 
 
+def test_a_resumed_run_knows_since_when_a_router_is_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train_module, "DEAD_AFTER", 5)
+    config = small_run()
+    mixer: Any = config.model.mixer
+    config = config.replace(
+        model={"mixer": type(mixer)(gau=mixer.gau, ffn=True)}, training={"save_every": 2, "keep": 9}
+    )
+
+    def silence(done: int, model: torch.nn.Module) -> None:
+        # pairs (skip, activate) of attention and of the feed-forward block
+        bias = model.get_parameter("backbone.layers.1.sma.router.logits.bias")
+        with torch.no_grad():
+            bias.copy_(torch.tensor([-100.0, 100.0, 100.0, -100.0]))
+        if done == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(config, tmp_path, display=Spy(), on_step=silence)
+    spy = Spy()
+    train(config, tmp_path, display=spy, resume=True)
+    assert "resumed after step 4" in spy.messages
+    assert [m for m in spy.messages if m.startswith("layer 2, module ffn: ")] == [
+        "layer 2, module ffn: its router has activated no token since step 2; the layer works without ffn"
+    ]
+
+
 def test_routers_hear_of_the_step(tmp_path: Path) -> None:
     config = small_run(schedule={"steps": 6})
     mixer: Any = config.model.mixer

@@ -531,6 +531,13 @@ def policies(model: nn.Module) -> list[Policy]:
     return [part for part in model.modules() if isinstance(part, Policy)]
 
 
+def outer_policies(model: nn.Module) -> list[Policy]:
+    """The policies of a model whose decisions are part of its output: not those inside a module that is activated."""
+    parts = list(model.children())
+    own = [part for part in parts if isinstance(part, Policy)]
+    return own or [policy for part in parts for policy in outer_policies(part)]
+
+
 def update_budgets(model: nn.Module) -> None:
     """Let every controller of a model take a step; call it after each step of the optimiser.
 
@@ -550,7 +557,7 @@ def budget_loss(
         routings: of all layers, from the model's output; of several sequences one after the other.
         masks: (batch, time) each, one per sequence.
     """
-    known = policies(model)
+    known = outer_policies(model)
     if not any(policy.target is not None and policy.budget.target_by == "loss" for policy in known):
         return None
     routed = [routing for routing in routings if routing is not None]

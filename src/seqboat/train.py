@@ -22,7 +22,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -33,6 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from seqboat import checkpoint as ck
+from seqboat.budget import budget_loss, outer_policies, update_budgets
 from seqboat.config import RunConfig, difference, to_dict, to_yaml
 from seqboat.display import Display, make_display
 from seqboat.evaluate import activation_sums, apply_model, checkpoint_config, evaluate, iterate_metrics, rates
@@ -40,8 +41,9 @@ from seqboat.loader import Loaded, Part, Plan, batches, share
 from seqboat.optim import build_optimiser, learning_rate, set_learning_rate
 from seqboat.parallel import World, join, spread
 from seqboat.routers import set_training_step
+from seqboat.sma import Routing
 from seqboat.state import detach_state, map_state, tensors
-from seqboat.tasks.base import Batch
+from seqboat.tasks.base import Batch, Loss
 from seqboat.track import make_trackers
 from seqboat.version import __version__
 
@@ -81,6 +83,8 @@ class Progress(NamedTuple):
     elapsed: float = 0.0
     """seconds of training and evaluation, over all processes that worked on the run one after the other"""
     finished: bool = False
+    dead: dict[str, int] | None = None
+    """modules without an activated token: the step since when; 0 once that was reported"""
 
 
 def versions() -> dict[str, str]:
@@ -283,6 +287,7 @@ class Run:
             capture_active_tokens()
             model.compile()
         self.parameters = sum(p.numel() for p in model.parameters())
+        self.modules = routed_modules(model)
         self.model = spread(model, world, training.distributed)
         self.module = self.model.module
         self.optimiser = build_optimiser(self.module, config.optimiser)
@@ -291,7 +296,6 @@ class Run:
         self.progress = Progress()
         self.started = time.monotonic()
         self.carried: list[Any] = [None] * training.accumulation
-        self.dead: dict[int, int] = {}
         self.resumed = resume and self.load()
         if world.first:
             self.describe()
@@ -442,7 +446,7 @@ class Run:
                 }
                 self._record(record, trackers)
                 self.display.log(record)
-                self._watch_routers(step + 1, result.activation)
+                self._watch_routers(step + 1, result.taken)
                 clock, tokens = now, 0
             improved = saved = False
             if (step + 1) % evaluation.every == 0 or step + 1 == steps:
@@ -482,19 +486,26 @@ class Run:
             for tracker in trackers:
                 tracker.log(record)
 
-    def _watch_routers(self, step: int, activation: list[float | None]) -> None:
-        """Name layers whose router has activated nothing for long."""
-        for layer, rate in enumerate(activation, start=1):
-            if rate is None or rate > 0:
-                if self.dead.pop(layer, step) == 0:
-                    self.display.tell(f"layer {layer} is awake again at step {step}")
-            elif self.dead.setdefault(layer, step) and step - self.dead[layer] >= DEAD_AFTER:
-                since = self.dead[layer]
+    def _watch_routers(self, step: int, taken: list[int]) -> None:
+        """Name modules that no token has activated for long.
+
+        Args:
+            step: updates done.
+            taken: tokens that each module of each routed layer took in this step.
+        """
+        dead = dict(self.progress.dead or {})
+        for (layer, module), count in zip(self.modules, taken, strict=True):
+            name = f"layer {layer}" if module is None else f"layer {layer}, module {module}"
+            if count:
+                if dead.pop(name, step) == 0:
+                    self.display.tell(f"{name} is awake again at step {step}")
+            elif dead.setdefault(name, step) and step - dead[name] >= DEAD_AFTER:
                 self.display.tell(
-                    f"layer {layer}: its router has activated no token since step {since}; "
-                    "the layer works without attention"
+                    f"{name}: its router has activated no token since step {dead[name]}; "
+                    f"the layer works without {module or 'attention'}"
                 )
-                self.dead[layer] = 0  # said
+                dead[name] = 0  # said
+        self.progress = self.progress._replace(dead=dead)
 
     def _evaluate(self, trackers: list[Any]) -> bool:
         """Score held-out data; returns whether it is the best so far."""
@@ -560,6 +571,7 @@ class Run:
         self.optimiser.zero_grad(set_to_none=True)
         sums = torch.zeros(5, dtype=torch.float64)
         routed: Tensor | None = None
+        taken = torch.zeros(len(self.modules), dtype=torch.int64, device=world.device)
         scores: dict[str, Tensor] = {}
         for number, loaded in enumerate(micro):
             part, batch = loaded.part, self._place(loaded)
@@ -568,7 +580,8 @@ class Run:
                 with self._autocast():
                     output = apply_model(self.model.run, self.task.kind, batch, carried[number])
                 loss = self.task.loss(output, batch)
-                (loss.total if part.counted else 0 * loss.total).backward()
+                whole = self._with_budget(loss, output.routings, batch)
+                (whole if part.counted else 0 * whole).backward()
             if config.training.carry_state:
                 self.carried[number] = detach_state(output.state)
             if part.counted:
@@ -578,6 +591,7 @@ class Run:
             if logged:
                 counts = activation_sums(output.routings, batch) * part.counted
                 routed = counts if routed is None else routed + counts
+                taken = taken + tokens_taken(output.routings, len(counts)) * part.counted
                 for name, value in self.task.score(output, batch).items():
                     value = value.cpu() * part.counted
                     scores[name] = scores[name] + value if name in scores else value
@@ -589,6 +603,7 @@ class Run:
         stop = signal.SIGINT if sums[3] else signal.SIGTERM if sums[4] else 0
         if math.isfinite(total) and math.isfinite(norm):
             self.optimiser.step()
+            update_budgets(self.module)
             self.progress = self.progress._replace(skipped=0)
             trouble = ""
         else:
@@ -606,9 +621,16 @@ class Run:
         if logged:
             assert routed is not None
             activation = rates(world.sum(routed.to(world.device)).cpu())
+            taken = world.sum(taken)
             summed = {name: world.sum(value.to(world.device)).cpu() for name, value in scores.items()}
             metrics |= {n: _finite(v) for n, v in self.task.summarise(summed).items() if n != "loss"}
-        return Step(metrics, lr, norm, int(sums[2]), int(stop), activation, trouble)
+        return Step(metrics, lr, norm, int(sums[2]), int(stop), activation, taken.tolist(), trouble)
+
+    def _with_budget(self, loss: Loss, routings: Sequence[Routing | None], batch: Batch) -> Tensor:
+        """The loss to minimise: that of the task, and what budgets add to it for every target."""
+        masks = [batch.mask] if batch.second is None else [batch.mask, batch.second_mask]
+        extra = budget_loss(self.module, routings, masks)
+        return loss.total if extra is None else loss.total + extra * loss.scored
 
     def _place(self, loaded: Loaded) -> Batch:
         """A part on the device; the tokens of a stand-in are padding, so that no norm counts them."""
@@ -671,8 +693,34 @@ class Step(NamedTuple):
     tokens: int
     signal: int
     activation: list[float | None]
+    taken: list[int]
+    """tokens that each module of each routed layer took, if it was asked for"""
     trouble: str
     """why the step was not applied; empty if it was"""
+
+
+@torch.no_grad()
+def tokens_taken(routings: Sequence[Routing | None], layers: int) -> Tensor:
+    """How many tokens each module of each routed layer activated; of several sequences together."""
+    counts = [routing.active.sum(dim=(0, 1)) for routing in routings if routing is not None]
+    if not counts:
+        return torch.zeros(0, dtype=torch.int64)
+    # of a pair of sequences, the layers come twice
+    return torch.cat(counts).view(len(routings) // layers, -1).sum(dim=0)
+
+
+def routed_modules(model: nn.Module) -> list[tuple[int, str | None]]:
+    """The number of the layer, from 1, and the name of every module that a router wakes.
+
+    A module that is alone in its layer has no name.
+    """
+    layers: Iterable[nn.Module] = model.backbone.layers  # type: ignore[assignment, union-attr]
+    found: list[tuple[int, str | None]] = []
+    for number, layer in enumerate(layers, start=1):
+        for policy in outer_policies(layer):
+            alone = len(policy.names) == 1
+            found += [(number, None if alone else name) for name in policy.names]
+    return found
 
 
 def _finite(value: float) -> float | None:
