@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import operator
 import statistics
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from seqboat.data import Staging, Store
 from seqboat.tasks import listops
 from seqboat.tasks.listops import Expression, ListOpsConfig
+from seqboat.tasks.shards import make_parts
 
 SMALL = ListOpsConfig(max_depth=5, max_arguments=5, longer_than=9, shorter_than=101)
 
@@ -107,6 +111,94 @@ def test_same_seed_same_expressions():
     assert " ".join(listops.generate(1, seed=0, config=SMALL)[0].tokens) == (
         "[MAX 8 0 3 6 [MAX [MAX [MED 9 8 ] 0 5 1 7 ] 8 9 5 5 ] ]"
     )
+
+
+@pytest.fixture
+def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of 100 expressions for a configuration that has 3,600, so that blocks have some in common."""
+    monkeypatch.setattr(listops, "BLOCK_TOKENS", 1000)
+
+
+COMMON = ListOpsConfig(max_depth=2, max_arguments=3, longer_than=0, shorter_than=10)
+
+
+@pytest.mark.usefixtures("short_blocks")
+def test_blocks_are_joined_without_repetition() -> None:
+    expressions = listops.generate(450, seed=3, config=COMMON)
+    assert len(set(expressions)) == 450
+    blocks = [
+        [Expression(listops.decode(ids), value) for ids, value in islice(stream, 100)]
+        for stream in (listops._iterate_block(3, COMMON, block) for block in range(6))
+    ]
+    assert expressions[:100] == blocks[0]
+    assert 100 < len({e for block in blocks[:2] for e in block}) < 200
+    # first come, first kept
+    assert expressions == list(dict.fromkeys(e for block in blocks for e in block))[:450]
+
+
+@pytest.mark.usefixtures("short_blocks")
+def test_the_first_block_is_the_whole_stream_of_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = listops.generate(100, seed=3, config=COMMON)
+    monkeypatch.setattr(listops, "BLOCK_TOKENS", 10**9)
+    assert listops.generate(100, seed=3, config=COMMON) == first
+
+
+@pytest.mark.usefixtures("short_blocks")
+def test_prepared_blocks_are_the_expressions_of_the_seed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One process or two, in one go or interrupted."""
+    counts = {"train": 400, "val": 30, "test": 20}
+
+    def run(folder: Path, workers: int) -> dict[str, str]:
+        told: list[int] = []
+        with Staging(folder, "listops", {"seed": 3}) as staging:
+            made = listops.prepare_drawn(staging, counts, 3, COMMON, workers, told.append)
+            staging.finish("a test", made)
+        assert sum(told) >= 450
+        store = Store.find(folder, "listops")
+        return {name: entry["sha256"] for name, entry in store.manifest["arrays"].items()}
+
+    one = run(tmp_path / "one", 1)
+    store = Store.find(tmp_path / "one", "listops")
+    expressions = listops.generate(450, seed=3, config=COMMON)
+    assert store["val.labels"].tolist() == [value for _, value in expressions[400:430]]
+    starts = store["test.offsets"]
+    assert listops.decode(store["test.tokens"][starts[4] : starts[5]]) == expressions[434].tokens
+    assert run(tmp_path / "two", 2) == one
+
+    real = listops._make_block
+
+    def fails_late(*arguments: Any) -> None:
+        if arguments[-2] == 2:
+            raise KeyboardInterrupt
+        real(*arguments)
+
+    monkeypatch.setattr(listops, "_make_block", fails_late)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "cut", 1)
+    monkeypatch.setattr(
+        listops, "_make_block", lambda *a: real(*a) if a[-2] >= 2 else pytest.fail("made again")
+    )
+    assert run(tmp_path / "cut", 1) == one
+
+
+@pytest.mark.usefixtures("short_blocks")
+def test_a_configuration_with_too_few_expressions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listops, "MAX_DRAWS", 2000)
+    tiny = ListOpsConfig(max_depth=2, max_arguments=2, longer_than=0, shorter_than=10)
+    with pytest.raises(ValueError, match="no more than 400 distinct"):
+        listops.generate(401, config=tiny)
+    with pytest.raises(ValueError, match="no more than 400 distinct"), Staging(tmp_path, "tiny") as staging:
+        listops.prepare_drawn(staging, {"train": 401}, 0, tiny, 1, lambda count: None)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_goes_wrong_in_another_process_is_said_in_this_one() -> None:
+    # a function that other processes can import, and that refuses every part
+    refuse: Any = operator.indexOf
+    with pytest.raises(ValueError, match="not in sequence"):
+        make_parts(refuse, [(), ()], 2, lambda count: None)  # type: ignore[list-item]
 
 
 def test_impossible_configurations_are_refused(monkeypatch: pytest.MonkeyPatch):

@@ -53,7 +53,7 @@ def _draw_listops(config: listops.ListOpsConfig) -> Draw:
     def draw(
         staging: Staging, counts: Mapping[str, int], seed: int, workers: int, advance: Progress
     ) -> Prepared:
-        return listops.prepare_drawn(staging, dict(counts), seed, config, advance)
+        return listops.prepare_drawn(staging, counts, seed, config, workers, advance)
 
     return draw
 

@@ -15,11 +15,15 @@ do not, and models never see them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
+from itertools import count as numbers
 from itertools import islice
 from os import PathLike
+from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
@@ -30,6 +34,7 @@ from seqboat.checks import check_positive, require
 from seqboat.data import Prepared, Progress, RaggedWriter, Skips, Staging
 from seqboat.sources import Source
 from seqboat.tasks.base import SPLITS, Dataset, Example, Split
+from seqboat.tasks.shards import make_parts
 from seqboat.tasks.stored import RaggedDataset, StoredTask, StoredTaskConfig
 
 DIGITS = tuple("0123456789")
@@ -43,6 +48,8 @@ CLASSES = 10
 """Values: the digits."""
 MAX_DRAWS = 1_000_000
 """Expressions drawn in a row without one to keep, after which the configuration is held to be impossible."""
+BLOCK_TOKENS = 20_000_000
+"""Tokens that a block of expressions has at most; each block has a stream of random numbers of its own."""
 
 _IDS = {token: i for i, token in enumerate(TOKENS)}
 _DIGIT, _OPERATOR, _CLOSE = _IDS["0"], _IDS[OPERATORS[0]], _IDS[CLOSE]
@@ -124,16 +131,26 @@ def _draw(random: Random, config: ListOpsConfig, depth: int, ids: bytearray) -> 
     return _apply(operator, values)
 
 
-def iterate(seed: int = 0, config: ListOpsConfig | None = None) -> Iterator[Expression]:
-    """Distinct expressions without end, the same for the same seed.
+def block_size(config: ListOpsConfig) -> int:
+    """How many expressions a block has."""
+    return max(BLOCK_TOKENS // config.shorter_than, 1)
 
-    The root is always an operator: a digit alone would only be thrown away for its length.
 
-    Raises:
-        ValueError: if a million draws in a row bring nothing new of an allowed length.
-    """
-    config = config or ListOpsConfig()
-    random = Random(seed)
+def _digest(ids: bytes | bytearray) -> bytes:
+    """Sixteen bytes that stand for an expression of up to thousands of tokens."""
+    return blake2b(ids, digest_size=16).digest()
+
+
+def _exhausted(found: int, config: ListOpsConfig) -> ValueError:
+    return ValueError(
+        f"config allows no more than {found} distinct expressions that {MAX_DRAWS:,} draws can find: {config}"
+    )
+
+
+def _iterate_block(seed: int, config: ListOpsConfig, block: int) -> Iterator[tuple[bytearray, int]]:
+    """Ids and values of distinct expressions without end, by the random numbers of a block."""
+    # the first block continues what a seed has always given; above it all numbers are free
+    random = Random(seed + (block << 64))
     seen: set[bytes] = set()
     misses = 0
     while misses < MAX_DRAWS:
@@ -145,16 +162,38 @@ def iterate(seed: int = 0, config: ListOpsConfig | None = None) -> Iterator[Expr
             continue
         if len(ids) <= config.longer_than:
             continue
-        # sixteen bytes stand for an expression of up to thousands of tokens
-        digest = blake2b(ids, digest_size=16).digest()
+        digest = _digest(ids)
         if digest in seen:
             continue
         seen.add(digest)
         misses = 0
-        yield Expression(tuple(TOKENS[i] for i in ids), value)
-    raise ValueError(
-        f"config allows no more than {len(seen)} distinct expressions that {MAX_DRAWS:,} draws can find: {config}"
-    )
+        yield ids, value
+    raise _exhausted(len(seen), config)
+
+
+def iterate(seed: int = 0, config: ListOpsConfig | None = None) -> Iterator[Expression]:
+    """Distinct expressions without end, the same for the same seed.
+
+    They come in blocks that can be made apart from each other; what an earlier block has is left out. The root is
+    always an operator: a digit alone would only be thrown away for its length.
+
+    Raises:
+        ValueError: if a million draws in a row bring nothing new of an allowed length.
+    """
+    config = config or ListOpsConfig()
+    seen: set[bytes] = set()
+    misses = 0
+    for block in numbers():
+        for ids, value in islice(_iterate_block(seed, config, block), block_size(config)):
+            digest = _digest(ids)
+            if digest in seen:
+                misses += 1
+                if misses >= MAX_DRAWS:
+                    raise _exhausted(len(seen), config)
+                continue
+            seen.add(digest)
+            misses = 0
+            yield Expression(tuple(TOKENS[i] for i in ids), value)
 
 
 def generate(count: int, seed: int = 0, config: ListOpsConfig | None = None) -> list[Expression]:
@@ -336,16 +375,88 @@ def prepare(source: Source, staging: Staging, skips: Skips) -> Prepared:
 
 
 def prepare_drawn(
-    staging: Staging, counts: dict[str, int], seed: int, config: ListOpsConfig, advance: Progress
+    staging: Staging,
+    counts: Mapping[str, int],
+    seed: int,
+    config: ListOpsConfig,
+    workers: int,
+    advance: Progress,
 ) -> Prepared:
-    """Make distinct expressions, the splits one after the other from one stream."""
-    stream = iterate(seed, config)
-    for split, count in counts.items():
+    """Make the first expressions of a seed, the splits one after the other; finished blocks are kept.
+
+    Blocks are made apart from each other, by any number of processes, and then joined as `iterate` joins them.
+    """
+    folder = staging.folder / "blocks"
+    folder.mkdir(exist_ok=True)
+    size, total = block_size(config), sum(counts.values())
+    wanted = total
+    while True:
+        ends = [min(size, wanted - start) for start in range(0, wanted, size)]
+        files = [folder / f"{block:06d}-{end}.npz" for block, end in enumerate(ends)]
+        missing = [block for block, file in enumerate(files) if not file.exists()]
+        advance(sum(ends) - sum(ends[block] for block in missing))
+        make_parts(partial(_make_block, files, ends, seed, config), missing, workers, advance)
+        fresh = _first_seen(files)
+        lacking = total - sum(len(rows) for rows in fresh)
+        if lacking <= 0:
+            break
+        if wanted - total >= MAX_DRAWS:
+            raise _exhausted(total - lacking, config)
+        # what two blocks have in common is replaced by what comes later
+        wanted += max(lacking, wanted // 10)
+    stream = _read_blocks(files, fresh)
+    for split, number in counts.items():
         expressions = RaggedWriter(staging, split)
         values = []
-        for tokens, value in islice(stream, count):
-            expressions.append(encode(tokens))
+        for ids, value in islice(stream, number):
+            expressions.append(ids)
             values.append(value)
-            advance(1)
         staging.put(f"{split}.labels", np.array(values, np.uint8))
-    return Prepared(counts, {"seed": seed})
+    return Prepared(dict(counts), {"seed": seed})
+
+
+def _make_block(
+    files: Sequence[Path],
+    ends: Sequence[int],
+    seed: int,
+    config: ListOpsConfig,
+    block: int,
+    advance: Progress,
+) -> None:
+    """Write the first expressions of a block."""
+    rows, values = [], []
+    for ids, value in islice(_iterate_block(seed, config, block), ends[block]):
+        rows.append(np.frombuffer(ids, np.uint8))
+        values.append(value)
+        if len(rows) % 100 == 0:
+            advance(100)
+    advance(len(rows) % 100)
+    temporary = files[block].with_name(f".{files[block].stem}.{os.getpid()}.npz")
+    lengths = np.array([len(row) for row in rows], np.int64)
+    np.savez(temporary, tokens=np.concatenate(rows), lengths=lengths, values=np.array(values, np.uint8))
+    os.replace(temporary, files[block])
+
+
+def _read_block(file: Path) -> Iterator[tuple[NDArray[np.uint8], int]]:
+    with np.load(file, allow_pickle=False) as arrays:
+        tokens, lengths, values = arrays["tokens"], arrays["lengths"], arrays["values"]
+    start = 0
+    for length, value in zip(lengths.tolist(), values.tolist(), strict=True):
+        yield tokens[start : start + length], value
+        start += length
+
+
+def _first_seen(files: Sequence[Path]) -> list[set[int]]:
+    """Which expressions of each block no earlier block has."""
+    seen: set[bytes] = set()
+    fresh = []
+    for file in files:
+        digests = [_digest(ids.tobytes()) for ids, _ in _read_block(file)]
+        fresh.append({row for row, digest in enumerate(digests) if digest not in seen})
+        seen.update(digests)
+    return fresh
+
+
+def _read_blocks(files: Sequence[Path], fresh: Sequence[set[int]]) -> Iterator[tuple[NDArray[np.uint8], int]]:
+    for file, rows in zip(files, fresh, strict=True):
+        yield from (pair for row, pair in enumerate(_read_block(file)) if row in rows)

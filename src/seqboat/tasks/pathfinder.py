@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +28,7 @@ from seqboat.sources import Source
 from seqboat.tasks.base import SPLITS, Dataset, Example, Split
 from seqboat.tasks.curves import PathfinderConfig, make_image
 from seqboat.tasks.image import PixelDataset, draw
+from seqboat.tasks.shards import make_parts
 from seqboat.tasks.stored import StoredTask, StoredTaskConfig, shuffled_rows
 
 SHARD = 500
@@ -125,11 +125,7 @@ def prepare_drawn(
     starts = range(0, total, SHARD)
     missing = [start for start in starts if not _shard(folder, start).exists()]
     advance(sum(min(SHARD, total - start) for start in starts if start not in set(missing)))
-    if workers == 1 or len(missing) == 1:
-        for start in missing:
-            advance(_make_shard(folder, start, min(start + SHARD, total), seed, config))
-    elif missing:
-        _make_shards(folder, missing, total, seed, config, workers, advance)
+    make_parts(partial(_make_part, folder, total, seed, config), missing, workers, advance)
     number = 0
     for split, count in counts.items():
         images = staging.array(f"{split}.images", np.uint8, (config.size, config.size))
@@ -148,6 +144,12 @@ def _shard(folder: Path, start: int) -> Path:
     return folder / f"{start:09d}.npy"
 
 
+def _make_part(
+    folder: Path, total: int, seed: int, config: PathfinderConfig, start: int, advance: Progress
+) -> None:
+    advance(_make_shard(folder, start, min(start + SHARD, total), seed, config))
+
+
 def _make_shard(folder: Path, start: int, end: int, seed: int, config: PathfinderConfig) -> int:
     rows = np.empty((end - start, 1 + config.size**2), np.uint8)
     for row, index in zip(rows, range(start, end), strict=True):
@@ -157,57 +159,6 @@ def _make_shard(folder: Path, start: int, end: int, seed: int, config: Pathfinde
     np.save(temporary, rows)
     os.replace(temporary, _shard(folder, start))
     return end - start
-
-
-def _make_shards(
-    folder: Path,
-    starts: list[int],
-    total: int,
-    seed: int,
-    config: PathfinderConfig,
-    workers: int,
-    advance: Progress,
-) -> None:
-    """Share the work between processes, which leave finished parts in the folder."""
-    import multiprocessing
-    from multiprocessing.connection import Connection, wait
-
-    # a fresh interpreter: forking one in which torch runs threads can hang
-    context = multiprocessing.get_context("spawn")
-    processes, pipes = [], list[Connection]()
-    for worker in range(min(workers, len(starts))):
-        receiver, sender = context.Pipe(duplex=False)
-        arguments = (folder, starts[worker::workers], total, seed, config, sender, os.getpid())
-        process = context.Process(target=_work, args=arguments, daemon=True)
-        process.start()
-        sender.close()
-        processes.append(process)
-        pipes.append(receiver)
-    try:
-        while pipes:
-            for pipe in wait(pipes):
-                assert isinstance(pipe, Connection)
-                try:
-                    advance(int(pipe.recv()))
-                except EOFError:
-                    pipes.remove(pipe)
-        for process in processes:
-            process.join()
-            if process.exitcode != 0:
-                raise RuntimeError(f"a process that drew images ended with exit code {process.exitcode}")
-    finally:
-        for process in processes:
-            process.terminate()
-            process.join()
-
-
-def _work(
-    folder: Path, starts: list[int], total: int, seed: int, config: PathfinderConfig, sender: Any, parent: int
-) -> None:
-    for start in starts:
-        if os.getppid() != parent:
-            return  # the run that wanted this is gone
-        sender.send(_make_shard(folder, start, min(start + SHARD, total), seed, config))
 
 
 def prepare_published(source: Source, staging: Staging, skips: Skips, size: int) -> Prepared:
