@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pickle
+import shutil
 import signal
 import socket
 import subprocess
@@ -595,6 +596,59 @@ def test_mistakes_are_answered_in_one_line(
     error = capsys.readouterr().err.strip()
     assert message in error and error.startswith("seqboat data: error:") and "\n" not in error
     assert not (tmp_path / "data").exists() or list((tmp_path / "data").iterdir()) == []
+
+
+def full_disk(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=free))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "needed"),
+    [
+        (["pathx"], "6.6 GB"),
+        (["pathx", "--count", "160,20,20"], "6.6 MB"),
+        (["speech", "--from", "download"], "3.5 GB"),
+        (["enwik8", "--from", "{folder}"], "20.0 kB"),
+    ],
+)
+def test_a_disk_without_room_is_refused_before_anything_is_made(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    needed: str,
+) -> None:
+    (tmp_path / "enwik8").write_bytes(b"a" * 1000)
+    full_disk(monkeypatch, 19_000)
+    where = tmp_path / "some" / "data"
+    filled = [argument.format(folder=tmp_path / "enwik8") for argument in arguments]
+    assert main(["data", "prepare", *filled, "--data-dir", str(where)]) == 2
+    assert capsys.readouterr().err.strip() == (
+        f"seqboat data: error: preparing {arguments[0]} in {where} needs about {needed} of disk, 19.0 kB are free: "
+        "make room, or choose a folder on another disk (--data-dir)"
+    )
+    assert not where.exists()
+
+
+def test_finished_parts_and_downloads_need_no_room_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = tmp_path / ".pathfinder16.partial" / "shards"
+    parts.mkdir(parents=True)
+    (parts / "other.npy").write_bytes(b"x" * 20_000)
+    full_disk(monkeypatch, 10_000)
+    # about 23 kB for the arrays and as much again for the parts, of which 20 kB are there
+    with pytest.raises(ValueError, match=r"needs about 26.6 kB of disk, 10.0 kB are free"):
+        prepare("pathfinder16", "generate", tmp_path, counts=(70, 10, 10), workers=1)
+    full_disk(monkeypatch, 27_000)
+    prepare("pathfinder16", "generate", tmp_path, counts=(70, 10, 10), workers=1)
+
+    (tmp_path / "downloads").mkdir()
+    with open(tmp_path / "downloads" / ".enwik8.zip.part", "wb") as part:
+        part.truncate(36_000_000)
+    with pytest.raises(ValueError, match=r"needs about 100.4 MB of disk"):
+        prepare("enwik8", "download", tmp_path)
 
 
 def test_show_prints_an_example(capsys: pytest.CaptureFixture[str]) -> None:

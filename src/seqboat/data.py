@@ -51,6 +51,26 @@ def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
+def format_bytes(size: float) -> str:
+    """A size for people.
+
+    >>> format_bytes(61_500_000)
+    '61.5 MB'
+    """
+    for unit in ("bytes", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} GB"
+
+
+def used_bytes(path: Path) -> int:
+    """What a file, or all files of a folder, take; 0 where there is nothing."""
+    if path.is_file():
+        return path.stat().st_size
+    return sum(inner.stat().st_size for inner in path.rglob("*") if inner.is_file())
+
+
 def sync_folder(folder: Path) -> None:
     """Make the names in a folder survive a crash of the machine."""
     handle = os.open(folder, os.O_RDONLY)

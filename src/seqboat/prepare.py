@@ -8,7 +8,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from seqboat.checks import check_positive, require
-from seqboat.data import MANIFEST, MissingData, Prepared, Progress, Skips, Staging, Store, progress, restore
+from seqboat.data import (
+    MANIFEST,
+    MissingData,
+    Prepared,
+    Progress,
+    Skips,
+    Staging,
+    Store,
+    format_bytes,
+    free_bytes,
+    progress,
+    restore,
+    used_bytes,
+)
 from seqboat.download import DownloadError, Remote, download
 from seqboat.sources import Source
 from seqboat.tasks import curves, enwik8, image, listops, pathfinder, retrieval, speech, text
@@ -16,6 +29,9 @@ from seqboat.tasks.base import SPLITS
 
 DOWNLOADS = "downloads"
 """Folder in the data folder for files as they are distributed."""
+
+EXPANSION = 20
+"""Prepared arrays take at most so many times what the files as distributed do, packed or not."""
 
 LRA = Remote(name="lra_release.gz", urls=("https://storage.googleapis.com/long-range-arena/lra_release.gz",))
 
@@ -264,6 +280,10 @@ def prepare(
     if origin == "download":
         require(info.remote is not None, f"{name} is not distributed: use --from generate")
         assert info.remote is not None
+        have = sum(
+            used_bytes(root / DOWNLOADS / file) for file in (info.remote.name, f".{info.remote.name}.part")
+        )
+        _check_room(name, root, max((info.remote.bytes or 0) - have, 0) + info.size)
         with progress(f"downloading {info.remote.name}", info.remote.bytes, "bytes") as advance:
             try:
                 path = download(info.remote, root / DOWNLOADS, advance)
@@ -272,6 +292,7 @@ def prepare(
                 raise DownloadError(f"{error}; {hint}") from None
     else:
         path = _locate(Path(origin), info)
+        _check_room(name, root, min(info.size, EXPANSION * used_bytes(path)))
     require(info.read is not None, f"{name} is not distributed: use --from generate")
     assert info.read is not None
     skips = Skips(strict)
@@ -307,10 +328,23 @@ def _generate(
     check_positive("workers", workers)
     by_split: dict[str, int] = dict(zip(SPLITS, counts, strict=True))
     plan = {"seed": seed, "counts": by_split, "settings": _plain(info.settings)}
+    # parts stay until they are joined
+    whole = 2 * info.size * sum(counts) // sum(info.counts)
+    _check_room(name, root, whole - used_bytes(root / f".{name}.partial"))
     with Staging(root, name, plan) as staging, progress(f"generating {name}", sum(counts)) as advance:
         made = info.draw(staging, by_split, seed, workers, advance)
         staging.finish(f"generated with seed {seed}", made)
     return Store.find(root, name)
+
+
+def _check_room(name: str, root: Path, needed: int) -> None:
+    """Refuse to begin what the disk cannot hold."""
+    free = free_bytes(root)
+    require(
+        needed <= free,
+        f"preparing {name} in {root} needs about {format_bytes(needed)} of disk, {format_bytes(free)} are free: "
+        "make room, or choose a folder on another disk (--data-dir)",
+    )
 
 
 def _plain(settings: object) -> dict[str, object]:

@@ -64,6 +64,7 @@ def _find(root: str, name: str) -> tuple[Store | None, str | None]:
 
 
 def _list(options: argparse.Namespace) -> int:
+    from seqboat.data import format_bytes
     from seqboat.prepare import DATASETS, DOWNLOADS
 
     rows: list[dict[str, Any]] = []
@@ -115,6 +116,7 @@ def _how(name: str) -> str:
 
 
 def _prepare(options: argparse.Namespace) -> int:
+    from seqboat.data import format_bytes
     from seqboat.prepare import find_dataset, prepare
 
     counts = None
@@ -180,16 +182,3 @@ def _show(options: argparse.Namespace) -> int:
         raise ValueError(f"--index must be from 0 to {len(dataset) - 1}, got {options.index}")
     print(task.show(dataset[options.index]))
     return 0
-
-
-def format_bytes(size: float) -> str:
-    """A size for people.
-
-    >>> format_bytes(61_500_000)
-    '61.5 MB'
-    """
-    for unit in ("bytes", "kB", "MB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} GB"
