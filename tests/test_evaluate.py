@@ -230,7 +230,7 @@ def test_errors_are_one_line_and_code_2(
 
 def test_other_commands_take_no_fields(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        main(["eval", "run", "--model.depth=2"])
+        main(["list", "recipes", "--model.depth=2"])
     assert caught.value.code == 2
     assert "unrecognized arguments: --model.depth=2" in capsys.readouterr().err
 

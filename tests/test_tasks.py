@@ -723,6 +723,54 @@ def test_speakers_are_in_the_parts_that_the_authors_put_them_in() -> None:
     assert len(rows) == 4100
 
 
+def test_a_trained_run_is_scored_on_another_table_without_the_training_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [("good", "0"), ("bad", "1"), ("so so", "2")]
+    for name, count in (("train", 6), ("val", 1), ("new", 4)):
+        lines = [
+            f"{text} {i},{label}\n" for i in range(count) for text, label in rows[: 2 if name == "new" else 3]
+        ]
+        (tmp_path / f"{name}.csv").write_text("text,label\n" + "".join(lines))
+    run = str(tmp_path / "run")
+    settings = {
+        "data.train": tmp_path / "train.csv",
+        "data.val": tmp_path / "val.csv",
+        "model.num_layers": 1,
+        "model.d_model": 8,
+        "schedule.steps": 2,
+        "schedule.warmup_steps": 1,
+        "evaluation.every": 2,
+        "training.batch_size": 4,
+        "out": run,
+    }
+    assert main(["train", "classify", *(f"--{name}={value}" for name, value in settings.items())]) == 0
+    (tmp_path / "train.csv").unlink()
+    capsys.readouterr()
+    assert main(["eval", run, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["examples"] == 3
+    assert main(["eval", run, "--data.test", str(tmp_path / "new.csv"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["examples"] == 8
+    # a class is a place in the labels of the run, not in those of the table
+    task = ClassifyTaskConfig(train="gone.csv", test=str(tmp_path / "new.csv")).build()
+    task.labels = ("1", "0", "2")
+    assert task.classes == 3 and task.dataset("test")[0].target == 1
+
+    (tmp_path / "new.csv").write_text("text,label\nfine,3\n")
+    for arguments, message in (
+        (["--split", "train"], f"{tmp_path / 'train.csv'} is not a file: expected a CSV, TSV or JSONL table"),
+        (["--data.test", str(tmp_path / "new.csv")], "line 2: label '3' is not among those of"),
+        (
+            ["--data.tset=a.csv"],
+            "--task.tset is not a field of this configuration; did you mean --task.test?",
+        ),
+        (["--model.d_model=4"], "only the data can be changed (--data.FIELD), got --model.d_model"),
+    ):
+        assert main(["eval", run, *arguments]) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1
+
+
 # the tutorial
 
 TUTORIAL = Path(__file__).parents[1] / "docs" / "your-data.md"

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from seqboat.checkpoint import MODEL, Checkpoint, CheckpointError, Store, load_model_tensors, verify
 from seqboat.checks import check_positive, require
-from seqboat.config import RunConfig, from_dict
+from seqboat.config import RunConfig, from_dict, override, split_arguments
 from seqboat.loader import Part, batches, share
 from seqboat.model import Classifier, LanguageModel, Matcher
 from seqboat.parallel import World
@@ -284,7 +284,7 @@ def evaluate_run(
     which: str = "best",
     batch_size: int | None = None,
     limit: int | None = None,
-    task_changes: dict[str, Any] | None = None,
+    fields: Sequence[str] = (),
     progress: Callable[[int, int], None] | None = None,
     reading: Windows | Streaming | None = None,
     device: torch.device | None = None,
@@ -292,14 +292,18 @@ def evaluate_run(
     """Score a run's checkpoint; returns what `seqboat eval --json` prints.
 
     Without `reading` the text of a language model is read as in training: in the segments of the task, or with a
-    carried state in as many rows as the batch has.
+    carried state in as many rows as the batch has. `fields` change the data, as arguments `--data.x=value` do.
     """
     checkpoint = find_checkpoint(run, which)
     model, config = load_model(checkpoint.path)
-    task_config: Any = config.task
-    if task_changes:
-        task_config = dataclasses.replace(task_config, **task_changes)
-    task = task_config.build()
+    for name, _ in split_arguments(fields):
+        require(
+            name.startswith(("data.", "task.")), f"only the data can be changed (--data.FIELD), got --{name}"
+        )
+    task = override(config, fields).build_task()
+    # the training data may be elsewhere
+    if labels := checkpoint.state.get("labels"):
+        task.labels = tuple(labels)
     # one row reads the whole text: with more of them each would begin from nothing somewhere in it
     usual = 1 if isinstance(reading, Streaming) else config.evaluation.batch_size
     world = World(0, 1, device or torch.device("cpu"))

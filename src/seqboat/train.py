@@ -351,6 +351,7 @@ class Run:
             "progress": self.progress._asdict(),
             "config": to_dict(self.config),
             "classes": self.task.classes,
+            "labels": self.task.labels,
             "versions": versions(),
             "processes": self.world.size,
             # both follow from the seed and the step, and are here for people

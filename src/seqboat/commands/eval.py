@@ -12,8 +12,13 @@ if TYPE_CHECKING:
     from seqboat.evaluate import Streaming, Windows
 
 
+TAKES_FIELDS = True
+"""Arguments that argparse does not know change the data of the run."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
+    parser.epilog = "Settings of the data can be changed: seqboat eval runs/classify --data.test new.csv"
     parser.add_argument("run", help="folder of a run, or one checkpoint (step-N) in it")
     parser.add_argument("--split", choices=("train", "val", "test"), default="test", help="what to score")
     parser.add_argument("--which", choices=("best", "latest"), default="best", help="which checkpoint")
@@ -53,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
         options.which,
         options.batch_size,
         options.limit,
-        {"data_dir": options.data_dir} if options.data_dir else None,
+        [*([f"--data.data_dir={options.data_dir}"] if options.data_dir else []), *options.fields],
         show_progress if sys.stderr.isatty() else None,
         reading,
         choose_device(options.device, what="--device"),

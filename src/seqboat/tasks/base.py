@@ -134,6 +134,8 @@ class Task(ABC):
     """Channels of real-valued inputs."""
     classes: int
     """Number of classes; of a language model, its vocab."""
+    labels: tuple[str, ...] | None = None
+    """Names of the classes, where the training data says what they are; a trained model's can be set."""
     max_length: int
     """The longest sequence that an example can have."""
     fixed_length: bool = False

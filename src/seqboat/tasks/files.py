@@ -121,6 +121,10 @@ class ClassifyTask(Task):
             self._labels = tuple(sorted(found, key=_label_order))
         return self._labels
 
+    @labels.setter
+    def labels(self, labels: tuple[str, ...]) -> None:
+        self._labels = labels
+
     @property
     def classes(self) -> int:  # type: ignore[override]
         """How many different labels there are; reads the training table."""
