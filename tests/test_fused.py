@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqboat.fused import by_channel, combine, gates, linear, scale_by_rms, take
+from seqboat.fused import by_channel, combine, gates, linear, norm_of_silu, scale_by_rms, take
 
 
 def channels_first(x: Tensor) -> Tensor:
@@ -48,6 +48,19 @@ def test_scale_by_rms(shape: tuple[int, ...], per_channel: bool) -> None:
     weight = torch.randn((4,) if per_channel else (), dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x, w: scale_by_rms(x, w, 1e-5), (x, weight))
     torch.testing.assert_close(scale_by_rms(x, weight, 1e-5), F.rms_norm(x, (4,), None, 1e-5) * weight)
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (3, 4), (2, 3, 4)], ids=str)
+def test_norm_of_silu(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    weight, bias = (torch.randn(4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    assert torch.autograd.gradcheck(lambda *inputs: norm_of_silu(*inputs, 1e-5), (x, weight, bias))
+    plain = F.layer_norm(F.silu(x), (4,), weight, bias, 1e-5)
+    torch.testing.assert_close(norm_of_silu(x, weight, bias, 1e-5), plain)
+    # a frozen norm asks for no gradient of its weights
+    frozen = norm_of_silu(x, weight.detach(), bias.detach(), 1e-5)
+    (ours,) = torch.autograd.grad(frozen, x, torch.ones_like(frozen))
+    torch.testing.assert_close(ours, torch.autograd.grad(plain, x, torch.ones_like(plain))[0])
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 6])

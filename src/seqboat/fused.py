@@ -186,6 +186,37 @@ def scale_by_rms(x: Tensor, weight: Tensor, eps: float, activate: bool = False) 
     return _ScaleByRMS.apply(x, weight, eps, activate)
 
 
+class _NormOfSilu(torch.autograd.Function):
+    """Layer norm of SiLU(x) over the last dimension; SiLU is computed again backward instead of being kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        y, mean, inverse = torch.native_layer_norm(F.silu(x), x.shape[-1:], weight, bias, eps)
+        ctx.save_for_backward(x, weight, bias, mean, inverse)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        x, weight, bias, mean, inverse = ctx.saved_tensors
+        needed = [True, *ctx.needs_input_grad[1:3]]
+        dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
+            grad, F.silu(x), x.shape[-1:], mean, inverse, weight, bias, needed
+        )
+        return _silu_backward(dx, x), dweight, dbias, None
+
+
+def norm_of_silu(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Zero mean and unit variance of SiLU(x) over the last dimension, then scale and shift.
+
+    Args:
+        x: (..., dim).
+        weight, bias: (dim,).
+        eps: added to the variance.
+    """
+    return _NormOfSilu.apply(x, weight, bias, eps)
+
+
 class _Gates(torch.autograd.Function):
     """SiLU(x W^T + b) split in z, gate and value; query and key from z. One buffer forward, one backward."""
 

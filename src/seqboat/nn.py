@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqboat.checks import check_choice, check_positive, require
-from seqboat.fused import scale_by_rms
+from seqboat.fused import norm_of_silu, scale_by_rms
 
 NormName = Literal["layer", "batch", "scale", "rms"]
 NORMS = ("layer", "batch", "scale", "rms")
@@ -56,6 +56,11 @@ class LayerNorm(Norm):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+    def after_silu(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if torch.is_autocast_enabled(x.device.type) or x.dtype != self.weight.dtype:
+            return super().after_silu(x, mask)
+        return norm_of_silu(x, self.weight, self.bias, self.eps)
 
 
 class RMSNorm(Norm):
