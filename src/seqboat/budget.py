@@ -54,7 +54,7 @@ class BudgetConfig:
     """Share of tokens that each module should take, on average: one for all modules, or one for each."""
     target_by: Steering = "controller"
     """What steers towards the target: a controller that shifts the decisions, or a term of the loss."""
-    gain: float = 0.5
+    gain: float = 0.2
     """How fast the controller moves: by this part of the log-odds' size for an error of 100 %."""
     loss_weight: float = 1.0
     """Weight of the squared error in the loss."""

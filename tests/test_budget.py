@@ -1,0 +1,709 @@
+"""Budgets, remedies for dead routers and decisions by hand, each held to a loop over the tokens."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from seqboat.budget import (
+    BudgetConfig,
+    Policy,
+    RevivalConfig,
+    allowance,
+    at_least,
+    budget_loss,
+    first_come,
+    largest,
+    override_activation,
+    policies,
+    rate_loss,
+    update_budgets,
+)
+from seqboat.config import override as override_config
+from seqboat.mixers.activation import SparseModularActivation
+from seqboat.mixers.ema import EMAConfig
+from seqboat.mixers.gau import GAUConfig
+from seqboat.mixers.seqboat import SeqBoat, SeqBoatConfig
+from seqboat.mixers.units import MixerUnit, PaddedUnit
+from seqboat.model import BackboneConfig, Classifier, LanguageModel, Matcher
+from seqboat.padding import Aligned
+from seqboat.recipes import RECIPES
+from seqboat.routers import (
+    ROUTERS,
+    AlwaysActiveConfig,
+    ExpertChoiceConfig,
+    SigmoidRouter,
+    TopKConfig,
+    set_training_step,
+)
+from seqboat.sma import Routing
+
+WIDTH = 6
+LENGTHS = torch.tensor([23, 9, 1, 0])
+TIME = 23
+
+
+def real() -> Tensor:
+    return torch.arange(TIME) < LENGTHS[:, None]
+
+
+def sparse(
+    modules: int = 2,
+    *,
+    causal: bool = True,
+    budget: BudgetConfig | None = None,
+    revival: RevivalConfig | None = None,
+    router: Any = "sigmoid",
+) -> SparseModularActivation:
+    """Attention and linear maps in float64, with routers that want about half of the tokens."""
+    torch.manual_seed(0)
+    gau = GAUConfig(d_z=4, d_v=8, window=5, max_positions=12).build(WIDTH, causal)
+    units = {"gau": gau, **{f"linear{i}": nn.Linear(WIDTH, WIDTH) for i in range(1, modules)}}
+    sma = SparseModularActivation(units, WIDTH, router, budget=budget, revival=revival).double()
+    for parameter in sma.router.parameters():
+        nn.init.normal_(parameter)
+    if hasattr(sma.router, "logits"):
+        nn.init.zeros_(sma.router.get_parameter("logits.bias"))
+    return sma.eval()
+
+
+def tokens(seed: int = 1, batch: int = 4, time: int = TIME) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, time, WIDTH, generator=generator, dtype=torch.float64)
+
+
+# the functions, by loops
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.29, 0.5, 1.0])
+def test_allowance(share: float) -> None:
+    # in whole percent, so that there is no rounding to speak of
+    got = allowance(torch.tensor(share, dtype=torch.float64), torch.arange(300)).tolist()
+    assert got == [n * round(100 * share) // 100 for n in range(300)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_largest_of_a_row(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    # whole numbers, so that there are equal ones
+    score = torch.randint(0, 6, (3, 11, 2), generator=generator)
+    count = torch.randint(-1, 13, (3, 2), generator=generator)
+    got = largest(score, count)
+    for row in range(3):
+        for i in range(2):
+            order = sorted(range(11), key=lambda t: (-int(score[row, t, i]), t))
+            expected = set(order[: max(int(count[row, i]), 0)])
+            assert set(got[row, :, i].nonzero().flatten().tolist()) == expected
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_first_come(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    wants = torch.rand(2, 17, 3, generator=generator) < 0.6
+    most = torch.randint(0, 3, (2, 17, 3), generator=generator).cumsum(dim=1) // 2
+    spent = torch.randint(0, 4, (2, 3), generator=generator)
+    got = first_come(wants, most, spent)
+    for row in range(2):
+        for i in range(3):
+            granted = int(spent[row, i])
+            for t in range(17):
+                grant = bool(wants[row, t, i]) and granted < int(most[row, t, i])
+                assert bool(got[row, t, i]) == grant
+                granted += grant
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_at_least(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    wants = torch.rand(2, 17, 3, generator=generator) < 0.2
+    least = torch.randint(0, 2, (2, 17, 3), generator=generator).cumsum(dim=1)
+    got = at_least(wants, least, torch.ones(2, 17, 1, dtype=torch.bool))
+    for row in range(2):
+        for i in range(3):
+            taken = 0
+            for t in range(17):
+                take = bool(wants[row, t, i]) or taken < int(least[row, t, i])
+                assert bool(got[row, t, i]) == take
+                taken += take
+
+
+# caps
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("cap", [0.0, 0.1, 0.25, (0.5, 0.1), 1.0], ids=str)
+def test_caps_keep_the_most_confident_tokens(cap: float | tuple[float, ...], training: bool) -> None:
+    free = sparse(causal=False).train(training)
+    capped = sparse(causal=False, budget=BudgetConfig(cap=cap)).train(training)
+    x = tokens()
+    wishes, got = free(x, real()).routing, capped(x, real()).routing
+    shares = cap if isinstance(cap, tuple) else (cap, cap)
+    assert got.probs.equal(wishes.probs)
+    bound = 0
+    for row, length in enumerate(LENGTHS.tolist()):
+        for i, share in enumerate(shares):
+            wanted = wishes.active[row, :, i].nonzero().flatten().tolist()
+            most = math.floor(share * length + 1e-9)
+            best = sorted(wanted, key=lambda t: -wishes.probs[row, t, i].item())[:most]
+            assert got.active[row, :, i].nonzero().flatten().tolist() == sorted(best)
+            bound += len(wanted) > most
+    assert bound or cap == 1.0
+
+
+def running(wishes: Tensor, share: float) -> list[bool]:
+    """Grant wishes in order within the share of the tokens so far."""
+    granted: list[bool] = []
+    for t, wish in enumerate(wishes.tolist()):
+        granted.append(wish and sum(granted) + 1 <= math.floor(share * (t + 1) + 1e-9))
+    return granted
+
+
+@pytest.mark.parametrize("cap", [0.1, 0.3, (0.5, 0.2)], ids=str)
+def test_caps_of_causal_layers_hold_for_every_prefix(cap: float | tuple[float, ...]) -> None:
+    free, capped = sparse(), sparse(budget=BudgetConfig(cap=cap))
+    x = tokens()
+    wishes, got = free(x, real()).routing.active, capped(x, real()).routing.active
+    assert got.any()
+    for i, share in enumerate(cap if isinstance(cap, tuple) else (cap, cap)):
+        for row in range(4):
+            assert got[row, :, i].tolist() == running(wishes[row, :, i], share)
+        sofar = got[..., i].cumsum(dim=1) / torch.arange(1, TIME + 1)
+        assert (sofar <= share).all()
+
+
+LIMITS = {
+    "cap": (BudgetConfig(cap=(0.3, 0.2, 0.6)), RevivalConfig(), "sigmoid"),
+    "exclusive": (BudgetConfig(per_token=1), RevivalConfig(), "tempered-softmax"),
+    "both": (
+        BudgetConfig(cap=0.3, per_token=2, priority="order"),
+        RevivalConfig(floor=0.1),
+        "gumbel-softmax",
+    ),
+    "steered": (BudgetConfig(target=0.3, cap=0.4), RevivalConfig(noise=0.5, warmup_steps=3), "x-moe"),
+    "threshold": (BudgetConfig(cap=0.5), RevivalConfig(inactive_gradient=True), "threshold"),
+    "top-k": (BudgetConfig(), RevivalConfig(), TopKConfig(capacity=0.3)),
+    "expert-choice": (BudgetConfig(cap=0.4), RevivalConfig(), ExpertChoiceConfig(capacity=0.5)),
+}
+every_limit = pytest.mark.parametrize("name", LIMITS)
+
+
+def limited(name: str) -> SparseModularActivation:
+    budget, revival, router = LIMITS[name]
+    sma = sparse(3, budget=budget, revival=revival, router=router)
+    for buffer in ("policy.shift", "router.border"):
+        if buffer in dict(sma.named_buffers()):
+            nn.init.normal_(sma.get_buffer(buffer), std=0.2)
+    return sma
+
+
+@every_limit
+@pytest.mark.parametrize("cuts", [(0, 23), (0, 1, 2, 9, 9, 15, 23), tuple(range(24))], ids=len)
+def test_whole_pieces_and_steps_agree(name: str, cuts: tuple[int, ...]) -> None:
+    sma, x, mask = limited(name), tokens(), real()
+    whole = sma(x, Aligned(mask))
+    assert whole.routing.active.any()
+    state, outputs, decisions = sma.init_state(4), [], []
+    for start, end in itertools.pairwise(cuts):
+        y, state, routing = sma(x[:, start:end], Aligned(mask[:, start:end]), state)
+        outputs.append(y)
+        decisions.append(routing.active)
+    assert torch.cat(decisions, dim=1).equal(whole.routing.active)
+    torch.testing.assert_close(torch.cat(outputs, dim=1), whole.y, rtol=0, atol=1e-10)
+    assert state.spent.equal(whole.state.spent) and state.spent.equal(whole.routing.active.sum(dim=1))
+    one = sma.init_state(4)
+    for t in range(TIME):
+        y, one, routing = sma.step(x[:, t], one, mask[:, t])
+        assert routing is not None and routing.active.equal(whole.routing.active[:, t])
+        torch.testing.assert_close(y, whole.y[:, t], rtol=0, atol=1e-10)
+    assert one.spent.equal(whole.state.spent)
+
+
+@every_limit
+def test_causal_layers_with_limits_stay_causal(name: str) -> None:
+    sma, x = limited(name), tokens()
+    before = sma(x)
+    for changed in (5, 17, 22):
+        other = x.clone()
+        other[:, changed:] = tokens(seed=9)[:, changed:] * 3
+        after = sma(other)
+        torch.testing.assert_close(after.y[:, :changed], before.y[:, :changed], rtol=0, atol=1e-12)
+        assert after.routing.active[:, :changed].equal(before.routing.active[:, :changed])
+
+
+@every_limit
+def test_limits_do_not_depend_on_batch_mates_or_padding(name: str) -> None:
+    budget, revival, router = LIMITS[name]
+    sma = sparse(3, causal=False, budget=budget, revival=revival, router=router)
+    x, mask = tokens(), real().flip(1)  # real tokens last
+    whole = sma(x, mask)
+    for row in range(4):
+        alone = sma(x[row : row + 1, mask[row]])
+        assert alone.routing.active[0].equal(whole.routing.active[row, mask[row]])
+        torch.testing.assert_close(alone.y[0], whole.y[row, mask[row]], rtol=0, atol=1e-10)
+
+
+def test_in_order_also_in_training() -> None:
+    sma = sparse(budget=BudgetConfig(cap=0.3, priority="order"))
+    x = tokens()
+    assert sma.train()(x).routing.active.equal(sma.eval()(x).routing.active)
+
+
+def test_modules_per_token() -> None:
+    free, two = sparse(4), sparse(4, budget=BudgetConfig(per_token=2))
+    x = tokens()
+    wishes, got = free(x).routing, two(x).routing
+    for row in range(4):
+        for t in range(TIME):
+            wanted = wishes.active[row, t].nonzero().flatten().tolist()
+            best = sorted(wanted, key=lambda i: -wishes.probs[row, t, i].item())[:2]
+            assert got.active[row, t].nonzero().flatten().tolist() == sorted(best)
+    assert (wishes.active.sum(dim=-1) > 2).any()
+
+
+def test_schedule() -> None:
+    sma = sparse(causal=False, budget=BudgetConfig(cap=0.2, anneal_steps=100))
+    nn.init.constant_(sma.router.get_parameter("logits.bias"), 50.0)
+    counts = {}
+    for step in (0, 25, 50, 100, 1000):
+        set_training_step(sma, step)
+        counts[step] = int(sma(tokens(batch=1, time=20)).routing.active[..., 0].sum())
+    assert counts == {0: 20, 25: 16, 50: 12, 100: 4, 1000: 4}
+    # the step is saved with the weights
+    assert "policy.training_step" in sma.state_dict()
+
+
+# targets
+
+
+@pytest.mark.parametrize("router", ["tempered-softmax", "sigmoid", "x-moe", "threshold"])
+@pytest.mark.parametrize("target", [0.1, 0.5, (0.05, 0.8)], ids=str)
+def test_the_controller_reaches_its_target(router: str, target: float | tuple[float, ...]) -> None:
+    if router == "x-moe" and target == (0.05, 0.8):
+        target = (0.05, 0.6)
+    sma = sparse(budget=BudgetConfig(target=target), router=router).train()
+    # dead to begin with
+    if router != "x-moe":
+        bias = sma.router.get_parameter("logits.bias")
+        nn.init.constant_(bias[1::2] if router == "tempered-softmax" else bias, -3.0)
+    for step in range(150):
+        sma.policy(sma.router, tokens(seed=step, batch=8, time=64), None, True)
+        update_budgets(sma)
+    sma.eval()
+    rate = (
+        sma.policy(sma.router, tokens(seed=999, batch=64, time=64), None, True)
+        .active.double()
+        .mean(dim=(0, 1))
+    )
+    wanted = torch.tensor(target, dtype=torch.float64).expand(2)
+    assert (rate - wanted).abs().max() < 0.02
+
+
+def test_the_controller_moves_by_hand() -> None:
+    policy = sparse(1, budget=BudgetConfig(target=0.25, gain=2.0)).policy.train()
+    router = SigmoidRouter(WIDTH).double()
+    nn.init.zeros_(router.logits.weight)
+    nn.init.constant_(router.logits.bias, 3.0)
+    policy(router, tokens(), None, True)
+    assert policy.shift.tolist() == [0.0]
+    policy.update()
+    # all active with log-odds of 3: 2 * 3 * (0.25 - 1)
+    torch.testing.assert_close(policy.shift, torch.tensor([-4.5], dtype=torch.float64))
+    assert not policy(router, tokens(), None, True).active.any()
+    policy.update()
+    # none active at 3 - 4.5: 2 * 1.5 * 0.25
+    torch.testing.assert_close(policy.shift, torch.tensor([-3.75], dtype=torch.float64))
+    policy.update()  # nothing was seen since
+    torch.testing.assert_close(policy.shift, torch.tensor([-3.75], dtype=torch.float64))
+
+
+def test_rate_loss_by_hand() -> None:
+    probs = torch.tensor([[[0.9], [0.6], [0.2], [0.7]]], dtype=torch.float64, requires_grad=True)
+    routing = Routing(probs.detach() > 0.5, probs)
+    mask = torch.tensor([[True, True, True, False]])
+    loss = rate_loss(routing, torch.tensor([0.25]), mask)
+    error = 2 / 3 - 0.25
+    assert loss.item() == pytest.approx(error**2)
+    loss.backward()
+    assert probs.grad is not None
+    # every real token is pushed down, active or not
+    assert probs.grad.flatten().tolist() == pytest.approx([2 * error / 3] * 3 + [0.0])
+
+
+@pytest.mark.parametrize("kind", ["lm", "class", "match"])
+def test_the_loss_of_a_model(kind: str) -> None:
+    torch.manual_seed(0)
+    causal = kind == "lm"
+    layer = SeqBoatConfig(
+        ssm=EMAConfig(d_state=2),
+        gau=GAUConfig(d_z=4, window=4),
+        causal=causal,
+        budget=BudgetConfig(target=0.2, target_by="loss", loss_weight=3.0),
+    )
+    config = BackboneConfig(mixer=layer, d_model=8, num_layers=2, vocab=5)
+    ids, mask = torch.randint(0, 5, (3, 9)), torch.arange(9) < torch.tensor([[9], [4], [1]])
+    model: nn.Module
+    masks: list[Tensor | None] = [mask]
+    if kind == "match":
+        model = Matcher(config)
+        out = model(ids, ids.flip(1), mask, None)
+        masks = [mask, None]
+    else:
+        model = LanguageModel(config) if causal else Classifier(config, 3)
+        out = model(ids, mask)
+    loss = budget_loss(model, out.routings, masks)
+    assert loss is not None
+    expected = 0.0
+    for number, routing in enumerate(out.routings):
+        here = masks[number // 2]
+        active = routing.active[..., 0] if here is None else routing.active[..., 0][here]
+        expected += 3 * (float(active.double().mean()) - 0.2) ** 2
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
+    loss.backward()
+    router = model.get_parameter("backbone.layers.0.sma.router.logits.bias")
+    assert router.grad is not None and router.grad.any()
+    with pytest.raises(ValueError, match=r"routings must hold 2 x 1, .* got 1"):
+        budget_loss(model, out.routings[:1])
+    plain = Classifier(BackboneConfig(mixer=SeqBoatConfig(), d_model=8, num_layers=1, vocab=5), 2)
+    assert budget_loss(plain, plain(ids).routings) is None
+
+
+# dead routers
+
+
+def dying(revival: RevivalConfig, **options: Any) -> SparseModularActivation:
+    """A layer whose router wants nothing."""
+    sma = sparse(revival=revival, **options)
+    nn.init.constant_(sma.router.get_parameter("logits.bias"), -4.0)
+    nn.init.normal_(sma.router.get_parameter("logits.weight"), std=0.3)
+    return sma.train()
+
+
+def test_what_is_off_leaves_no_trace() -> None:
+    sma = sparse()
+    assert not any(name.startswith("policy") for name in sma.state_dict())
+    assert not dict(sma.policy.named_buffers())
+
+
+def test_warm_up() -> None:
+    sma = dying(RevivalConfig(warmup_steps=10), budget=BudgetConfig(cap=0.1, per_token=1))
+    x, mask = tokens(), real()
+    x[0, 3] = math.nan
+    finite = mask & x.isfinite().all(dim=-1)
+    for step in (0, 9):
+        set_training_step(sma, step)
+        assert sma(x, mask).routing.active.equal(finite[..., None].expand(-1, -1, 2))
+    set_training_step(sma, 10)
+    assert not sma(x, mask).routing.active.any()
+    set_training_step(sma, 0)
+    assert not sma.eval()(x, mask).routing.active.any()
+
+
+def test_noise_in_training_only() -> None:
+    sma = dying(RevivalConfig(noise=4.0, noise_steps=100))
+    x = tokens(batch=32)
+    rates = []
+    for step in (0, 50, 99, 100, 500):
+        set_training_step(sma, step)
+        out = sma(x)
+        rates.append(float(out.routing.active.double().mean()))
+    # at first the log-odds are about -4 with a deviation of 4: beyond zero in one of six
+    assert rates[0] == pytest.approx(0.16, abs=0.04)
+    assert rates[0] > rates[1] > rates[2] == rates[3] == rates[4] == 0
+    assert out.routing.probs.equal(sma.router(x).probs)
+    set_training_step(sma, 0)
+    assert not sma.eval()(x).routing.active.any()
+
+
+@pytest.mark.parametrize("priority", ["confidence", "order"])
+def test_floor(priority: Any) -> None:
+    sma = dying(RevivalConfig(floor=0.2), budget=BudgetConfig(priority=priority))
+    x, mask = tokens(), real()
+    out = sma(x, Aligned(mask)).routing
+    for row, length in enumerate(LENGTHS.tolist()):
+        least = math.floor(0.2 * length + 1e-9)
+        for i in range(2):
+            got = out.active[row, :, i].nonzero().flatten().tolist()
+            best = sorted(range(length), key=lambda t: -out.probs[row, t, i].item())[:least]
+            assert got == (sorted(best) if priority == "confidence" else [4, 9, 14, 19][:least])
+    assert not sma.eval()(x).routing.active.any()
+    # nothing is added to what is enough already
+    free = sparse(revival=RevivalConfig(floor=0.2), budget=BudgetConfig(priority=priority)).train()
+    nn.init.constant_(free.router.get_parameter("logits.bias"), 3.0)
+    wishes = free.router(x).active & mask[..., None]
+    rows = wishes.double().mean(dim=1)[:1] > 0.5
+    assert rows.all()
+    if priority == "confidence":
+        assert free(x, Aligned(mask)).routing.active[:1].equal(wishes[:1])
+
+
+def test_gradient_of_inactive_tokens() -> None:
+    torch.manual_seed(0)
+    units = {"one": nn.Linear(WIDTH, WIDTH), "two": nn.Linear(WIDTH, WIDTH)}
+    plain, revived = (
+        SparseModularActivation(units, WIDTH, "sigmoid", revival=RevivalConfig(inactive_gradient=on)).double()
+        for on in (False, True)
+    )
+    revived.router.load_state_dict(plain.router.state_dict())
+    x, weight = tokens(), torch.randn(4, TIME, WIDTH, dtype=torch.float64) * real()[..., None]
+    slopes = []
+    for sma in (plain, revived):
+        out = sma(x, Aligned(real()))
+        slopes.append(torch.autograd.grad((out.y * weight).sum(), out.routing.probs, retain_graph=True)[0])
+    assert out.y.equal(plain(x, Aligned(real())).y)
+    usual = torch.stack(
+        [unit(x[out.routing.active[..., i]]).mean(dim=0) for i, unit in enumerate(units.values())]
+    )
+    torch.testing.assert_close(revived.policy.usual, usual.detach())
+    inactive = real()[..., None] & ~out.routing.active
+    assert inactive.any() and out.routing.active.any()
+    expected = torch.where(inactive, weight @ usual.T, slopes[0])
+    torch.testing.assert_close(slopes[1], expected.detach(), rtol=0, atol=1e-12)
+    # the next batch moves the usual output a little, one that activates nothing not at all
+    y = tokens(seed=5)
+    active = revived(y).routing.active
+    moved = torch.stack([unit(y[active[..., i]]).mean(dim=0) for i, unit in enumerate(units.values())])
+    torch.testing.assert_close(revived.policy.usual, (0.9 * usual + 0.1 * moved).detach())
+    with revived.override(active=False):
+        revived(y)
+    torch.testing.assert_close(revived.policy.usual, (0.9 * usual + 0.1 * moved).detach())
+    revived.eval()(y)
+    torch.testing.assert_close(revived.policy.usual, (0.9 * usual + 0.1 * moved).detach())
+
+
+def test_a_dead_layer_comes_back_with_the_gradient_of_inactive_tokens() -> None:
+    """A module that would help, and a router that wants nothing: only the remedy finds out."""
+    rates = []
+    for on in (False, True):
+        torch.manual_seed(0)
+        helps = nn.Linear(WIDTH, WIDTH).double()
+        sma = SparseModularActivation(
+            helps, WIDTH, "sigmoid", revival=RevivalConfig(inactive_gradient=on)
+        ).double()
+        x = tokens() + 1
+        with sma.override(active=True):
+            sma(x)  # it was alive once
+        nn.init.constant_(sma.router.get_parameter("logits.bias"), -1.0)
+        optimiser = torch.optim.Adam(sma.router.parameters(), lr=0.05)
+        wanted = helps(x).detach()
+        for _ in range(60):
+            optimiser.zero_grad()
+            (sma(x).y - wanted).square().mean().backward()
+            optimiser.step()
+        rates.append(float(sma(x).routing.active.double().mean()))
+    assert rates[0] == 0 and rates[1] > 0.9
+
+
+def test_every_remedy_gives_every_parameter_a_gradient() -> None:
+    revival = RevivalConfig(warmup_steps=1, noise=0.5, floor=0.1, inactive_gradient=True)
+    sma = dying(revival, budget=BudgetConfig(cap=0.3, target=0.2))
+    set_training_step(sma, 5)
+    for time in (0, 1, 30):
+        sma.zero_grad()
+        sma(tokens(time=time)).y.square().sum().backward()
+        for name, parameter in sma.named_parameters():
+            assert parameter.grad is not None and parameter.grad.isfinite().all(), name
+
+
+# decisions by hand
+
+
+def test_forced_on_and_off() -> None:
+    sma, x, mask = sparse(), tokens(), real()
+    free = sma(x, mask)
+    with sma.override(active=False):
+        off = sma(x, mask)
+    assert not off.routing.active.any() and not off.y.any()
+    with sma.override(active={"gau": True}):
+        on = sma(x, mask).routing.active
+    assert on[..., 0].equal(mask) and on[..., 1].equal(free.routing.active[..., 1])
+    with sma.override(active=True, confidence=1.0):
+        dense = sma(x, mask)
+    always = sparse(router="always-active")
+    always.units.load_state_dict(sma.units.state_dict())
+    torch.testing.assert_close(dense.y, always(x, mask).y, rtol=0, atol=1e-12)
+    assert sma(x, mask).y.equal(free.y)
+
+
+def test_threshold_cap_and_mask() -> None:
+    sma, x = sparse(), tokens()
+    probs = sma(x).routing.probs
+    with sma.override(threshold={"linear1": 0.8}):
+        active = sma(x).routing.active
+        assert active[..., 1].equal(probs[..., 1] > 0.8) and active[..., 0].equal(probs[..., 0] > 0.5)
+        with sma.override(cap=0.25):
+            capped = sma(x).routing.active
+            for row in range(4):
+                for i in range(2):
+                    assert capped[row, :, i].tolist() == running(active[row, :, i], 0.25)
+        assert sma(x).routing.active.equal(active)
+    chosen = torch.rand(4, TIME) < 0.3
+    with sma.override(mask=chosen):
+        assert sma(x).routing.active.equal(chosen[..., None].expand(-1, -1, 2))
+    with sma.override(mask=lambda routing: routing.probs < 0.3):
+        assert sma(x).routing.active.equal(probs < 0.3)
+        state = sma.init_state(4)
+        routing = sma.step(x[:, 0], state).routing
+        assert routing is not None and routing.active.equal(probs[:, 0] < 0.3)
+    lifted = sparse(budget=BudgetConfig(cap=0.1))
+    with lifted.override(cap=1.0):
+        assert lifted(x).routing.active.equal(probs > 0.5)
+
+
+def test_a_cap_that_is_lowered_on_the_way() -> None:
+    sma, x = sparse(), tokens()
+    with sma.override(active=True):
+        _, state, _ = sma(x[:, :10])
+    with sma.override(cap=0.5, threshold=0.0):
+        later = sma(x[:, 10:], state=state).routing.active
+    # ten of ten are spent: nobody is active until ten are half of what was seen
+    assert later[0, :, 0].tolist() == [t >= 21 and (t + 1) % 2 == 0 for t in range(10, TIME)]
+
+
+def test_mistakes_in_overrides() -> None:
+    sma = sparse()
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"active": {"ffn": True}}, r"override of active: there is no module 'ffn' among gau, linear1"),
+        ({"active": 1}, r"override of active must be true or false, got 1"),
+        ({"threshold": 1.5}, r"override of threshold must be between 0 and 1, got 1.5"),
+        ({"cap": {"gau": -0.1}}, r"override of cap must be between 0 and 1, got -0.1"),
+    ]
+    for options, message in cases:
+        with pytest.raises(ValueError, match=message), sma.override(**options):
+            pass
+    with (
+        sma.override(mask=torch.ones(4, 3, dtype=torch.bool)),
+        pytest.raises(ValueError, match=r"must be bool of shape \(4, 23\) or \(4, 23, 2\), got .* \(4, 3\)"),
+    ):
+        sma(tokens())
+    assert sma(tokens()).routing.active.any()
+
+
+def seqboat(**options: Any) -> SeqBoat:
+    torch.manual_seed(0)
+    config = SeqBoatConfig(
+        ssm=EMAConfig(d_state=4), gau=GAUConfig(d_z=4, window=5, max_positions=12), **options
+    )
+    layer = config.build(WIDTH).double().eval()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    return layer
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_layer_without_attention_and_one_with_nothing_else(causal: bool) -> None:
+    layer = seqboat(causal=causal)
+    x = tokens()
+    with override_activation(layer, active=False):
+        quiet = layer(x).y
+    hidden = nn.functional.silu(layer.ssm(x).y)
+    expected = layer.norm(nn.functional.silu(layer.linear(hidden) + x))
+    torch.testing.assert_close(quiet, expected, rtol=0, atol=1e-10)
+    dense = seqboat(causal=causal, router=AlwaysActiveConfig())
+    weights = {k: v for k, v in layer.state_dict().items() if not k.startswith("sma.router")}
+    dense.load_state_dict(weights)
+    with override_activation(layer, active=True, confidence=1.0):
+        torch.testing.assert_close(layer(x).y, dense(x).y, rtol=0, atol=1e-10)
+
+
+def test_some_layers_of_a_model() -> None:
+    torch.manual_seed(0)
+    config = BackboneConfig(mixer=SeqBoatConfig(ffn=True), d_model=8, num_layers=3, vocab=5)
+    model = Classifier(config, 2).eval()
+    ids = torch.randint(0, 5, (2, 9))
+    free = model(ids).routings
+    with override_activation(model, layers=[2], active={"ffn": True}):
+        out = model(ids).routings
+    assert out[0].active.equal(free[0].active) and out[1].active.equal(free[1].active)
+    assert out[2].active[..., 1].all()
+    assert len(policies(model)) == 3 and all(isinstance(p, Policy) for p in policies(model))
+    with pytest.raises(ValueError, match=r"layers must lie in 0..2, got 3"), override_activation(model, [3]):
+        pass
+
+
+# settings
+
+
+def test_settings_from_the_command_line() -> None:
+    config = override_config(
+        RECIPES["recall"](),
+        [
+            "--model.mixer.budget.cap=0.5",
+            "--model.mixer.budget.target",
+            "0.3",
+            "--model.mixer.revival.floor=0.01",
+            "--model.mixer.revival.inactive_gradient",
+            "true",
+        ],
+    )
+    mixer: Any = config.model.mixer
+    assert mixer.budget == BudgetConfig(cap=(0.5,), target=(0.3,))
+    assert mixer.revival == RevivalConfig(floor=0.01, inactive_gradient=True)
+    for name in ROUTERS:
+        chosen = override_config(RECIPES["recall"](), [f"--model.mixer.router={name}"])
+        assert chosen.model.mixer.router == ROUTERS[name]()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: BudgetConfig(cap=1.5), r"budget.cap must be between 0 and 1, got 1.5"),
+        (lambda: BudgetConfig(target=()), r"budget.target must hold at least one share, got none"),
+        (lambda: BudgetConfig(per_token=0), r"budget.per_token must be an integer >= 1, got 0"),
+        (
+            lambda: BudgetConfig(priority="luck"),  # type: ignore[arg-type]
+            r"budget.priority must be one of confidence, order; got 'luck'",
+        ),
+        (lambda: BudgetConfig(gain=0.0), r"budget.gain must be positive, got 0.0"),
+        (lambda: BudgetConfig(loss_weight=-1.0), r"budget.loss_weight must not be negative, got -1.0"),
+        (lambda: RevivalConfig(noise=-1.0), r"revival.noise must not be negative, got -1.0"),
+        (lambda: RevivalConfig(floor=2.0), r"revival.floor must be between 0 and 1, got 2.0"),
+        (lambda: RevivalConfig(warmup_steps=-1), r"revival.warmup_steps must be an integer >= 0, got -1"),
+        (
+            lambda: sparse(3, budget=BudgetConfig(cap=(0.1, 0.2))),
+            r"budget.cap must be one share or 3, one per module; got 2",
+        ),
+        (
+            lambda: sparse(budget=BudgetConfig(cap=(0.1, 0.2)), revival=RevivalConfig(floor=0.15)),
+            r"revival.floor must not exceed budget.cap, got 0.15 and 0.1",
+        ),
+        (
+            lambda: sparse(budget=BudgetConfig(target=0.1), router="top-k"),
+            r"budget.target cannot steer TopKCapacity, which takes a fixed share of each row",
+        ),
+        (lambda: sparse(router="random"), r"router must be one of tempered-softmax, .*; got 'random'"),
+        (
+            lambda: SparseModularActivation({"block": seqboat()}, WIDTH),
+            r"module 'block' is a mixer, .* wrap it in seqboat.MixerUnit",
+        ),
+        (
+            lambda: SparseModularActivation(PaddedUnit(nn.Linear(WIDTH, WIDTH)), WIDTH, causal=True),
+            r"causal needs modules that are causal",
+        ),
+        (
+            lambda: SparseModularActivation(nn.Linear(WIDTH, WIDTH)),
+            r"d_model must be given unless the router",
+        ),
+        (lambda: PaddedUnit(nn.Linear(1, 1), causal=True), r"d_model must be given for a causal module"),
+        (lambda: PaddedUnit(nn.Linear(1, 1), context=3), r"context is of use to causal modules only, got 3"),
+    ],
+)
+def test_mistakes_in_settings(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_layer_inside_a_layer() -> None:
+    inner = MixerUnit(seqboat(causal=True))
+    outer = SparseModularActivation({"block": inner}, WIDTH, budget=BudgetConfig(cap=0.5)).double().eval()
+    assert len(policies(outer)) == 2
+    x = tokens()
+    with outer.override(active=True, confidence=1.0):
+        y = outer(x).y
+    torch.testing.assert_close(y, inner.mixer(x).y - x, rtol=0, atol=1e-10)
