@@ -21,6 +21,7 @@ from seqboat.mixers.activation import SparseModularActivation
 from seqboat.mixers.base import Mixer, RecurrentMixer, directions_of
 from seqboat.mixers.ema import EMAConfig
 from seqboat.mixers.gau import GAUConfig
+from seqboat.mixers.liquid_s4 import LiquidS4Config
 from seqboat.mixers.s4d import S4DConfig
 from seqboat.mixers.seqboat import SeqBoatConfig
 from seqboat.routers import (
@@ -39,16 +40,15 @@ D_MODEL = 8
 
 SMALL = {
     "d_state": 4,
+    "systems": 2,
+    "order": 3,
+    "shift": 5,
+    "d_head": 2,
     "d_z": 6,
     "d_v": 10,
     "block": 8,
     "window": 5,
     "max_positions": 12,
-    "d_route": 4,
-    "dropout": 0.0,
-    "attention_dropout": 0.0,
-}
-"""Values of fields that would make a test slow, random, or blind to what happens beyond a border."""
     "heads": 2,
     "segment": 5,
     "memory": 7,
@@ -56,6 +56,15 @@ SMALL = {
     "ramp": 3,
     "first_span": 2.5,
     "projected": 6,
+    "features": 10,
+    "length": 5,
+    "block_size": 2,
+    "random_blocks": 1,
+    "d_route": 4,
+    "dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+"""Values of fields that would make a test slow, random, or blind to what happens beyond a border."""
 
 
 def shrink(config: Any) -> Any:
@@ -163,11 +172,12 @@ SEQBOATS = {
 """Forms of the SeqBoat layer that together use every option."""
 
 
-SSMS: dict[str, EMAConfig | S4DConfig] = {
+SSMS: dict[str, EMAConfig | S4DConfig | LiquidS4Config] = {
     "ema": SMALL_EMA,
     "s4d": S4DConfig(d_state=4, block=8, init="lin"),
     "s4d-fft": S4DConfig(d_state=4, method="fft", init="inv"),
     "ema-truncated": replace(SMALL_EMA, truncation=6),
+    "liquid-kb": LiquidS4Config(d_state=4, block=8, order=3, kernel="kb"),
 }
 
 

@@ -27,6 +27,9 @@ CORE = {
     "state": {"checks"},
     "nn": {"checks", "fused"},
     "routers": {"checks", "fused", "nn", "sma"},
+    "budget": {"checks", "routers", "sma"},
+    "sparse_cache": {"checks"},
+    "retrofitting": {"budget", "checks", "routers", "sma", "sparse_cache"},
     "mixers.base": {"checks", "padding", "sma", "state"},
     "model": {"checks", "mixers.base", "nn", "padding", "sma", "state"},
 }
@@ -34,6 +37,7 @@ CORE = {
 
 PARTS = {
     "attention",
+    "budget",
     "checks",
     "fused",
     "gated",
@@ -49,12 +53,14 @@ PARTS = {
 
 COMPOSED = {
     "ema": {"ssm"},
-    "s4d": {"ssm", "ssm_layer"},
-    "seqboat": {"activation", "ema", "gau", "s4d", "ssm"},
+    "s4d": {"hippo", "ssm", "ssm_layer"},
+    "s4": {"hippo", "ssm", "ssm_layer"},
+    "s5": {"hippo", "ssm", "ssm_layer"},
+    "liquid_s4": {"hippo", "ssm", "ssm_layer"},
+    "h3": {"s4d", "ssm", "transformer"},
+    "seqboat": {"activation", "ema", "gau", "s4d", "ssm", "transformer"},
     "mega": {"cache", "ema", "ssm", "transformer"},
     "transformer": {"cache"},
-}
-"""Mixers that use another one, to compose it."""
     "block": {"transformer"},
     "transformer_xl": {"block", "fifo"},
     "adaptive_span": {"block", "fifo"},
@@ -63,6 +69,8 @@ COMPOSED = {
     "performer": {"block", "linear"},
     "luna": {"block", "linear"},
     "reformer": {"block", "cache"},
+}
+"""Mixers that use another one, to compose it."""
 
 
 def imports(module: str, at_import_only: bool = False) -> set[str]:

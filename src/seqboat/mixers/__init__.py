@@ -2,19 +2,28 @@
 
 from seqboat.mixers.adaptive_span import AdaptiveSpan, AdaptiveSpanConfig
 from seqboat.mixers.base import Mixer, MixerOutput, RecurrentMixer
+from seqboat.mixers.h3 import H3, H3Config
 from seqboat.mixers.linformer import Linformer, LinformerConfig
+from seqboat.mixers.liquid_s4 import LiquidS4LayerConfig
 from seqboat.mixers.mega import Mega, MegaChunkConfig, MegaConfig
+from seqboat.mixers.s4 import S4LayerConfig
 from seqboat.mixers.s4d import S4DLayerConfig
-from seqboat.mixers.seqboat import SeqBoat, SeqBoatConfig
+from seqboat.mixers.s5 import S5LayerConfig
+from seqboat.mixers.seqboat import SeqBoat, SeqBoatConfig, SeqBoatFFNConfig
 from seqboat.mixers.transformer import Transformer, TransformerConfig
 from seqboat.mixers.transformer_xl import TransformerXL, TransformerXLConfig
 
 MIXERS = {
     "seqboat": SeqBoatConfig,
+    "seqboat-gau-ffn": SeqBoatFFNConfig,
     "transformer": TransformerConfig,
     "mega": MegaConfig,
     "mega-chunk": MegaChunkConfig,
     "s4d": S4DLayerConfig,
+    "s4": S4LayerConfig,
+    "s5": S5LayerConfig,
+    "liquid-s4": LiquidS4LayerConfig,
+    "h3": H3Config,
     "transformer-xl": TransformerXLConfig,
     "adaptive-span": AdaptiveSpanConfig,
     "linformer": LinformerConfig,
@@ -22,11 +31,14 @@ MIXERS = {
 """Every mixer by the name that commands use: a configuration class with defaults for every field."""
 
 __all__ = [
+    "H3",
     "MIXERS",
     "AdaptiveSpan",
     "AdaptiveSpanConfig",
+    "H3Config",
     "Linformer",
     "LinformerConfig",
+    "LiquidS4LayerConfig",
     "Mega",
     "MegaChunkConfig",
     "MegaConfig",
@@ -34,8 +46,11 @@ __all__ = [
     "MixerOutput",
     "RecurrentMixer",
     "S4DLayerConfig",
+    "S4LayerConfig",
+    "S5LayerConfig",
     "SeqBoat",
     "SeqBoatConfig",
+    "SeqBoatFFNConfig",
     "Transformer",
     "TransformerConfig",
     "TransformerXL",

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from seqboat.checks import check_choice, require
+from seqboat.mixers.hippo import legs_modes
 from seqboat.mixers.ssm import Coefficients, DiagonalSSM, Method, check_states_even
 from seqboat.mixers.ssm_layer import SSMLayer, SSMLayerConfig
 from seqboat.scan import BLOCK
@@ -123,9 +124,4 @@ def initial_poles(init: Init, d_state: int) -> Tensor:
         return torch.complex(torch.full_like(n, -0.5), math.pi * n)
     if init == "inv":
         return torch.complex(torch.full_like(n, -0.5), d_state / math.pi * (d_state / (2 * n + 1) - 1))
-    k = torch.sqrt(1 + 2 * torch.arange(d_state, dtype=torch.float64))
-    lower = torch.tril(k[:, None] * k, diagonal=-1)
-    # the normal part is -1/2 + S with S skew-symmetric: its eigenvalues are i times those of the Hermitian -iS
-    skew = 0.5 * (lower.T - lower)
-    frequency = torch.linalg.eigvalsh(torch.complex(torch.zeros_like(skew), -skew))
-    return torch.complex(torch.full_like(n, -0.5), frequency[pairs:])
+    return legs_modes(d_state).poles

@@ -1,14 +1,14 @@
-"""Diagonal state-space layers: what MD-EMA and S4D share.
+"""State-space layers, equation 2 of the paper: SSM(S) = K * S + D . S.
 
-Equation 2 of the paper, SSM(S) = K * S + D . S, for kernels of the form K[l] = Re(sum_n read_n drive_n q_n^l).
-A subclass says what q, drive and read are; this class runs them over a sequence (scan or FFT), carries the
-state, and takes single steps.
+`StateSpace` is what all of them share. `DiagonalSSM` is what MD-EMA and S4D share: kernels of the form
+K[l] = Re(sum_n read_n drive_n q_n^l). A subclass says what q, drive and read are; the class runs them over a sequence
+(scan or FFT), carries the state, and takes single steps.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -46,8 +46,52 @@ class TruncatedState(NamedTuple):
     """(batch, truncation - 1, dim), oldest first, zeros before the first token"""
 
 
-class DiagonalSSM(RecurrentMixer):
-    """A diagonal state-space layer, without norm, activation or residual connection.
+class StateSpace(RecurrentMixer):
+    """A state-space layer, without norm, activation or residual connection.
+
+    It computes in float32 at least, whatever autocast or the type of the inputs says: rounding errors of a recurrence
+    add up.
+
+    Args:
+        d_model: channels.
+        causal: one direction, or else two whose outputs are added.
+    """
+
+    widens = True
+
+    def __init__(self, d_model: int, causal: bool) -> None:
+        super().__init__()
+        check_positive("d_model", d_model)
+        self.d_model, self.causal = d_model, causal
+        self.directions = 1 if causal else 2
+        self.skip = nn.Parameter(torch.empty(d_model))
+
+    def mix(self, x: Tensor, mask: Tensor | None, state: Any) -> MixerOutput:
+        with torch.autocast(x.device.type, enabled=False):
+            y, after = self.read(x.to(at_least_float32(x.dtype)), mask, state)
+        y = y.to(x.dtype)
+        return MixerOutput(y if mask is None else torch.where(mask[..., None], y, 0), after)
+
+    def advance(
+        self, x: Tensor, state: Any, mask: Tensor | None = None, inplace: bool = False
+    ) -> MixerOutput:
+        with torch.autocast(x.device.type, enabled=False):
+            token = x.to(at_least_float32(x.dtype))
+            y, after = self.read_token(token, state, mask)
+            y = y + self.skip.to(y.dtype) * token
+        return MixerOutput(keep_rows(mask, y.to(x.dtype)), after)
+
+    @abstractmethod
+    def read(self, x: Tensor, mask: Tensor | None, state: Any) -> tuple[Tensor, Any]:
+        """As `mix`, in float32 at least: the outputs, with the skip, and the state; padding may hold anything."""
+
+    @abstractmethod
+    def read_token(self, x: Tensor, state: Any, mask: Tensor | None) -> tuple[Tensor, Any]:
+        """As `advance`, in float32 at least: the outputs, without the skip, and the state."""
+
+
+class DiagonalSSM(StateSpace):
+    """A diagonal state-space layer.
 
     Args:
         d_model: channels.
@@ -58,8 +102,6 @@ class DiagonalSSM(RecurrentMixer):
         block: tokens per block of the scan.
     """
 
-    widens = True
-
     def __init__(
         self,
         d_model: int,
@@ -69,17 +111,14 @@ class DiagonalSSM(RecurrentMixer):
         method: Method = "scan",
         block: int = BLOCK,
     ) -> None:
-        super().__init__()
-        check_positive("d_model", d_model)
+        super().__init__(d_model, causal)
         check_positive("d_state", d_state)
         check_positive("block", block)
         if truncation is not None:
             check_positive("truncation", truncation)
         check_choice("method", method, ("scan", "fft"))
-        self.d_model, self.d_state, self.causal = d_model, d_state, causal
+        self.d_state = d_state
         self.truncation, self.method, self.block = truncation, method, block
-        self.directions = 1 if causal else 2
-        self.skip = nn.Parameter(torch.empty(d_model))
 
     @abstractmethod
     def coefficients(self) -> Coefficients:
@@ -96,13 +135,7 @@ class DiagonalSSM(RecurrentMixer):
             f"truncation={self.truncation}, method={self.method}"
         )
 
-    def mix(self, x: Tensor, mask: Tensor | None, state: SSMState | TruncatedState | None) -> MixerOutput:
-        with torch.autocast(x.device.type, enabled=False):
-            y, after = self._mix(x.to(_at_least_float32(x.dtype)), mask, state)
-        y = y.to(x.dtype)
-        return MixerOutput(y if mask is None else torch.where(mask[..., None], y, 0), after)
-
-    def _mix(
+    def read(
         self, x: Tensor, mask: Tensor | None, state: SSMState | TruncatedState | None
     ) -> tuple[Tensor, SSMState | TruncatedState | None]:
         skip = self.skip.to(x.dtype)
@@ -110,8 +143,9 @@ class DiagonalSSM(RecurrentMixer):
             if not self.causal:
                 return self._convolve(x) + skip * x, None
             assert state is None or isinstance(state, TruncatedState)
-            y, history = self._convolve_with_history(x, mask, state)
-            return y + skip * x, history
+            past = None if state is None else state.history
+            y, history = convolve_with_history(x, self.kernel(self.truncation)[0], mask, past)
+            return y + skip * x, TruncatedState(history)
         assert state is None or isinstance(state, SSMState)
         if self.method == "fft":
             y, final = self._fft(x, mask, state)
@@ -157,56 +191,33 @@ class DiagonalSSM(RecurrentMixer):
         powers = torch.where((age >= 0)[..., None, None], powers, 0)
         final = torch.einsum("btd,btdn->bdn", x.to(powers.dtype), drive * powers)
         if state is not None:
-            begin = _complex_like(state.states, log_decay)
+            begin = complex_like(state.states, log_decay)
             steps = torch.arange(1, time + 1, device=x.device)
             decayed = torch.einsum("bdn,dnt->btd", begin * read, torch.exp(log_decay[..., None] * steps))
             y = y + (decayed.real if decayed.is_complex() else decayed)
             final = final + begin * torch.exp(log_decay * lengths[:, None, None])
-        return y, _real_like(final)
-
-    def _convolve_with_history(
-        self, x: Tensor, mask: Tensor | None, state: TruncatedState | None
-    ) -> tuple[Tensor, TruncatedState]:
-        assert self.truncation is not None
-        batch, time, dim = x.shape
-        past = self.truncation - 1
-        history = x.new_zeros(batch, past, dim) if state is None else state.history
-        joined = torch.cat([history, x], dim=1)
-        y = self._convolve(joined)[:, past:]
-        lengths = torch.full((batch,), time, device=x.device) if mask is None else mask.sum(dim=1)
-        places = lengths[:, None] + torch.arange(past, device=x.device)
-        return y, TruncatedState(joined.gather(1, places[..., None].expand(-1, -1, dim)))
+        return y, real_like(final)
 
     def make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> SSMState | TruncatedState:
-        dtype = _at_least_float32(dtype)
+        dtype = at_least_float32(dtype)
         if self.truncation is not None:
             past = self.truncation - 1
             return TruncatedState(torch.zeros(batch, past, self.d_model, dtype=dtype, device=device))
         return SSMState(torch.zeros(batch, self.d_model, self.d_state, dtype=dtype, device=device))
 
-    def advance(
-        self,
-        x: Tensor,
-        state: SSMState | TruncatedState,
-        mask: Tensor | None = None,
-        inplace: bool = False,
-    ) -> MixerOutput:
-        with torch.autocast(x.device.type, enabled=False):
-            token = x.to(_at_least_float32(x.dtype))
-            after: SSMState | TruncatedState
-            if isinstance(state, TruncatedState):
-                y, after = self._step_history(token, state, mask)
-            else:
-                y, after = self._step_states(token, state, mask)
-            y = y + self.skip.to(y.dtype) * token
-        return MixerOutput(keep_rows(mask, y.to(x.dtype)), after)
+    def read_token(
+        self, x: Tensor, state: SSMState | TruncatedState, mask: Tensor | None
+    ) -> tuple[Tensor, SSMState | TruncatedState]:
+        if isinstance(state, TruncatedState):
+            return self._step_history(x, state, mask)
+        return self._step_states(x, state, mask)
 
     def _step_states(self, x: Tensor, state: SSMState, mask: Tensor | None) -> tuple[Tensor, SSMState]:
         decay, drive, read = self.step_coefficients()
-        before = _complex_like(state.states, decay)
+        before = complex_like(state.states, decay)
         now = torch.addcmul(drive * x[..., None], decay, before)
         y = (read * now).sum(dim=-1)
-        return y.real if y.is_complex() else y, SSMState(keep_rows(mask, _real_like(now), state.states))
+        return y.real if y.is_complex() else y, SSMState(keep_rows(mask, real_like(now), state.states))
 
     def _step_history(
         self, x: Tensor, state: TruncatedState, mask: Tensor | None
@@ -217,17 +228,61 @@ class DiagonalSSM(RecurrentMixer):
         return y, TruncatedState(keep_rows(mask, joined[:, 1:], state.history))
 
 
-def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
+def convolve_with_history(
+    x: Tensor, kernel: Tensor, mask: Tensor | None, history: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Causal convolution of (batch, time, dim) with (dim, taps) that goes on from earlier inputs.
+
+    Args:
+        x: the sequence, real tokens first.
+        kernel: its taps.
+        mask: (batch, time), True on real tokens.
+        history: (batch, taps - 1, dim), the inputs before; zeros by default.
+
+    Returns:
+        y: (batch, time, dim).
+        history: the inputs before the next token.
+    """
+    past = kernel.shape[1] - 1
+    joined = joined_with(x, history, past)
+    y = fft_convolve(joined, kernel)[:, past:]
+    return y, latest(joined, mask, past)
+
+
+def joined_with(x: Tensor, history: Tensor | None, past: int) -> Tensor:
+    """(batch, past + time, dim): a sequence behind the inputs before it, zeros by default."""
+    batch, _, dim = x.shape
+    return torch.cat([x.new_zeros(batch, past, dim) if history is None else history, x], dim=1)
+
+
+def latest(joined: Tensor, mask: Tensor | None, past: int) -> Tensor:
+    """The last `past` inputs up to the last real token of every row.
+
+    Args:
+        joined: (batch, past + time, dim), from `joined_with`.
+        mask: (batch, time), True on real tokens, which come first.
+        past: how many.
+    """
+    batch, size, dim = joined.shape
+    count = torch.full((batch,), size - past, device=joined.device) if mask is None else mask.sum(dim=1)
+    places = count[:, None] + torch.arange(past, device=joined.device)
+    return joined.gather(1, places[..., None].expand(-1, -1, dim))
+
+
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """The type that a recurrence on such inputs is computed in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _complex_like(states: Tensor, log_decay: Tensor) -> Tensor:
+def complex_like(states: Tensor, log_decay: Tensor) -> Tensor:
+    """States in pairs of real numbers as complex ones, if those are."""
     if not log_decay.is_complex():
         return states
     return torch.view_as_complex(states.contiguous().unflatten(-1, (states.shape[-1] // 2, 2)))
 
 
-def _real_like(states: Tensor) -> Tensor:
+def real_like(states: Tensor) -> Tensor:
+    """Complex states as (real, imaginary) pairs."""
     return torch.view_as_real(states).flatten(-2) if states.is_complex() else states
 
 

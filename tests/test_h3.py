@@ -1,0 +1,99 @@
+"""H3 against its equations by loops."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from mixer_cases import enliven
+from seqboat.mixers import MIXERS
+from seqboat.mixers.h3 import H3, H3Config
+from seqboat.mixers.s4d import S4DConfig
+
+BASE = H3Config(shift=4, ssm=S4DConfig(d_state=4, block=8, init="lin"), d_ff=5)
+CONFIGS = {
+    "causal": BASE,
+    "heads": replace(BASE, d_head=3),
+    "bidirectional": replace(BASE, causal=False, d_head=2, norm="rms"),
+}
+
+
+def shifted(layer: H3, key: Tensor) -> Tensor:
+    """The shift matrix at work: (time, dim) token by token."""
+    total = layer.shift.skip * key
+    for direction in range(layer.shift.directions):
+        taps = layer.shift.taps[direction]
+        states, outputs = torch.zeros_like(taps), []
+        for token in key if direction == 0 else key.flip(0):
+            states = torch.cat([token[:, None], states[:, :-1]], dim=1)
+            outputs.append((taps * states).sum(dim=1))
+        one = torch.stack(outputs)
+        total = total + (one if direction == 0 else one.flip(0))
+    return total
+
+
+def remembered(layer: H3, signal: Tensor, head: int) -> Tensor:
+    """The diagonal layer of one head on (time,) token by token."""
+    core = layer.ssm
+    total = core.skip[head] * signal
+    for direction in range(core.directions):
+        poles = torch.complex(-core.log_real[direction, head].exp(), core.imag[direction, head])
+        decay = torch.exp(core.log_dt[direction, head].exp() * poles)
+        read = torch.view_as_complex(core.c[direction, head])
+        state, outputs = torch.zeros_like(poles), []
+        for value in signal if direction == 0 else signal.flip(0):
+            state = decay * state + (decay - 1) / poles * value
+            outputs.append(2 * (read * state).sum().real)
+        one = torch.stack(outputs)
+        total = total + (one if direction == 0 else one.flip(0))
+    return total
+
+
+def oracle(layer: H3, x: Tensor) -> Tensor:
+    """One sequence (time, dim) by the equations."""
+    d, width = layer.d_model, layer.d_head
+    query, key, value = (layer.norm(x) @ layer.qkv.weight.T + layer.qkv.bias).split(d, dim=1)
+    key = shifted(layer, key)
+    channels = []
+    for channel in range(d):
+        head = channel // width
+        read = torch.zeros_like(x[:, 0])
+        for i in range(head * width, (head + 1) * width):
+            read = read + query[:, i] * remembered(layer, key[:, i] * value[:, channel], head)
+        channels.append(read)
+    y = x + torch.stack(channels, dim=1) @ layer.out.weight.T + layer.out.bias
+    hidden = layer.ffn_norm(y) @ layer.ffn.hidden.weight.T + layer.ffn.hidden.bias
+    hidden = hidden * 0.5 * (1 + torch.erf(hidden / 2**0.5))
+    return y + hidden @ layer.ffn.out.weight.T + layer.ffn.out.bias
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_equals_its_equations(name: str) -> None:
+    torch.manual_seed(0)
+    layer = enliven(CONFIGS[name].build(6))
+    x = torch.randn(2, 11, 6, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn_like(x)
+    parameters = {"x": x, **dict(layer.named_parameters())}
+    results = []
+    for y in (layer(x).y, torch.stack([oracle(layer, row) for row in x])):
+        grads = torch.autograd.grad((y * weight).sum(), list(parameters.values()))
+        results.append((y, dict(zip(parameters, grads, strict=True))))
+    torch.testing.assert_close(results[0][0], results[1][0])
+    for key, grad in results[1][1].items():
+        torch.testing.assert_close(results[0][1][key], grad, msg=key)
+
+
+def test_defaults_are_those_of_the_paper() -> None:
+    config = MIXERS["h3"]()
+    assert config == H3Config(shift=64, ssm=S4DConfig(d_state=64, init="lin"), d_head=1, causal=True)
+    assert config.build(8).ffn.hidden.out_features == 32
+
+
+def test_bad_settings_are_named() -> None:
+    with pytest.raises(ValueError, match="d_model must be a multiple of d_head = 3, got 8"):
+        H3(8, H3Config(d_head=3))
+    with pytest.raises(ValueError, match=r"ssm.truncation of H3 must be None, got 5"):
+        H3(8, H3Config(ssm=S4DConfig(truncation=5)))
