@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from seqboat.mixers.seqboat import SeqBoat, SeqBoatConfig
     from seqboat.mixers.units import MixerUnit, PaddedUnit
     from seqboat.model import Backbone, BackboneConfig, Classifier, LanguageModel, Matcher
+    from seqboat.retrofitting import RateSchedule, Retrofit, load_retrofit, retrofit
     from seqboat.routers import (
         ROUTERS,
         AlwaysActiveConfig,
@@ -62,7 +63,9 @@ _HOMES = {
     "Packed": "sma",
     "PackedModule": "sma",
     "PaddedUnit": "mixers.units",
+    "RateSchedule": "retrofitting",
     "RecurrentMixer": "mixers.base",
+    "Retrofit": "retrofitting",
     "RevivalConfig": "budget",
     "Routing": "sma",
     "S4DConfig": "mixers.s4d",
@@ -80,9 +83,11 @@ _HOMES = {
     "compress": "sma",
     "detach_state": "state",
     "extract": "sma",
+    "load_retrofit": "retrofitting",
     "override_activation": "budget",
     "pack": "sma",
     "repeat_rows": "state",
+    "retrofit": "retrofitting",
     "select_rows": "state",
     "set_training_step": "routers",
     "state_bytes": "state",
@@ -113,7 +118,9 @@ __all__ = [
     "Packed",
     "PackedModule",
     "PaddedUnit",
+    "RateSchedule",
     "RecurrentMixer",
+    "Retrofit",
     "RevivalConfig",
     "Routing",
     "S4DConfig",
@@ -132,9 +139,11 @@ __all__ = [
     "compress",
     "detach_state",
     "extract",
+    "load_retrofit",
     "override_activation",
     "pack",
     "repeat_rows",
+    "retrofit",
     "select_rows",
     "set_training_step",
     "state_bytes",

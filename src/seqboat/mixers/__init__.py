@@ -2,10 +2,13 @@
 
 from seqboat.mixers.adaptive_span import AdaptiveSpan, AdaptiveSpanConfig
 from seqboat.mixers.base import Mixer, MixerOutput, RecurrentMixer
+from seqboat.mixers.bigbird import BigBird, BigBirdConfig
 from seqboat.mixers.h3 import H3, H3Config
 from seqboat.mixers.linformer import Linformer, LinformerConfig
 from seqboat.mixers.liquid_s4 import LiquidS4LayerConfig
+from seqboat.mixers.luna import Luna, LunaConfig
 from seqboat.mixers.mega import Mega, MegaChunkConfig, MegaConfig
+from seqboat.mixers.performer import Performer, PerformerConfig
 from seqboat.mixers.s4 import S4LayerConfig
 from seqboat.mixers.s4d import S4DLayerConfig
 from seqboat.mixers.s5 import S5LayerConfig
@@ -27,6 +30,9 @@ MIXERS = {
     "transformer-xl": TransformerXLConfig,
     "adaptive-span": AdaptiveSpanConfig,
     "linformer": LinformerConfig,
+    "performer": PerformerConfig,
+    "bigbird": BigBirdConfig,
+    "luna": LunaConfig,
 }
 """Every mixer by the name that commands use: a configuration class with defaults for every field."""
 
@@ -35,15 +41,21 @@ __all__ = [
     "MIXERS",
     "AdaptiveSpan",
     "AdaptiveSpanConfig",
+    "BigBird",
+    "BigBirdConfig",
     "H3Config",
     "Linformer",
     "LinformerConfig",
     "LiquidS4LayerConfig",
+    "Luna",
+    "LunaConfig",
     "Mega",
     "MegaChunkConfig",
     "MegaConfig",
     "Mixer",
     "MixerOutput",
+    "Performer",
+    "PerformerConfig",
     "RecurrentMixer",
     "S4DLayerConfig",
     "S4LayerConfig",
