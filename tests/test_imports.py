@@ -28,7 +28,6 @@ CORE = {
     "nn": {"checks", "fused"},
     "routers": {"checks", "fused", "nn", "sma"},
     "budget": {"checks", "routers", "sma"},
-    "budget": {"checks", "routers", "sma"},
     "sparse_cache": {"checks"},
     "retrofitting": {"budget", "checks", "routers", "sma", "sparse_cache"},
     "mixers.base": {"checks", "padding", "sma", "state"},

@@ -19,7 +19,6 @@ from seqboat.mixers.transformer_xl import TransformerXL, TransformerXLConfig
 MIXERS = {
     "seqboat": SeqBoatConfig,
     "seqboat-gau-ffn": SeqBoatFFNConfig,
-    "seqboat-gau-ffn": SeqBoatFFNConfig,
     "transformer": TransformerConfig,
     "mega": MegaConfig,
     "mega-chunk": MegaChunkConfig,
@@ -63,7 +62,6 @@ __all__ = [
     "S5LayerConfig",
     "SeqBoat",
     "SeqBoatConfig",
-    "SeqBoatFFNConfig",
     "SeqBoatFFNConfig",
     "Transformer",
     "TransformerConfig",
