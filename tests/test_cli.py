@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -90,6 +91,7 @@ def test_arguments_reach_the_command(install: Callable[..., None]) -> None:
         (OSError("disk full"), 1, "seqboat fake: OSError: disk full (--debug shows where)\n"),
         (KeyError("k"), 1, "seqboat fake: KeyError: 'k' (--debug shows where)\n"),
         (KeyboardInterrupt(), 130, "stopped\n"),
+        (BrokenPipeError(), 0, ""),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
 )
@@ -133,3 +135,20 @@ def test_as_a_module() -> None:
         timeout=120,
     )
     assert done.returncode == 0 and done.stdout == f"seqboat {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [(["list", "recipes"], 0), (["data", "list"], 0), (["--help"], 0), (["data", "show", "x"], 2)],
+)
+def test_a_closed_pipe_ends_a_command_quietly(arguments: list[str], code: int) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "seqboat", *arguments], stdout=writer, stderr=subprocess.PIPE, text=True
+        )
+    finally:
+        os.close(writer)
+    assert done.returncode == code
+    assert done.stderr.count("\n") == (1 if code else 0)

@@ -57,6 +57,22 @@ def one_line(error: Exception) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
+    try:
+        return _run(arguments)
+    finally:
+        _flush()
+
+
+def _flush() -> None:
+    """Write what is buffered; if nobody reads it any more, it has nowhere to go."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     parser = build_parser()
     options, fields = parser.parse_known_args(arguments)
     command = import_module(COMMANDS[options.command][0])
@@ -71,10 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"seqboat {options.command}: error: {one_line(error)}", file=sys.stderr)
         return 2
     except BrokenPipeError:
-        # whoever read the output has enough of it; what is still buffered has nowhere to go
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return 0  # whoever read the output has enough of it
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
