@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import itertools
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from lm_runs import lm_config, write_lm_run
 from seqboat.checkpoint import MODEL, CheckpointError, Store
 from seqboat.cli import main
+from seqboat.config import RunConfig
 from seqboat.display import LiveDisplay, PlainDisplay, make_display
 from seqboat.evaluate import (
+    Streaming,
+    Windows,
     activation_sums,
     evaluate,
     evaluate_run,
     find_checkpoint,
+    load_language_model,
     load_model,
     rates,
     stream_parts,
 )
+from seqboat.model import LanguageModel
 from seqboat.parallel import World, choose_device
+from seqboat.routers import AlwaysActiveConfig
 from seqboat.sma import Routing
 from seqboat.tasks import TASKS
-from seqboat.tasks.base import Batch
+from seqboat.tasks.base import Batch, Task
 from seqboat.train import train
 from small_runs import Spy, ToyConfig, same_tensors, small_run
 
@@ -97,6 +107,131 @@ def test_streams_hold_every_segment_once(count: int, size: int, ranks: int) -> N
             if after.counted:
                 # rows continue, and only the last ones end
                 assert after.examples == tuple(i + 1 for i in before.examples[: len(after.examples)])
+
+
+# long texts
+
+
+def text_model(folder: Path, config: RunConfig) -> tuple[LanguageModel, Task]:
+    """A language model of random letters, in float64, and its task."""
+    data = np.random.default_rng(0).integers(97, 123, 20_000, dtype=np.uint8).tobytes()
+    (folder / "text.txt").write_bytes(data)
+    torch.manual_seed(0)
+    model = config.build_model()
+    assert isinstance(model, LanguageModel)
+    return model.double().eval(), config.build_task()
+
+
+def bits(model: LanguageModel, task: Task, reading: Windows | Streaming, **settings: Any) -> float:
+    return evaluate(model, task, "test", ALONE, reading=reading, **settings).metrics["bits"]
+
+
+def test_a_stream_may_come_in_any_chunks(tmp_path: Path) -> None:
+    model, task = text_model(tmp_path, lm_config(tmp_path / "text.txt"))
+    text = torch.from_numpy(task.text("test").astype(np.int64))[None]
+    assert text.shape == (1, 1000)
+    with torch.no_grad():
+        logits = model(text[:, :-1]).logits[0]
+    want = float(torch.nn.functional.cross_entropy(logits, text[0, 1:])) / math.log(2)
+    for chunk in (9, 64, 333, 5000):
+        assert bits(model, task, Streaming(chunk=chunk), batch_size=1) == pytest.approx(want, abs=1e-9)
+    model.float()
+    whole, parts = (bits(model, task, Streaming(chunk=chunk), batch_size=1) for chunk in (5000, 77))
+    assert parts == pytest.approx(whole, abs=1e-6)
+
+
+def test_windows_are_read_from_nothing(tmp_path: Path) -> None:
+    """Against a loop over the scored bytes, each with the window that it is in."""
+    model, task = text_model(tmp_path, lm_config(tmp_path / "text.txt"))
+    text, total, count = task.text("test").astype(np.int64)[:201], 0.0, 0
+    for first in range(0, 200, 24):
+        begin, end = max(0, first - 40), min(first + 24, 200)
+        with torch.no_grad():
+            logits = model(torch.from_numpy(text[None, begin:end])).logits[0]
+        scores = logits.log_softmax(-1)
+        for t in range(first, end):
+            total -= float(scores[t - begin, text[t + 1]]) / math.log(2)
+            count += 1
+    assert count == 200
+    for size in (1, 4):
+        got = bits(model, task, Windows(window=64, context=40), limit=200, batch_size=size)
+        assert got == pytest.approx(total / count, abs=1e-9)
+
+
+def test_windows_and_streams_agree_where_they_must(tmp_path: Path) -> None:
+    """In the first window, and everywhere if the model remembers less than the context."""
+    path = tmp_path / "text.txt"
+    windows, streaming = Windows(window=64, context=32), Streaming(chunk=50)
+    model, task = text_model(tmp_path, lm_config(path))
+    few = Windows(window=16, context=8)
+    for limit in (5, 16):
+        whole = bits(model, task, streaming, limit=limit, batch_size=1)
+        assert bits(model, task, few, limit=limit) == pytest.approx(whole, abs=1e-9)
+    longer = [bits(model, task, reading, batch_size=32) for reading in (few, windows)]
+    assert abs(longer[0] - longer[1]) > 1e-6, "a model with a long memory must tell contexts apart"
+    config = lm_config(path, window=4, truncation=6)
+    mixer: Any = dataclasses.replace(config.model.mixer, router=AlwaysActiveConfig())  # type: ignore[type-var]
+    # two layers look back on 4 + 5 bytes each
+    short, task = text_model(tmp_path, config.replace(model={"mixer": mixer}))
+    whole = bits(short, task, streaming, batch_size=1)
+    assert bits(short, task, windows) == pytest.approx(whole, abs=1e-9)
+    near = Windows(window=64, context=4)
+    assert abs(bits(short, task, near) - whole) > 1e-6, "with less context than memory they must differ"
+
+
+def test_rows_of_a_stream_begin_from_nothing(tmp_path: Path) -> None:
+    """Several rows read parts of the text side by side: faster, and not quite the same."""
+    model, task = text_model(tmp_path, lm_config(tmp_path / "text.txt"))
+    alone, four = (
+        evaluate(model, task, "test", ALONE, batch_size=n, reading=Streaming(chunk=10)) for n in (1, 4)
+    )
+    assert alone.metrics["bits"] != four.metrics["bits"]
+    assert alone.metrics["bits"] == pytest.approx(four.metrics["bits"], rel=0.02)
+    assert alone.examples == four.examples == 100
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Windows(window=0), "window must be an integer >= 1, got 0"),
+        (lambda: Windows(context=-1), "context must be an integer >= 0, got -1"),
+        (lambda: Windows(window=64, context=64), "context must be less than the window of 64, got 64"),
+        (lambda: Streaming(chunk=0), "chunk must be an integer >= 1, got 0"),
+    ],
+)
+def test_readings_are_checked(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_modes_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = str(write_lm_run(tmp_path))
+    tokens = len(load_language_model(run)[1].build_task().text("val")) - 1
+    results = []
+    for mode in (["stream", "--chunk", "7"], ["stream"], ["windows", "--window", "40", "--context", "30"]):
+        assert main(["eval", run, "--split", "val", "--mode", *mode, "--json"]) == 0
+        results.append(json.loads(capsys.readouterr().out))
+    one, two, three = results
+    assert one["mode"] == "stream" and one["chunk"] == 7 and one["tokens"] == tokens
+    assert one["bits"] == pytest.approx(two["bits"], abs=1e-6)
+    assert (three["mode"], three["window"], three["context"]) == ("windows", 40, 30)
+    assert main(["eval", run, "--mode", "windows", "--limit", "50"]) == 0
+    shown = capsys.readouterr().out
+    assert "50 tokens of test, in windows of 8,192 with at least 7,000 of context" in shown
+    assert main(["eval", run, "--mode", "stream"]) == 0
+    assert "tokens of test, read once with a carried state" in capsys.readouterr().out
+
+
+def test_a_run_of_another_kind_is_no_language_model(run: Path) -> None:
+    with pytest.raises(
+        ValueError, match="run must be the run of a language model of bytes, got a classifier"
+    ):
+        load_language_model(run)
+    with pytest.raises(ValueError, match="the task toy is not one long text"):
+        evaluate_run(run, reading=Streaming())
+
+
+# activation
 
 
 def test_activation_counts_real_tokens_of_both_sequences() -> None:
@@ -218,6 +353,20 @@ def test_the_printed_configuration_runs_again(tmp_path: Path, capsys: pytest.Cap
         (["train", "recall", "--config", "nowhere.yaml"], "cannot read the configuration nowhere.yaml"),
         (["eval", "nowhere"], "nowhere is not the folder of a run"),
         (["eval", "nowhere", "--limit", "0"], "--limit must be an integer >= 1, got 0"),
+        (["eval", "nowhere", "--window", "9"], "--window goes with --mode windows, got no --mode"),
+        (
+            ["eval", "x", "--mode", "stream", "--context", "9"],
+            "--context goes with --mode windows, got --mode stream",
+        ),
+        (
+            ["eval", "x", "--mode", "windows", "--chunk", "9"],
+            "--chunk goes with --mode stream, got --mode windows",
+        ),
+        (
+            ["eval", "x", "--mode", "windows", "--window", "9"],
+            "context must be less than the window of 9, got 7000",
+        ),
+        (["eval", "x", "--device", "fast"], "--device must be auto, cpu or cuda, got 'fast'"),
     ],
 )
 def test_errors_are_one_line_and_code_2(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +18,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from lm_runs import lm_config, write_lm_run, write_run
+from seqboat.cli import main
+from seqboat.evaluate import load_language_model
 from seqboat.generate import (
     Chooser,
     Generation,
@@ -32,6 +38,7 @@ from seqboat.mixers.gau import GAUConfig
 from seqboat.model import BackboneConfig, BackboneState, LanguageModel, LanguageModelOutput
 from seqboat.session import advance, load_session, read, save_session, start
 from seqboat.state import state_bytes, tensors
+from seqboat.tasks.listops import ListOpsTaskConfig
 
 ROOT = Path(__file__).parents[1]
 GREEDY = SamplingConfig(greedy=True)
@@ -537,3 +544,157 @@ def test_memory_does_not_grow_and_long_prompts_are_read_in_little() -> None:
     assert figures["generated_bytes"] == 20_000 and figures["growth_mb"] < 1
     assert figures["prompt_bytes"] == 1_000_000 and figures["peak_mb"] < 1000
     assert figures["next_byte_is_that_of_a_whole_pass"]
+
+
+# the command line
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_lm_run(tmp_path_factory.mktemp("generate"))
+
+
+def give(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
+    """Make this the standard input."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+
+
+def test_text_from_the_command_line(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = load_language_model(run)
+    (want,) = generate(
+        model, "schön", max_new_bytes=50, sampling=SamplingConfig(seed=5, top_k=40, temperature=0.7)
+    )
+    options = ["--max-new-bytes", "50", "--seed", "5", "--top-k", "40", "--temperature", "0.7"]
+    assert main(["generate", str(run), "--prompt", "schön", *options]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == want.text and captured.err == ""
+    assert main(["generate", str(run), "--prompt", "schön", *options, "--echo"]) == 0
+    assert capsys.readouterr().out == "schön" + want.text
+    for arguments in ([], ["--prompt", "-"]):
+        give(monkeypatch, "schön".encode())
+        assert main(["generate", str(run), *arguments, *options, "--chunk", "2"]) == 0
+        assert capsys.readouterr().out == want.text
+    stop = want.text[3:5]
+    assert main(["generate", str(run), "--prompt", "schön", *options, "--stop", "no", "--stop", stop]) == 0
+    assert capsys.readouterr().out == want.text[: want.text.index(stop)]
+
+
+def test_a_document_goes_on_later(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, _ = load_language_model(run)
+    (want,) = generate(model, "Zeilen", max_new_bytes=60, sampling=GREEDY)
+    state = str(tmp_path / "state")
+    base = ["generate", str(run), "--greedy", "--max-new-bytes", "20"]
+    assert main([*base, "--prompt", "Zeilen", "--save-state", state]) == 0
+    assert main([*base, "--load-state", state, "--save-state", state]) == 0
+    assert main([*base, "--load-state", state]) == 0
+    assert capsys.readouterr().out == want.text
+    # with more to read in between
+    (more,) = generate(model, b"Zeilen" + want.data[:40] + b"XY", max_new_bytes=20, sampling=GREEDY)
+    assert main([*base, "--load-state", state, "--prompt", "XY"]) == 0
+    assert capsys.readouterr().out == more.text
+
+
+def test_a_terminal_gets_no_control_codes(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from seqboat.commands.generate import write
+
+    write("a\tb\n\x1b[31m\r\x07\u202ec€", terminal=True)
+    write("\x1b", terminal=False)
+    assert capsys.readouterr().out == "a\tb\n\ufffd[31m\ufffd\ufffd\ufffdc€\x1b"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    give(monkeypatch, b"x" * 5000)
+    assert main(["generate", str(run), "--max-new-bytes", "5", "--greedy"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.endswith("\n")
+    assert captured.err == "\rreading 4,096/5,000 bytes\rreading 5,000/5,000 bytes\r\033[K"
+
+
+def test_what_cannot_be_generated(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = run.parent / "text.txt"
+    other = write_lm_run(tmp_path / "b", seed=1)
+    states = [tmp_path / "one", tmp_path / "two", tmp_path / "none"]
+    model, _ = load_language_model(run)
+    save_session(states[0], start(load_language_model(other)[0]), load_language_model(other)[0])
+    save_session(states[1], start(model, 2), model)
+    causal = lm_config(text)
+    mixer: Any = dataclasses.replace(causal.model.mixer, causal=False)  # type: ignore[type-var]
+    classifier = write_run(
+        tmp_path / "classifier",
+        dataclasses.replace(
+            causal, task=ListOpsTaskConfig(), model=dataclasses.replace(causal.model, mixer=mixer)
+        ),
+    )
+    prompt = [str(run), "--prompt", "a"]
+    cases: list[tuple[list[str], str]] = [
+        ([str(run), "--prompt", ""], "the prompt from --prompt is empty"),
+        ([str(run)], "the prompt from standard input is empty"),
+        ([str(run), "--prompt", "a\udcffb"], "the prompt from --prompt is not UTF-8: byte 1 is 0xff"),
+        ([*prompt, "--temperature", "0"], "temperature must be a finite number > 0, got 0.0"),
+        ([*prompt, "--temperature", "-1"], "temperature must be a finite number > 0, got -1.0"),
+        ([*prompt, "--top-p", "0"], "top_p must be in (0, 1], got 0.0"),
+        ([*prompt, "--top-p", "1.1"], "top_p must be in (0, 1], got 1.1"),
+        ([*prompt, "--top-k", "0"], "top_k must be an integer >= 1, got 0"),
+        ([*prompt, "--greedy", "--temperature", "0.5"], "greedy and temperature exclude each other"),
+        ([*prompt, "--greedy", "--seed", "1"], "greedy and seed exclude each other"),
+        ([*prompt, "--max-new-bytes", "0"], "--max-new-bytes must be an integer >= 1, got 0"),
+        ([*prompt, "--chunk", "-3"], "--chunk must be an integer >= 1, got -3"),
+        ([*prompt, "--stop", ""], "--stop must not be empty"),
+        ([*prompt, "--device", "fast"], "--device must be auto, cpu or cuda, got 'fast'"),
+        ([*prompt, "--save-state", str(tmp_path / "no" / "s")], "no does not exist"),
+        ([*prompt, "--load-state", str(states[0])], "one is the state of another model"),
+        ([*prompt, "--load-state", str(states[1])], "two holds 2 texts, expected 1"),
+        ([*prompt, "--load-state", str(states[2])], "none is not a file"),
+        ([*prompt, "--load-state", str(text)], "text.txt cannot be read as a state"),
+        ([str(tmp_path / "nowhere"), "--prompt", "a"], "nowhere is not the folder of a run"),
+        (
+            [str(classifier), "--prompt", "a"],
+            "must be the run of a language model of bytes, got a classifier",
+        ),
+    ]
+    for arguments, message in cases:
+        give(monkeypatch, b"")
+        assert main(["generate", *arguments]) == 2, arguments
+        captured = capsys.readouterr()
+        assert message in captured.err and captured.err.count("\n") == 1 and captured.out == "", arguments
+    give(monkeypatch, "ä".encode()[:1])
+    assert main(["generate", str(run)]) == 2
+    assert "the prompt from standard input is not UTF-8: byte 0 is 0xc3" in capsys.readouterr().err
+    give(monkeypatch, b"")
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    assert main(["generate", str(run)]) == 2
+    assert "give --prompt TEXT, or pipe a text in" in capsys.readouterr().err
+
+
+def launch(run: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "seqboat", "generate", str(run), "--prompt", "a", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "LC_ALL": "C"},
+    )
+
+
+def test_text_comes_as_it_is_produced_and_stops_when_nobody_reads(run: Path) -> None:
+    """Some of an endless text is read from a pipe, which is then closed: no complaint."""
+    with launch(run, "--max-new-bytes", str(10**9)) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert len(process.stdout.read(10)) == 10
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(60) == 0
+
+
+def test_ctrl_c(run: Path) -> None:
+    with launch(run, "--max-new-bytes", str(10**9)) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert len(process.stdout.read(10)) == 10
+        process.send_signal(signal.SIGINT)
+        process.stdout.read()
+        assert process.stderr.read() == b"stopped\n"
+        assert process.wait(60) == 130

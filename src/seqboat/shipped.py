@@ -21,19 +21,19 @@ from seqboat.checks import require
 from seqboat.evaluate import find_checkpoint
 
 MODELS = Path(__file__).parent / "models"
-KEPT = ("config", "classes", "versions")
+KEPT = ("config", "classes", "labels", "versions")
 """What of a checkpoint's state is needed to use its model."""
 
 
-def shipped_models(folder: Path = MODELS) -> dict[str, Path]:
+def shipped_models() -> dict[str, Path]:
     """The models that come with the package, by name."""
-    found = sorted(folder.iterdir()) if folder.is_dir() else []
+    found = sorted(MODELS.iterdir()) if MODELS.is_dir() else []
     return {path.name: path for path in found if (path / "best").is_file()}
 
 
-def find_run(run: str | None, folder: Path = MODELS) -> Path:
+def find_run(run: str | None) -> Path:
     """The folder that a user means: a run's, a shipped model's by name, or the first shipped one for None."""
-    shipped = shipped_models(folder)
+    shipped = shipped_models()
     if run is None:
         require(len(shipped) > 0, "name the folder of a run: no model comes with this installation")
         return next(iter(shipped.values()))
@@ -68,7 +68,7 @@ def pack_run(
         fits = bool(weights[name].isfinite().all())
         require(fits, f"{name} does not fit into {dtype}: it holds values up to {float(value.abs().max()):g}")
     folder.mkdir(parents=True, exist_ok=True)
-    state = {key: checkpoint.state[key] for key in KEPT}
+    state = {key: checkpoint.state[key] for key in KEPT if key in checkpoint.state}
     Store(folder).save(checkpoint.step, {MODEL: weights}, state, best=True)
     if card is not None:
         (folder / "README.md").write_text(card, encoding="utf-8")
