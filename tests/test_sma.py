@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -10,11 +11,13 @@ from torch import Tensor, nn
 
 from seqboat.mixers.activation import Combine, SparseModularActivation
 from seqboat.mixers.gau import GAUConfig
+from seqboat.mixers.seqboat import SeqBoatConfig
 from seqboat.mixers.transformer import TransformerConfig
 from seqboat.mixers.units import MixerUnit, PaddedUnit
 from seqboat.padding import Aligned
 from seqboat.routers import AlwaysActive, Router, SigmoidRouter, TemperedSoftmax, XMoE
 from seqboat.sma import Packed, PackedModule, Routing, compress, extract, pack, pack_modules
+from seqboat.state import tensors
 
 
 def decisions(batch: int, time: int, rate: float, seed: int = 0) -> Tensor:
@@ -265,6 +268,65 @@ def test_outputs_and_gradients_equal_the_loop(names: list[str], pattern: str) ->
     theirs = torch.autograd.grad((expected * weight).sum(), wanted, allow_unused=True, materialize_grads=True)
     for one, two in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, two, rtol=0, atol=1e-10)
+
+
+def _causal_attention(module: nn.Module, x: Tensor, real: Tensor) -> Tensor:
+    later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+    y: Tensor = module(x, x, x, attn_mask=later, need_weights=False)[0]
+    return y
+
+
+CAUSAL_UNITS: dict[str, Callable[[], nn.Module]] = {
+    "conv": lambda: PaddedUnit(Convolution(WIDTH, causal=True), causal=True, context=2, d_model=WIDTH),
+    "conv-all": lambda: PaddedUnit(Convolution(WIDTH, causal=True), causal=True, d_model=WIDTH),
+    "attention": lambda: PaddedUnit(
+        nn.MultiheadAttention(WIDTH, 2, batch_first=True), _causal_attention, causal=True, d_model=WIDTH
+    ),
+    "token": lambda: PaddedUnit(nn.Linear(WIDTH, WIDTH), causal=True, context=0, d_model=WIDTH),
+    "block": lambda: MixerUnit(TransformerConfig(heads=1, d_ff=8, causal=True).build(WIDTH)),
+    "layer": lambda: MixerUnit(
+        SeqBoatConfig(gau=GAUConfig(d_z=4, window=3), causal=True).build(WIDTH), change=False
+    ),
+    "gau": lambda: GAUConfig(d_z=4, d_v=8, window=4, max_positions=8).build(WIDTH, causal=True),
+    "ffn": UNITS["ffn"],
+}
+
+
+@pytest.mark.parametrize(
+    "names", [["conv", "ffn"], ["attention", "conv-all"], ["block", "gau", "token"], ["layer"]], ids="-".join
+)
+def test_units_go_on_where_they_stopped(names: list[str]) -> None:
+    torch.manual_seed(0)
+    units = {name: CAUSAL_UNITS[name]() for name in names}
+    sma = SparseModularActivation(units, WIDTH, spread(SigmoidRouter(WIDTH, len(names)))).double().eval()
+    assert sma.causal
+    x = torch.randn(3, 19, WIDTH, dtype=torch.float64)
+    mask = torch.arange(19) < torch.tensor([[19], [11], [0]])
+    whole = sma(x, Aligned(mask))
+    for cuts in ([0, 7, 7, 8, 19], list(range(20))):
+        state, outputs = None, []
+        for start, end in itertools.pairwise(cuts):
+            y, state, _ = sma(x[:, start:end], Aligned(mask[:, start:end]), state)
+            outputs.append(y)
+        torch.testing.assert_close(torch.cat(outputs, dim=1), whole.y, rtol=0, atol=1e-10)
+    state = sma.init_state(3)
+    for t in range(19):
+        y, state, _ = sma.step(x[:, t], state, mask[:, t])
+        torch.testing.assert_close(y, whole.y[:, t], rtol=0, atol=1e-10)
+    for (name, one), (_, two) in zip(tensors(state), tensors(whole.state), strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=1e-10, msg=name)
+    other = x.clone()
+    other[:, 12:] = 5.0
+    torch.testing.assert_close(sma(other).y[:, :12], sma(x).y[:, :12], rtol=0, atol=1e-10)
+
+
+def test_a_unit_that_returns_another_shape() -> None:
+    unit = PaddedUnit(nn.Linear(WIDTH, 2 * WIDTH))
+    sma = SparseModularActivation(unit, WIDTH, AlwaysActive(WIDTH))
+    with pytest.raises(
+        ValueError, match=r"Linear must return \(batch, slots, dim\) = \(2, 3, 6\), got \(2, 3, 12\)"
+    ):
+        sma(torch.randn(2, 3, WIDTH))
 
 
 @pytest.mark.parametrize("straight_through", [False, True])

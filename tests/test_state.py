@@ -119,8 +119,9 @@ def test_size_is_constant(span: Any) -> None:
     state = layer.init_state(2)
     size = state_bytes(state)
     shapes = [part.shape for _, part in tensors(state)]
-    # EMA states, keys, values, positions, counts of active tokens and of all tokens, in float32 and int64
-    assert size == 2 * (4 * D_MODEL * 4 + 5 * (6 * 4 + 10 * 4 + 8) + 8 + 8)
+    # EMA states, keys, values, positions, counts of active tokens (of the unit, of the layer) and of all tokens,
+    # in float32 and int64
+    assert size == 2 * (4 * D_MODEL * 4 + 5 * (6 * 4 + 10 * 4 + 8) + 8 + 8 + 8)
     x = torch.randn(1000, 2, D_MODEL)
     for token in x:
         state = layer.step(token, state, inplace=True).state

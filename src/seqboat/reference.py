@@ -24,6 +24,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from seqboat.budget import BudgetConfig
+from seqboat.checks import require
 from seqboat.mixers.ema import EMAConfig
 from seqboat.mixers.gau import GAUConfig
 from seqboat.mixers.s4d import S4DConfig
@@ -34,6 +36,7 @@ from seqboat.routers import (
     RouterConfig,
     SigmoidConfig,
     TemperedSoftmaxConfig,
+    XMoEConfig,
 )
 
 Params = Mapping[str, Tensor]
@@ -129,6 +132,7 @@ def probabilities(token: Tensor, params: Params, config: RouterConfig) -> Tensor
         annealed = max(config.start * config.decay**steps, config.floor)
         logits = params["logits.weight"] @ token + params["logits.bias"]
         return torch.softmax(logits / annealed, dim=0)
+    require(isinstance(config, XMoEConfig), f"the paper has no router {type(config).__name__}")
     # X-MoE: cosines with one embedding per option, the first of which is "do nothing"
     point = params["project.weight"] @ token
     cosines = []
@@ -412,6 +416,7 @@ def layer(x: Tensor, params: Params, config: SeqBoatConfig, state: LayerState | 
 
     H = SiLU(SSM(S)),  out = SiLU(c * extract(GAU(compress(H))) + H W + b + S)
     """
+    require(not config.ffn and config.budget == BudgetConfig(), "only the paper's layer is written out here")
     seen = 0 if state is None else state.seen
     norm, attention = under(params, "norm."), under(params, "sma.units.gau.")
     branch = stack([normalize(token, norm, config.norm) for token in x], x) if config.prenorm else x
