@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqboat.attention import LAPLACE_MU, LAPLACE_SIGMA
+from seqboat.attention import LAPLACE_MU, LAPLACE_SIGMA, AttentionName
 from seqboat.mixers import MIXERS, Mega, MegaConfig
 from seqboat.mixers.ema import EMAConfig
 from seqboat.mixers.mega import MegaState
@@ -187,3 +188,93 @@ def test_names_and_bad_settings() -> None:
         MegaConfig(attention="linear")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="bidirectional"):
         Mega(8).init_state(1)
+
+
+@pytest.mark.parametrize("chunk", [None, 4])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("attention", ["softmax", "relu2", "laplace"])
+@pytest.mark.parametrize("prenorm", [False, True])
+def test_equals_another_implementation(
+    attention: AttentionName, prenorm: bool, causal: bool, chunk: int | None
+) -> None:
+    """The layer of transformers 4.57, the last version that has one: the SiLU on the average is there too."""
+    theirs: Any = pytest.importorskip(
+        "transformers.models.deprecated.mega.modeling_mega",
+        reason="no version of transformers with MEGA is installed (4.57 has it)",
+        exc_type=ImportError,
+    )
+    torch.manual_seed(0)
+    config = theirs.MegaConfig(
+        hidden_size=6,
+        ema_projection_size=3,
+        shared_representation_size=4,
+        intermediate_size=8,
+        nffn_hidden_size=10,
+        chunk_size=chunk or -1,
+        use_chunking=chunk is not None,
+        max_positions=chunk or 12,
+        bidirectional=not causal,
+        normalization_type="layernorm",
+        relative_positional_bias="simple",
+        attention_activation=attention,
+        normalize_before_mega=prenorm,
+        normalize_before_ffn=prenorm,
+    )
+    other = theirs.MegaBlock(config).double().eval()
+    for parameter in other.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    layer = Mega(
+        6,
+        MegaConfig(
+            ema=EMAConfig(d_state=3),
+            d_z=4,
+            d_v=8,
+            d_ff=10,
+            attention=attention,
+            chunk=chunk,
+            max_positions=12,
+            causal=causal,
+            prenorm=prenorm,
+        ),
+    ).double()
+    gated, ffn = other.mega_layer, other.nffn
+    ema, shape = gated.ema_gate, (1 if causal else 2, 6, 3)
+    pairs = [
+        (layer.ema.delta, ema.damping_factor.view(shape)),
+        (layer.ema.alpha, ema.decay_factor.view(shape)),
+        (layer.ema.beta, ema.ema_expansion_matrix.view(shape)),
+        (layer.ema.gamma, ema.kernel_projection_matrix.view(shape)),
+        (layer.ema.skip, ema.residual_weight),
+        (layer.norm.weight, gated.norm.norm.weight),
+        (layer.norm.bias, gated.norm.norm.bias),
+        (layer.value.weight, gated.v_proj.weight),
+        (layer.value.bias, gated.v_proj.bias),
+        (layer.base.weight, gated.mx_proj.weight),
+        # the last part of the projection and the attended values share a sum, and so a bias
+        (
+            layer.base.bias,
+            gated.mx_proj.bias + torch.cat([gated.h_proj.bias.new_zeros(18), gated.h_proj.bias]),
+        ),
+        (layer.attended.weight, gated.h_proj.weight),
+        (layer.kappa, gated.qk_weight),
+        (layer.mu, gated.qk_bias),
+        (layer.bias.table, gated.rel_pos_bias.rel_pos_bias),
+        (layer.ffn_norm.weight, ffn.norm.norm.weight),
+        (layer.ffn_norm.bias, ffn.norm.norm.bias),
+        (layer.ffn.hidden.weight, ffn.fc1.weight),
+        (layer.ffn.hidden.bias, ffn.fc1.bias),
+        (layer.ffn.out.weight, ffn.fc2.weight),
+        (layer.ffn.out.bias, ffn.fc2.bias),
+    ]
+    assert len(pairs) == len(list(layer.parameters()))
+    with torch.no_grad():
+        for ours, given in pairs:
+            assert isinstance(ours, Tensor)
+            ours.copy_(given)
+    x = torch.randn(2, 12, 6, dtype=torch.float64)
+    # theirs is told what to see inside a chunk
+    size = chunk or 12
+    seen = torch.ones(size, size, dtype=torch.float64).tril() if causal else None
+    expected = other(x.transpose(0, 1), causal_mask=seen)[0].transpose(0, 1)
+    # theirs computes the average in float32, whatever the type of its inputs
+    torch.testing.assert_close(layer(x).y, expected, rtol=1e-5, atol=1e-5)
