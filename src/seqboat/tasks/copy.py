@@ -12,13 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from seqboat.checks import check_positive, require
-from seqboat.tasks.base import IGNORE, SPLITS, Dataset, Example, Split, Task
-from seqboat.tasks.recall import show_targets
+from seqboat.tasks.base import IGNORE, Example, Split
+from seqboat.tasks.drawn import BLANK, DrawnTask, check_drawn, generator
 
-BLANK = 0
 QUESTION = 1
 
 
@@ -40,9 +38,8 @@ class CopyTaskConfig:
     """Of the examples; splits never share one."""
 
     def __post_init__(self) -> None:
-        for name in ("length", "tokens", "train_size", "eval_size"):
-            check_positive(name, getattr(self, name))
-        check_positive("seed", self.seed, least=0)
+        check_drawn(self)
+        check_positive("tokens", self.tokens)
         check_positive("vocab", self.vocab, least=3)
         require(
             self.length >= 2 * self.tokens,
@@ -62,7 +59,7 @@ def draw_copy(config: CopyTaskConfig, split: Split, index: int) -> Example:
     >>> example.target[-3:].tolist()
     [2, 3, 2]
     """
-    random = np.random.default_rng([config.seed, SPLITS.index(split), index])
+    random = generator(config, split, index)
     inputs = np.full(config.length, BLANK, dtype=np.int64)
     targets = np.full(config.length, IGNORE, dtype=np.int64)
     start = config.length - config.tokens
@@ -72,39 +69,14 @@ def draw_copy(config: CopyTaskConfig, split: Split, index: int) -> Example:
     return Example(inputs, targets)
 
 
-class _Drawn(Dataset):
-    def __init__(self, config: CopyTaskConfig, split: Split) -> None:
-        self.config = config
-        self.split = split
-
-    def __len__(self) -> int:
-        return self.config.train_size if self.split == "train" else self.config.eval_size
-
-    def __getitem__(self, index: int) -> Example:
-        require(0 <= index < len(self), f"index must be in [0, {len(self)}), got {index}")
-        return draw_copy(self.config, self.split, index)
-
-    def lengths(self) -> NDArray[np.int64]:
-        return np.full(len(self), self.config.length, dtype=np.int64)
-
-
-class CopyTask(Task):
+class CopyTask(DrawnTask):
     """Selective copying."""
 
     name = "copy"
-    kind = "lm"
-    fixed_length = True
 
     def __init__(self, config: CopyTaskConfig | None = None) -> None:
         self.config = config or CopyTaskConfig()
-        self.vocab = self.config.vocab
-        self.classes = self.config.vocab
-        self.max_length = self.config.length
+        super().__init__(self.config)
 
-    def dataset(self, split: Split) -> Dataset:
-        self.check_split(split)
-        return _Drawn(self.config, split)
-
-    def show(self, example: Example) -> str:
-        assert isinstance(example.target, np.ndarray)
-        return show_targets(example.inputs, example.target, BLANK)
+    def draw(self, split: Split, index: int) -> Example:
+        return draw_copy(self.config, split, index)

@@ -11,12 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from seqboat.checks import check_positive, require
-from seqboat.tasks.base import IGNORE, SPLITS, Dataset, Example, Split, Task
-
-BLANK = 0
+from seqboat.tasks.base import IGNORE, Example, Split
+from seqboat.tasks.drawn import BLANK, DrawnTask, check_drawn, generator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +37,8 @@ class RecallTaskConfig:
     """Of the examples; splits never share one."""
 
     def __post_init__(self) -> None:
-        for name in ("length", "pairs", "train_size", "eval_size"):
-            check_positive(name, getattr(self, name))
-        check_positive("seed", self.seed, least=0)
+        check_drawn(self)
+        check_positive("pairs", self.pairs)
         require(
             self.length >= 3 * self.pairs,
             f"length must be at least {3 * self.pairs} for {self.pairs} pairs and their questions, got {self.length}",
@@ -64,7 +61,7 @@ def draw_recall(config: RecallTaskConfig, split: Split, index: int) -> Example:
     >>> [None if token == IGNORE else token for token in example.target.tolist()]
     [None, None, None, None, 6, None, None, None, 5, None, None, None]
     """
-    random = np.random.default_rng([config.seed, SPLITS.index(split), index])
+    random = generator(config, split, index)
     half = (config.vocab - 1) // 2
     keys = 1 + random.permutation(half)[: config.pairs]
     values = 1 + half + random.integers(half, size=config.pairs)
@@ -78,47 +75,14 @@ def draw_recall(config: RecallTaskConfig, split: Split, index: int) -> Example:
     return Example(inputs, targets)
 
 
-class _Drawn(Dataset):
-    def __init__(self, config: RecallTaskConfig, split: Split) -> None:
-        self.config = config
-        self.split = split
-
-    def __len__(self) -> int:
-        return self.config.train_size if self.split == "train" else self.config.eval_size
-
-    def __getitem__(self, index: int) -> Example:
-        require(0 <= index < len(self), f"index must be in [0, {len(self)}), got {index}")
-        return draw_recall(self.config, self.split, index)
-
-    def lengths(self) -> NDArray[np.int64]:
-        return np.full(len(self), self.config.length, dtype=np.int64)
-
-
-class RecallTask(Task):
+class RecallTask(DrawnTask):
     """Multi-query associative recall."""
 
     name = "recall"
-    kind = "lm"
-    fixed_length = True
 
     def __init__(self, config: RecallTaskConfig | None = None) -> None:
         self.config = config or RecallTaskConfig()
-        self.vocab = self.config.vocab
-        self.classes = self.config.vocab
-        self.max_length = self.config.length
+        super().__init__(self.config)
 
-    def dataset(self, split: Split) -> Dataset:
-        self.check_split(split)
-        return _Drawn(self.config, split)
-
-    def show(self, example: Example) -> str:
-        assert isinstance(example.target, np.ndarray)
-        return show_targets(example.inputs, example.target, BLANK)
-
-
-def show_targets(inputs: NDArray[np.int64], targets: NDArray[np.int64], blank: int) -> str:
-    """Inputs above targets, in columns."""
-    width = len(str(max(int(inputs.max()), 1)))
-    above = " ".join(("_" if token == blank else str(token)).rjust(width) for token in inputs.tolist())
-    below = " ".join(("." if token == IGNORE else str(token)).rjust(width) for token in targets.tolist())
-    return f"inputs   {above}\ntargets  {below}"
+    def draw(self, split: Split, index: int) -> Example:
+        return draw_recall(self.config, split, index)
