@@ -9,6 +9,7 @@ from seqboat.mixers.liquid_s4 import LiquidS4LayerConfig
 from seqboat.mixers.luna import Luna, LunaConfig
 from seqboat.mixers.mega import Mega, MegaChunkConfig, MegaConfig
 from seqboat.mixers.performer import Performer, PerformerConfig
+from seqboat.mixers.reformer import Reformer, ReformerConfig
 from seqboat.mixers.s4 import S4LayerConfig
 from seqboat.mixers.s4d import S4DLayerConfig
 from seqboat.mixers.s5 import S5LayerConfig
@@ -33,6 +34,7 @@ MIXERS = {
     "performer": PerformerConfig,
     "bigbird": BigBirdConfig,
     "luna": LunaConfig,
+    "reformer": ReformerConfig,
 }
 """Every mixer by the name that commands use: a configuration class with defaults for every field."""
 
@@ -57,6 +59,8 @@ __all__ = [
     "Performer",
     "PerformerConfig",
     "RecurrentMixer",
+    "Reformer",
+    "ReformerConfig",
     "S4DLayerConfig",
     "S4LayerConfig",
     "S5LayerConfig",
