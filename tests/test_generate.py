@@ -6,6 +6,9 @@ import dataclasses
 import io
 import json
 import os
+import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -202,8 +205,9 @@ def test_temperature_and_penalty() -> None:
     got = distribution(logits, used, SamplingConfig(temperature=0.5, repetition_penalty=1.5))
     want = torch.tensor([[2 / 1.5 / 0.5, -1 * 1.5 / 0.5, 0.5 / 0.5]], dtype=torch.float64).softmax(-1)
     torch.testing.assert_close(got, want)
-    # half precision is widened first
-    assert distribution(logits.half(), used, SamplingConfig()).dtype == torch.float32
+    # half precision is widened first, and the coldest temperature is only greedy
+    coldest = distribution(logits.half(), used, SamplingConfig(temperature=5e-324))
+    assert coldest.dtype == torch.float64 and coldest.tolist() == [[1, 0, 0]]
 
 
 def test_draws_follow_the_probabilities() -> None:
@@ -230,6 +234,7 @@ def test_draws_follow_the_probabilities() -> None:
         ({"top_p": 1.5}, r"top_p must be in \(0, 1\], got 1.5"),
         ({"min_p": -0.1}, r"min_p must be in \[0, 1\], got -0.1"),
         ({"seed": -1}, "seed must be an integer >= 0, got -1"),
+        ({"seed": 2**63}, r"seed must be less than 2\^63"),
         ({"greedy": True, "temperature": 0.5}, "greedy and temperature exclude each other"),
         ({"greedy": True, "top_k": 5}, "greedy and top_k exclude each other"),
         ({"greedy": True, "seed": 1}, "greedy and seed exclude each other"),
@@ -669,6 +674,29 @@ def test_what_cannot_be_generated(
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
     assert main(["generate", str(run)]) == 2
     assert "give --prompt TEXT, or pipe a text in" in capsys.readouterr().err
+
+
+def test_the_guide_runs(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Commands and Python of docs/language-model.md, on a small model."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(run, tmp_path / "runs" / "lm")
+    (tmp_path / "notes.txt").write_text("Some notes.\n", encoding="utf-8")
+    guide = ROOT / "docs" / "language-model.md"
+    blocks = re.findall(
+        r"^```(console|python)\n(.*?)^```", guide.read_text("utf-8"), re.DOTALL | re.MULTILINE
+    )
+    assert {language for language, _ in blocks} == {"console", "python"}
+    for language, block in blocks:
+        if language == "python":
+            exec(compile(block, str(guide), "exec"), {})
+            continue
+        for line in block.splitlines():
+            assert main(shlex.split(line.removeprefix("$ seqboat "))) == 0, line
+    captured = capsys.readouterr()
+    assert captured.err == "" and '"bits_per_byte"' in captured.out
+    assert {"letter.safetensors", "document.safetensors"} <= {path.name for path in tmp_path.iterdir()}
 
 
 def launch(run: Path, *arguments: str) -> subprocess.Popen[bytes]:

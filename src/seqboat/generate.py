@@ -62,6 +62,7 @@ class SamplingConfig:
         require(0 <= self.min_p <= 1, f"min_p must be in [0, 1], got {self.min_p!r}")
         if self.seed is not None:
             check_positive("seed", self.seed, least=0)
+            require(self.seed < 2**63, f"seed must be less than 2^63, got {self.seed}")
         if self.greedy:
             # a setting that has no effect is a misunderstanding
             for name, plain in (("temperature", 1.0), ("top_k", None), ("top_p", 1.0), ("min_p", 0.0)):
@@ -89,10 +90,11 @@ def distribution(logits: Tensor, used: Tensor, sampling: SamplingConfig) -> Tens
         sampling: what is kept and how it is scaled.
 
     Returns:
-        (batch, vocab) in float32 at least, zero for what is left out.
+        (batch, vocab) in float64, zero for what is left out.
     """
-    wide = logits if logits.dtype == torch.float64 else logits.float()
-    scores = penalise(wide, used, sampling.repetition_penalty) / sampling.temperature
+    scores = penalise(logits.double(), used, sampling.repetition_penalty)
+    # seen from the best score, so that no temperature makes it infinite
+    scores = (scores - scores.amax(dim=-1, keepdim=True)) / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < scores.shape[-1]:
         least = scores.topk(sampling.top_k, dim=-1).values[..., -1:]
         scores = scores.masked_fill(scores < least, -math.inf)
@@ -124,7 +126,7 @@ class Chooser:
         probs = distribution(session.logits, session.used, sampling)
         draws = [torch.rand(1, dtype=torch.float64, generator=g) for g in self.generators]
         # the first token at which the sum of probabilities passes the draw; never one of probability zero
-        sums = probs.double().cumsum(dim=-1)
+        sums = probs.cumsum(dim=-1)
         height = torch.cat(draws).to(sums.device)[:, None] * sums[:, -1:]
         return torch.searchsorted(sums, height, right=True).squeeze(-1).clamp_(max=probs.shape[-1] - 1)
 
