@@ -1,4 +1,4 @@
-"""Long Range Arena: table 1 of the paper, with the settings of appendix C.
+"""Long Range Arena: table 1 of the paper, with the settings of appendix A.5.
 
 What the appendix leaves open: betas (0.9, 0.98), gradients clipped at norm 1, warm-up from 1e-7, the steps of
 warm-up, and the cut of the state-space kernel. Every row has a `-small` twin for two CPU cores, at most a quarter
@@ -7,6 +7,9 @@ of an hour each; its docstring says what was cut.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any, cast
+
 from seqboat.config import EvaluationConfig, RunConfig, TrainingConfig
 from seqboat.mixers.ema import EMAConfig
 from seqboat.mixers.gau import GAUConfig
@@ -14,6 +17,7 @@ from seqboat.mixers.seqboat import SeqBoatConfig
 from seqboat.model import BackboneConfig, MixerConfig
 from seqboat.optim import OptimiserConfig, ScheduleConfig
 from seqboat.routers import TemperedSoftmaxConfig
+from seqboat.tasks.base import TaskConfig
 from seqboat.tasks.image import ImageTaskConfig
 from seqboat.tasks.listops import ListOpsTaskConfig
 from seqboat.tasks.pathfinder import PathfinderTaskConfig, PathXTaskConfig
@@ -21,154 +25,156 @@ from seqboat.tasks.retrieval import RetrievalTaskConfig
 from seqboat.tasks.text import TextTaskConfig
 
 
+def _run(
+    task: TaskConfig,
+    model: BackboneConfig,
+    *,
+    lr: float,
+    weight_decay: float,
+    steps: int,
+    warmup: int,
+    batch: int,
+    every: int,
+    bucketing: bool = False,
+) -> RunConfig:
+    """A row of the table: so many steps over batches of one size, scored after every so many."""
+    return RunConfig(
+        task=task,
+        model=model,
+        optimiser=OptimiserConfig(lr=lr, weight_decay=weight_decay),
+        schedule=ScheduleConfig(steps=steps, warmup_steps=warmup),
+        training=TrainingConfig(batch_size=batch, bucketing=bucketing),
+        evaluation=EvaluationConfig(every=every, batch_size=batch),
+    )
+
+
 def listops(mixer: MixerConfig | None = None) -> RunConfig:
     """ListOps, up to 2,000 tokens: 60 epochs of 96,000 expressions."""
-    return RunConfig(
-        task=ListOpsTaskConfig(),
-        model=BackboneConfig(
-            mixer=mixer
-            or SeqBoatConfig(
-                ssm=EMAConfig(d_state=16, truncation=1024),
-                router=TemperedSoftmaxConfig(temperature_scale=0.3),
-                gau=GAUConfig(d_z=64, d_v=160, attention="softmax", window=256, max_positions=2000),
-                norm="layer",
-                prenorm=False,
-                dropout=0.1,
-            ),
-            d_model=80,
-            num_layers=6,
-            dropout=0.1,
-        ),
-        optimiser=OptimiserConfig(lr=0.004, weight_decay=0.001),
-        schedule=ScheduleConfig(steps=90_000, warmup_steps=27_000),
-        training=TrainingConfig(batch_size=64, bucketing=True),
-        evaluation=EvaluationConfig(every=1500, batch_size=64),
+    mixer = mixer or SeqBoatConfig(
+        ssm=EMAConfig(d_state=16, truncation=1024),
+        router=TemperedSoftmaxConfig(temperature_scale=0.3),
+        gau=GAUConfig(d_z=64, d_v=160, attention="softmax", window=256, max_positions=2000),
+        norm="layer",
+        prenorm=False,
+        dropout=0.1,
+    )
+    return _run(
+        ListOpsTaskConfig(),
+        BackboneConfig(mixer=mixer, d_model=80, num_layers=6, dropout=0.1),
+        lr=0.004,
+        weight_decay=0.001,
+        steps=90_000,
+        warmup=27_000,
+        batch=64,
+        every=1500,
+        bucketing=True,
     )
 
 
 def text(mixer: MixerConfig | None = None) -> RunConfig:
     """Text, 4,096 bytes: 50 epochs of 25,000 reviews, validated on the test reviews as published."""
-    return RunConfig(
-        task=TextTaskConfig(max_length=4096),
-        model=BackboneConfig(
-            mixer=mixer
-            or SeqBoatConfig(
-                ssm=EMAConfig(d_state=16, truncation=1024),
-                router=TemperedSoftmaxConfig(temperature_scale=0.3),
-                gau=GAUConfig(
-                    d_z=64,
-                    d_v=256,
-                    attention="softmax",
-                    window=256,
-                    positions="compressed",
-                    max_positions=4096,
-                ),
-                norm="scale",
-                prenorm=False,
-                dropout=0.1,
-            ),
-            d_model=128,
-            num_layers=4,
-            dropout=0.1,
+    mixer = mixer or SeqBoatConfig(
+        ssm=EMAConfig(d_state=16, truncation=1024),
+        router=TemperedSoftmaxConfig(temperature_scale=0.3),
+        gau=GAUConfig(
+            d_z=64, d_v=256, attention="softmax", window=256, positions="compressed", max_positions=4096
         ),
-        optimiser=OptimiserConfig(lr=0.004, weight_decay=0.01),
-        schedule=ScheduleConfig(steps=25_000, warmup_steps=10_000),
-        training=TrainingConfig(batch_size=50, bucketing=True),
-        evaluation=EvaluationConfig(every=500, batch_size=50),
+        norm="scale",
+        prenorm=False,
+        dropout=0.1,
+    )
+    return _run(
+        TextTaskConfig(max_length=4096),
+        BackboneConfig(mixer=mixer, d_model=128, num_layers=4, dropout=0.1),
+        lr=0.004,
+        weight_decay=0.01,
+        steps=25_000,
+        warmup=10_000,
+        batch=50,
+        every=500,
+        bucketing=True,
     )
 
 
 def retrieval(mixer: MixerConfig | None = None) -> RunConfig:
     """Retrieval, two documents of 4,000 bytes: 40 epochs of 147,086 pairs."""
-    return RunConfig(
-        task=RetrievalTaskConfig(max_length=4000),
-        model=BackboneConfig(
-            mixer=mixer
-            or SeqBoatConfig(
-                ssm=EMAConfig(d_state=16, truncation=1024),
-                router=TemperedSoftmaxConfig(temperature_scale=0.3),
-                gau=GAUConfig(d_z=64, d_v=256, attention="softmax", window=256, max_positions=4000),
-                norm="scale",
-                prenorm=False,
-                dropout=0.1,
-            ),
-            d_model=128,
-            num_layers=6,
-            dropout=0.1,
-        ),
-        optimiser=OptimiserConfig(lr=0.003, weight_decay=0.04),
-        schedule=ScheduleConfig(steps=92_000, warmup_steps=10_000),
-        training=TrainingConfig(batch_size=64),
-        evaluation=EvaluationConfig(every=2300, batch_size=64),
+    mixer = mixer or SeqBoatConfig(
+        ssm=EMAConfig(d_state=16, truncation=1024),
+        router=TemperedSoftmaxConfig(temperature_scale=0.3),
+        gau=GAUConfig(d_z=64, d_v=256, attention="softmax", window=256, max_positions=4000),
+        norm="scale",
+        prenorm=False,
+        dropout=0.1,
+    )
+    return _run(
+        RetrievalTaskConfig(max_length=4000),
+        BackboneConfig(mixer=mixer, d_model=128, num_layers=6, dropout=0.1),
+        lr=0.003,
+        weight_decay=0.04,
+        steps=92_000,
+        warmup=10_000,
+        batch=64,
+        every=2300,
     )
 
 
 def image(mixer: MixerConfig | None = None) -> RunConfig:
     """Image, gray CIFAR-10 as 1,024 pixels: 200 epochs of 45,000 images."""
-    return RunConfig(
-        task=ImageTaskConfig(),
-        model=BackboneConfig(
-            mixer=mixer
-            or SeqBoatConfig(
-                ssm=EMAConfig(d_state=16, truncation=1024),
-                router=TemperedSoftmaxConfig(temperature_scale=0.4),
-                gau=GAUConfig(d_z=96, d_v=320, attention="relu2", window=256, max_positions=1024),
-                norm="batch",
-                prenorm=True,
-            ),
-            d_model=160,
-            num_layers=8,
-            absolute_positions=True,
-        ),
-        optimiser=OptimiserConfig(lr=0.01, weight_decay=0.02),
-        schedule=ScheduleConfig(steps=180_000, warmup_steps=9_000),
-        training=TrainingConfig(batch_size=50),
-        evaluation=EvaluationConfig(every=900, batch_size=50),
+    mixer = mixer or SeqBoatConfig(
+        ssm=EMAConfig(d_state=16, truncation=1024),
+        router=TemperedSoftmaxConfig(temperature_scale=0.4),
+        gau=GAUConfig(d_z=96, d_v=320, attention="relu2", window=256, max_positions=1024),
+        norm="batch",
+        prenorm=True,
+    )
+    return _run(
+        ImageTaskConfig(),
+        BackboneConfig(mixer=mixer, d_model=160, num_layers=8, absolute_positions=True),
+        lr=0.01,
+        weight_decay=0.02,
+        steps=180_000,
+        warmup=9_000,
+        batch=50,
+        every=900,
     )
 
 
 def pathfinder(mixer: MixerConfig | None = None) -> RunConfig:
     """Pathfinder, 32 x 32 pixels: 200 epochs of 160,000 images."""
-    return RunConfig(
-        task=PathfinderTaskConfig(),
-        model=BackboneConfig(
-            mixer=mixer or _pathfinder_mixer(window=256, pixels=1024),
-            d_model=128,
-            num_layers=6,
-            absolute_positions=True,
-        ),
-        optimiser=OptimiserConfig(lr=0.01, weight_decay=0.01),
-        schedule=ScheduleConfig(steps=250_000, warmup_steps=50_000),
-        training=TrainingConfig(batch_size=128),
-        evaluation=EvaluationConfig(every=1250, batch_size=128),
+    mixer = mixer or SeqBoatConfig(
+        ssm=EMAConfig(d_state=16),
+        router=TemperedSoftmaxConfig(temperature_scale=1.0),
+        gau=GAUConfig(d_z=64, d_v=256, attention="relu2", window=256, max_positions=1024),
+        norm="batch",
+        prenorm=True,
+    )
+    return _run(
+        PathfinderTaskConfig(),
+        BackboneConfig(mixer=mixer, d_model=128, num_layers=6, absolute_positions=True),
+        lr=0.01,
+        weight_decay=0.01,
+        steps=250_000,
+        warmup=50_000,
+        batch=128,
+        every=1250,
     )
 
 
 def pathx(mixer: MixerConfig | None = None) -> RunConfig:
     """Path-X, 128 x 128 pixels: 100 epochs of 160,000 images."""
-    return RunConfig(
+    full = pathfinder()
+    return full.replace(
         task=PathXTaskConfig(),
-        model=BackboneConfig(
-            mixer=mixer or _pathfinder_mixer(window=512, pixels=128 * 128),
-            d_model=128,
-            num_layers=6,
-            absolute_positions=True,
-        ),
-        optimiser=OptimiserConfig(lr=0.01, weight_decay=0.01),
-        schedule=ScheduleConfig(steps=125_000, warmup_steps=25_000),
-        training=TrainingConfig(batch_size=128),
-        evaluation=EvaluationConfig(every=1250, batch_size=128),
+        model={"mixer": mixer or _resized(full, window=512, max_positions=128 * 128)},
+        schedule={"steps": 125_000, "warmup_steps": 25_000},
     )
 
 
-def _pathfinder_mixer(window: int, pixels: int) -> SeqBoatConfig:
-    return SeqBoatConfig(
-        ssm=EMAConfig(d_state=16),
-        router=TemperedSoftmaxConfig(temperature_scale=1.0),
-        gau=GAUConfig(d_z=64, d_v=256, attention="relu2", window=window, max_positions=pixels),
-        norm="batch",
-        prenorm=True,
-    )
+def _resized(full: RunConfig, **attention: Any) -> SeqBoatConfig:
+    """The mixer of a recipe with other sizes of attention, and with the whole kernel."""
+    mixer = cast(SeqBoatConfig, full.model.mixer)
+    ssm = replace(cast(EMAConfig, mixer.ssm), truncation=None)
+    return replace(mixer, ssm=ssm, gau=replace(mixer.gau, **attention))
 
 
 def listops_small(mixer: MixerConfig | None = None) -> RunConfig:
@@ -177,24 +183,15 @@ def listops_small(mixer: MixerConfig | None = None) -> RunConfig:
     Cut: expressions of 10 to 128 tokens and depth at most 5 instead of 500 to 2,000 and depth 10, 30,000 of them
     instead of 96,000, 4 layers of width 64 instead of 6 of 80, 5 epochs instead of 60, working memory 64.
     """
-    return RunConfig(
+    full = listops()
+    narrow = replace(_resized(full, d_z=32, d_v=128, window=64, max_positions=128), dropout=0.0)
+    return full.replace(
         task=ListOpsTaskConfig(store="listops-small", max_length=128, train_size=30_000),
-        model=BackboneConfig(
-            mixer=mixer
-            or SeqBoatConfig(
-                ssm=EMAConfig(d_state=16),
-                router=TemperedSoftmaxConfig(temperature_scale=0.3),
-                gau=GAUConfig(d_z=32, d_v=128, attention="softmax", window=64, max_positions=128),
-                norm="layer",
-                prenorm=False,
-            ),
-            d_model=64,
-            num_layers=4,
-        ),
-        optimiser=OptimiserConfig(lr=0.003, weight_decay=0.001),
-        schedule=ScheduleConfig(steps=4600, warmup_steps=460),
-        training=TrainingConfig(batch_size=32, bucketing=True, save_every=460),
-        evaluation=EvaluationConfig(every=460, batch_size=64),
+        model={"mixer": mixer or narrow, "d_model": 64, "num_layers": 4, "dropout": 0.0},
+        optimiser={"lr": 0.003},
+        schedule={"steps": 4600, "warmup_steps": 460},
+        training={"batch_size": 32, "save_every": 460},
+        evaluation={"every": 460},
     )
 
 
@@ -204,28 +201,14 @@ def text_small(mixer: MixerConfig | None = None) -> RunConfig:
     Cut: 512 bytes instead of 4,096, 2 layers of width 64 instead of 4 of 128, 4 epochs instead of 50, working memory
     64; 2,500 training reviews are kept back for validation, and the test is half of the test reviews.
     """
-    return RunConfig(
+    full = text()
+    narrow = _resized(full, d_z=32, d_v=128, window=64, max_positions=512)
+    return full.replace(
         task=TextTaskConfig(max_length=512, holdout=2500, eval_size=12_500),
-        model=BackboneConfig(
-            mixer=mixer
-            or SeqBoatConfig(
-                ssm=EMAConfig(d_state=16),
-                router=TemperedSoftmaxConfig(temperature_scale=0.3),
-                gau=GAUConfig(
-                    d_z=32, d_v=128, attention="softmax", window=64, positions="compressed", max_positions=512
-                ),
-                norm="scale",
-                prenorm=False,
-                dropout=0.1,
-            ),
-            d_model=64,
-            num_layers=2,
-            dropout=0.1,
-        ),
-        optimiser=OptimiserConfig(lr=0.004, weight_decay=0.01),
-        schedule=ScheduleConfig(steps=2800, warmup_steps=280),
-        training=TrainingConfig(batch_size=32, bucketing=True, save_every=280),
-        evaluation=EvaluationConfig(every=280, batch_size=64),
+        model={"mixer": mixer or narrow, "d_model": 64, "num_layers": 2},
+        schedule={"steps": 2800, "warmup_steps": 280},
+        training={"batch_size": 32, "save_every": 280},
+        evaluation={"every": 280, "batch_size": 64},
     )
 
 
@@ -235,26 +218,14 @@ def retrieval_small(mixer: MixerConfig | None = None) -> RunConfig:
     Cut: two documents of 512 bytes (title and abstract) instead of 4,000, 2 layers of width 64 instead of 6 of 128,
     one epoch and a half of 39,682 pairs instead of 40 of 147,086, working memory 64.
     """
-    return RunConfig(
+    full = retrieval()
+    narrow = _resized(full, d_z=32, d_v=128, window=64, max_positions=512)
+    return full.replace(
         task=RetrievalTaskConfig(max_length=512, eval_size=2500),
-        model=BackboneConfig(
-            mixer=mixer
-            or SeqBoatConfig(
-                ssm=EMAConfig(d_state=16),
-                router=TemperedSoftmaxConfig(temperature_scale=0.3),
-                gau=GAUConfig(d_z=32, d_v=128, attention="softmax", window=64, max_positions=512),
-                norm="scale",
-                prenorm=False,
-                dropout=0.1,
-            ),
-            d_model=64,
-            num_layers=2,
-            dropout=0.1,
-        ),
-        optimiser=OptimiserConfig(lr=0.003, weight_decay=0.04),
-        schedule=ScheduleConfig(steps=1800, warmup_steps=200),
-        training=TrainingConfig(batch_size=32, save_every=300),
-        evaluation=EvaluationConfig(every=300, batch_size=64),
+        model={"mixer": mixer or narrow, "d_model": 64, "num_layers": 2},
+        schedule={"steps": 1800, "warmup_steps": 200},
+        training={"batch_size": 32, "save_every": 300},
+        evaluation={"every": 300},
     )
 
 
@@ -264,25 +235,14 @@ def image_small(mixer: MixerConfig | None = None) -> RunConfig:
     Cut: squares of four pixels are averaged (256 tokens instead of 1,024), 4 layers of width 64 instead of 8 of 160,
     two epochs instead of 200, working memory 64; half of the test images.
     """
-    return RunConfig(
+    full = image()
+    narrow = _resized(full, d_z=32, d_v=128, window=64, max_positions=256)
+    return full.replace(
         task=ImageTaskConfig(pool=2, eval_size=5000),
-        model=BackboneConfig(
-            mixer=mixer
-            or SeqBoatConfig(
-                ssm=EMAConfig(d_state=16),
-                router=TemperedSoftmaxConfig(temperature_scale=0.4),
-                gau=GAUConfig(d_z=32, d_v=128, attention="relu2", window=64, max_positions=256),
-                norm="batch",
-                prenorm=True,
-            ),
-            d_model=64,
-            num_layers=4,
-            absolute_positions=True,
-        ),
-        optimiser=OptimiserConfig(lr=0.01, weight_decay=0.02),
-        schedule=ScheduleConfig(steps=1800, warmup_steps=180),
-        training=TrainingConfig(batch_size=50, save_every=300),
-        evaluation=EvaluationConfig(every=300, batch_size=100),
+        model={"mixer": mixer or narrow, "d_model": 64, "num_layers": 4},
+        schedule={"steps": 1800, "warmup_steps": 180},
+        training={"save_every": 300},
+        evaluation={"every": 300, "batch_size": 100},
     )
 
 
@@ -292,25 +252,14 @@ def pathfinder_small(mixer: MixerConfig | None = None) -> RunConfig:
     Cut: images of 16 x 16 pixels with curves of 4 dashes instead of 32 x 32 with 14, 4 layers of width 64 instead of
     6 of 128, 100,000 images seen instead of 32 million, working memory 64.
     """
-    return RunConfig(
+    full = pathfinder()
+    narrow = _resized(full, d_z=32, d_v=128, window=64, max_positions=256)
+    return full.replace(
         task=PathfinderTaskConfig(size=16),
-        model=BackboneConfig(
-            mixer=mixer
-            or SeqBoatConfig(
-                ssm=EMAConfig(d_state=16),
-                router=TemperedSoftmaxConfig(temperature_scale=1.0),
-                gau=GAUConfig(d_z=32, d_v=128, attention="relu2", window=64, max_positions=256),
-                norm="batch",
-                prenorm=True,
-            ),
-            d_model=64,
-            num_layers=4,
-            absolute_positions=True,
-        ),
-        optimiser=OptimiserConfig(lr=0.01, weight_decay=0.01),
-        schedule=ScheduleConfig(steps=2000, warmup_steps=200),
-        training=TrainingConfig(batch_size=50, save_every=250),
-        evaluation=EvaluationConfig(every=250, batch_size=100),
+        model={"mixer": mixer or narrow, "d_model": 64, "num_layers": 4},
+        schedule={"steps": 2000, "warmup_steps": 200},
+        training={"batch_size": 50, "save_every": 250},
+        evaluation={"every": 250, "batch_size": 100},
     )
 
 
@@ -320,23 +269,12 @@ def pathx_small(mixer: MixerConfig | None = None) -> RunConfig:
     Cut: 2 layers of width 32 instead of 6 of 128, 1,600 images seen instead of 16 million, working memory 64. The
     published task stays at chance for many epochs, and so does this one.
     """
-    return RunConfig(
+    full = pathx()
+    narrow = replace(_resized(full, d_z=16, d_v=64, window=64), ssm=EMAConfig(d_state=8))
+    return full.replace(
         task=PathXTaskConfig(train_size=1600, eval_size=200),
-        model=BackboneConfig(
-            mixer=mixer
-            or SeqBoatConfig(
-                ssm=EMAConfig(d_state=8),
-                router=TemperedSoftmaxConfig(temperature_scale=1.0),
-                gau=GAUConfig(d_z=16, d_v=64, attention="relu2", window=64, max_positions=128 * 128),
-                norm="batch",
-                prenorm=True,
-            ),
-            d_model=32,
-            num_layers=2,
-            absolute_positions=True,
-        ),
-        optimiser=OptimiserConfig(lr=0.01, weight_decay=0.01),
-        schedule=ScheduleConfig(steps=200, warmup_steps=20),
-        training=TrainingConfig(batch_size=8, log_every=5, save_every=50),
-        evaluation=EvaluationConfig(every=50, batch_size=8),
+        model={"mixer": mixer or narrow, "d_model": 32, "num_layers": 2},
+        schedule={"steps": 200, "warmup_steps": 20},
+        training={"batch_size": 8, "log_every": 5, "save_every": 50},
+        evaluation={"every": 50, "batch_size": 8},
     )
