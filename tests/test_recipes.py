@@ -21,7 +21,7 @@ from seqboat.tasks.base import Batch, Task
 FULL = [name for name in RECIPES if f"{name}-small" in RECIPES]
 FILES = {"classify": ["--data.train", "train.csv"], "lm": ["--data.text", "notes.txt"]}
 
-# table "hype" of appendix C: depth, d_m, alpha, d_z, d_v, attention, norm, pre-norm, batch, rate, dropout, decay
+# table "hype" of appendix A.5: depth, d_m, alpha, d_z, d_v, attention, norm, pre-norm, batch, rate, dropout, decay
 TABLE = {
     "lra.listops": (6, 80, 0.3, 64, 160, "softmax", "layer", False, 64, 0.004, 0.1, 0.001),
     "lra.text": (4, 128, 0.3, 64, 256, "softmax", "scale", False, 50, 0.004, 0.1, 0.01),

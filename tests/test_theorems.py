@@ -6,7 +6,7 @@ I of functions there are decisions and confidences with L_SMA(a, c) = span{f_i :
 space lies in such a space. It does not hold for other subspaces: the line through f_1 + f_2 is none of the 2^M
 spaces that SMA can form. Both are tested.
 
-**Transfer Theorem** (appendix B). With f = g(m), m(x) = r(x) d(x), J the derivative of g at m, and
+**Transfer Theorem** (appendix C). With f = g(m), m(x) = r(x) d(x), J the derivative of g at m, and
 M = d (grad_x r) + r (grad_x d) the derivative of m, the chain rule gives
 
     grad_x f = J M,        grad_w f = (J d) (grad_w r),  of rank one.

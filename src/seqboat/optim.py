@@ -1,4 +1,4 @@
-"""Optimisers, parameter groups and the learning-rate schedule: appendix C of the paper.
+"""Optimisers, parameter groups and the learning-rate schedule: appendix A.5 of the paper.
 
 Weight decay pulls a parameter towards zero, which makes sense only where zero means "no effect" and where the
 model can make up for it. So it falls on the matrices of linear maps, convolutions and embeddings, and on nothing

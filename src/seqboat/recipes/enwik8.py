@@ -1,4 +1,4 @@
-"""Language model of enwik8: table 3 of the paper, with the settings of appendix C."""
+"""Language model of enwik8: table 3 of the paper, with the settings of appendix A.5."""
 
 from __future__ import annotations
 

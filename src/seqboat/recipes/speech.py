@@ -1,4 +1,4 @@
-"""Speech Commands, ten words from raw samples: table 2 of the paper, with the settings of appendix C."""
+"""Speech Commands, ten words from raw samples: table 2 of the paper, with the settings of appendix A.5."""
 
 from __future__ import annotations
 
