@@ -59,6 +59,7 @@ COMPOSED = {
     "liquid_s4": {"hippo", "ssm", "ssm_layer"},
     "h3": {"s4d", "ssm", "transformer"},
     "seqboat": {"activation", "ema", "gau", "s4d", "ssm", "transformer"},
+    "seqboat_family": {"ema", "gau", "s4d", "seqboat", "transformer"},
     "mega": {"cache", "ema", "ssm", "transformer"},
     "transformer": {"cache"},
     "block": {"transformer"},

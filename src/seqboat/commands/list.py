@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-WHAT = ("recipes", "mixers", "tasks", "routers")
+WHAT = ("recipes", "ablations", "mixers", "tasks", "routers")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,8 +16,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
-    for name, thing in table(options.what).items():
-        print(f"{name:<22} {first_sentence(thing)}")
+    things = table(options.what)
+    width = max(22, *map(len, things))
+    for name, thing in things.items():
+        print(f"{name:<{width}} {first_sentence(thing)}")
     return 0
 
 
@@ -27,6 +29,10 @@ def table(what: str) -> Mapping[str, Any]:
         from seqboat.recipes import RECIPES
 
         return RECIPES
+    if what == "ablations":
+        from seqboat.recipes import ABLATIONS
+
+        return ABLATIONS
     if what == "mixers":
         from seqboat.mixers import MIXERS
 

@@ -14,12 +14,36 @@ from seqboat.mixers.s4 import S4LayerConfig
 from seqboat.mixers.s4d import S4DLayerConfig
 from seqboat.mixers.s5 import S5LayerConfig
 from seqboat.mixers.seqboat import SeqBoat, SeqBoatConfig, SeqBoatFFNConfig
+from seqboat.mixers.seqboat_family import (
+    SeqBoatChunkConfig,
+    SeqBoatFullAlwaysConfig,
+    SeqBoatFullConfig,
+    SeqBoatFullGumbelConfig,
+    SeqBoatFullS4DConfig,
+    SeqBoatLocal32Config,
+    SeqBoatLocalConfig,
+    SeqBoatMem32Config,
+    SeqBoatMoEConfig,
+    SeqBoatSigmoidConfig,
+    SeqBoatThenFFNConfig,
+)
 from seqboat.mixers.transformer import Transformer, TransformerConfig
 from seqboat.mixers.transformer_xl import TransformerXL, TransformerXLConfig
 
 MIXERS = {
     "seqboat": SeqBoatConfig,
     "seqboat-gau-ffn": SeqBoatFFNConfig,
+    "seqboat-ffn": SeqBoatThenFFNConfig,
+    "seqboat-sigmoid": SeqBoatSigmoidConfig,
+    "seqboat-moe": SeqBoatMoEConfig,
+    "seqboat-local": SeqBoatLocalConfig,
+    "seqboat-chunk": SeqBoatChunkConfig,
+    "seqboat-mem32": SeqBoatMem32Config,
+    "seqboat-local32": SeqBoatLocal32Config,
+    "seqboat-full": SeqBoatFullConfig,
+    "seqboat-full-always": SeqBoatFullAlwaysConfig,
+    "seqboat-full-gumbel": SeqBoatFullGumbelConfig,
+    "seqboat-full-s4d": SeqBoatFullS4DConfig,
     "transformer": TransformerConfig,
     "mega": MegaConfig,
     "mega-chunk": MegaChunkConfig,

@@ -1,5 +1,7 @@
 """Recipes: functions that return the configuration of a run. One file per table of the paper.
 
+The rows of the paper's ablations are a table of their own, ABLATIONS.
+
 A variant is a call with another mixer, `lra.image(mixer=...)`, or a changed copy, `lra.image().replace(seed=1)`.
 """
 
@@ -10,6 +12,7 @@ from collections.abc import Callable
 
 from seqboat.config import RunConfig
 from seqboat.recipes import diagnostics, enwik8, lra, speech, your_data
+from seqboat.recipes.ablations import ABLATIONS
 
 RECIPES: dict[str, Callable[..., RunConfig]] = {
     "lra.listops": lra.listops,
@@ -37,9 +40,10 @@ RECIPES: dict[str, Callable[..., RunConfig]] = {
 
 
 def find_recipe(name: str) -> Callable[..., RunConfig]:
-    """A recipe by its name; a ValueError suggests the nearest."""
-    if name in RECIPES:
-        return RECIPES[name]
-    near = difflib.get_close_matches(name, RECIPES, n=1, cutoff=0.4)
+    """A recipe or an ablation by its name; a ValueError suggests the nearest."""
+    every = RECIPES | ABLATIONS
+    if name in every:
+        return every[name]
+    near = difflib.get_close_matches(name, every, n=1, cutoff=0.4)
     hint = f"did you mean {near[0]}?" if near else "`seqboat list recipes` shows all"
     raise ValueError(f"recipe {name!r} is unknown; {hint}")
