@@ -17,6 +17,7 @@ them all. Parts are chosen by name, with their defaults:
 
   seqboat train lra.listops-small --seed=1 --training.batch_size=16
   seqboat train lra.image-small --model.mixer NAME             (seqboat list mixers)
+  seqboat train lra.image-small --model.mixer NAME --match-parameters
   seqboat train recall --model.mixer.router sigmoid            (seqboat list routers)
   seqboat train classify --data.train reviews.csv
   seqboat train lm --data.text notes/*.txt
@@ -37,11 +38,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--out", metavar="DIR", help="folder of the run (default: runs/RECIPE)")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out")
+    parser.add_argument(
+        "--match-parameters",
+        action="store_true",
+        help="give the model as many parameters as the recipe's own, by its width",
+    )
     parser.add_argument("--print_config", action="store_true", help="print the configuration and stop")
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
+    from seqboat.checks import require
     from seqboat.config import RunConfig, from_yaml, override, to_yaml
     from seqboat.recipes import find_recipe
     from seqboat.train import train
@@ -56,6 +63,12 @@ def run(options: argparse.Namespace) -> int:
     if config is None:
         raise ValueError("name a recipe (seqboat list recipes), or give --config FILE, or --resume --out DIR")
     config = override(config, options.fields)
+    if options.match_parameters:
+        from seqboat.matching import match_parameters
+
+        require(bool(config.recipe), "--match-parameters needs a recipe whose model is to be matched")
+        config, found = match_parameters(config, find_recipe(config.recipe)())
+        print(found.report(), file=sys.stderr)
     if options.print_config:
         print(to_yaml(config), end="")
         return 0

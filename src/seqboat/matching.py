@@ -1,0 +1,124 @@
+"""Equal parameter counts: the width of a mixer at which a model is as large as another one.
+
+A mixer with a feed-forward block of its own gets another hidden width (`d_ff`), so that width and depth of the model
+stay as they are. Where it has none, or where even the narrowest is too large, the width of the model changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from torch import nn
+
+from seqboat.checks import check_positive
+from seqboat.config import RunConfig
+from seqboat.model import MixerConfig
+
+Count = Callable[[Any, int], int]
+"""How many parameters something with this mixer and this width has."""
+
+
+@dataclass(frozen=True)
+class Match:
+    """A mixer and the width of its model, and how near its size comes."""
+
+    mixer: MixerConfig
+    """The mixer, perhaps with another hidden width."""
+    d_model: int
+    """The width of the model."""
+    field: str
+    """What was changed: d_ff of the mixer, or d_model."""
+    value: int
+    """What it is now."""
+    parameters: int
+    """How many parameters there are."""
+    target: int
+    """How many there should be."""
+
+    def report(self) -> str:
+        """Both counts in a line."""
+        share = (self.parameters - self.target) / self.target
+        return (
+            f"{self.parameters:,} parameters with {self.field} = {self.value}; "
+            f"{self.target:,} to match ({share:+.2%})"
+        )
+
+
+def count_parameters(module: nn.Module) -> int:
+    """The number of trained values."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def count_of_run(config: RunConfig) -> int:
+    """The number of parameters of a run's model. Only two layers are made: all layers are as large."""
+    task = config.build_task()
+    sizes = [
+        count_parameters(config.replace(model={"num_layers": layers}).build_model(task)) for layers in (1, 2)
+    ]
+    return sizes[0] + (config.model.num_layers - 1) * (sizes[1] - sizes[0])
+
+
+def match_parameters(config: RunConfig, reference: RunConfig) -> tuple[RunConfig, Match]:
+    """Change the width of a run's model so that it has as many parameters as another one.
+
+    Args:
+        config: of the run, with any mixer.
+        reference: usually the recipe as it is, with SeqBoat.
+
+    Returns:
+        The configuration with the new width, and what was found.
+    """
+
+    def count(mixer: MixerConfig, d_model: int) -> int:
+        return count_of_run(config.replace(model={"mixer": mixer, "d_model": d_model}))
+
+    found = _match(config.model.mixer, config.model.d_model, count_of_run(reference), count)
+    return config.replace(model={"mixer": found.mixer, "d_model": found.d_model}), found
+
+
+def match_layer(mixer: MixerConfig, d_model: int, target: int) -> Match:
+    """Change the width of a layer so that it has about `target` parameters."""
+    check_positive("target", target)
+    return _match(mixer, d_model, target, lambda config, width: count_parameters(config.build(width)))
+
+
+def _match(mixer: Any, d_model: int, target: int, count: Count) -> Match:
+    if "d_ff" in {field.name for field in fields(mixer)} and getattr(mixer, "ffn", True):
+        first, second = (count(replace(mixer, d_ff=width), d_model) for width in (1, 2))
+        if first <= target:
+            # every hidden unit has as many weights
+            width = 1 + round((target - first) / (second - first))
+            size = first + (width - 1) * (second - first)
+            return Match(replace(mixer, d_ff=width), d_model, "d_ff", width, size, target)
+    step = _step(mixer, d_model, count)
+    width, size = _nearest(lambda multiple: count(mixer, multiple * step), target)
+    return Match(mixer, width * step, "d_model", width * step, size, target)
+
+
+def _step(mixer: Any, d_model: int, count: Count) -> int:
+    """The smallest step of widths that the mixer takes, by trying: heads must divide the width, for one."""
+    step = getattr(mixer, "heads", 1)
+    while step <= d_model:
+        try:
+            for multiple in (1, 3):
+                count(mixer, multiple * step)
+        except ValueError:
+            step *= 2
+        else:
+            return int(step)
+    raise ValueError(f"no width up to {d_model} suits {type(mixer).__name__}")
+
+
+def _nearest(count: Callable[[int], int], target: int) -> tuple[int, int]:
+    """The value at which a growing count is nearest to a target, and the count there."""
+    low = high = 1
+    while count(high) < target:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if count(middle) < target else (low, middle)
+    sizes = {value: count(value) for value in (low, high)}
+    best = min(sizes, key=lambda value: abs(sizes[value] - target))
+    return best, sizes[best]
