@@ -127,6 +127,7 @@ def test_bad_settings_are_named() -> None:
         BigBirdConfig(random_blocks=-1)
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_agrees_with_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     peer: Any = pytest.importorskip("transformers.models.big_bird.modeling_big_bird")
     layer = make(BigBirdConfig(heads=2, block_size=4, random_blocks=2))

@@ -84,6 +84,7 @@ def test_bad_settings_are_named() -> None:
         LinformerConfig(sharing="layers")  # type: ignore[arg-type]
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_agrees_with_the_package_linformer() -> None:
     peer = pytest.importorskip("linformer")
     layer = make(LinformerConfig(heads=2, projected=4, sharing="heads", max_positions=9))

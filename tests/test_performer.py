@@ -146,6 +146,7 @@ def test_bad_settings_are_named() -> None:
 
 
 @pytest.mark.parametrize("kernel", ["softmax", "relu"])
+@pytest.mark.filterwarnings("ignore")
 def test_agrees_with_performer_pytorch(kernel: FeatureKernel) -> None:
     peer = pytest.importorskip("performer_pytorch.performer_pytorch")
     layer = make(PerformerConfig(heads=2, features=7, kernel=kernel))

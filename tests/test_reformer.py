@@ -146,6 +146,7 @@ def test_bad_settings_are_named() -> None:
         Reformer(8).init_state(1)
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_agrees_with_transformers() -> None:
     peer: Any = pytest.importorskip("transformers.models.reformer.modeling_reformer")
     layer = make(ReformerConfig(heads=2, hashes=1, buckets=4, chunk_size=4))

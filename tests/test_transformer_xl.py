@@ -115,6 +115,7 @@ def test_bad_settings_are_named() -> None:
         TransformerXL(12)
 
 
+@pytest.mark.filterwarnings("ignore")
 def test_agrees_with_x_transformers_where_the_equations_meet() -> None:
     """Without the terms of positions, memory is plain attention to cached keys: so it is in x-transformers."""
     peer = pytest.importorskip("x_transformers")
@@ -139,4 +140,5 @@ def test_agrees_with_x_transformers_where_the_equations_meet() -> None:
     y = block.norm(x[:, memory:] + theirs)
     hidden = F.relu(y @ block.ffn.hidden.weight.T + block.ffn.hidden.bias)
     y = block.ffn_norm(y + hidden @ block.ffn.out.weight.T + block.ffn.out.bias)
-    torch.testing.assert_close(layer(x).y[:, memory:], y)
+    # their softmax is in float32
+    torch.testing.assert_close(layer(x).y[:, memory:], y, rtol=2e-6, atol=2e-6)
