@@ -13,7 +13,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -233,7 +233,10 @@ class SeqBoatModel(SeqBoatPreTrainedModel):
 
     def __init__(self, config: SeqBoatConfig) -> None:
         super().__init__(config)
-        self.backbone = Backbone(config.backbone())
+        # the library makes models without memory before it loads them, but some mixers draw numbers as they are made
+        meta = torch.get_default_device().type == "meta"
+        with torch.device("cpu") if meta else nullcontext():
+            self.backbone = Backbone(config.backbone())
         self.post_init()
 
     @can_return_tuple
