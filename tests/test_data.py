@@ -273,6 +273,14 @@ def test_truncated_archives_and_web_pages_are_named(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"cut.tar.gz is damaged or cut short"):
             for entry in Source(path).entries():
                 entry.read()
+    # a checksum at the end of the file stands for every byte before it
+    for place in range(40, len(whole.getvalue()), 397):
+        damaged = bytearray(whole.getvalue())
+        damaged[place] ^= 0x10
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"cut.tar.gz is damaged"):
+            for entry in Source(path).entries():
+                entry.read()
     page = tmp_path / "aclImdb_v1.tar.gz"
     page.write_bytes(b"\n <!DOCTYPE HTML><html>404</html>")
     with pytest.raises(ValueError, match="is a web page, not data"):
@@ -282,6 +290,29 @@ def test_truncated_archives_and_web_pages_are_named(tmp_path: Path) -> None:
         prepare("enwik8", str(tmp_path / "empty.zip"), tmp_path / "data")
     with pytest.raises(MissingData, match=r"nowhere does not exist; get enwik8.zip from https://"):
         prepare("enwik8", str(tmp_path / "nowhere"), tmp_path / "data")
+
+
+def test_archives_without_a_checksum_must_have_an_end_and_nothing_behind_it(tmp_path: Path) -> None:
+    whole = io.BytesIO()
+    with tarfile.open(fileobj=whole, mode="w") as archive:
+        for i in range(4):
+            add(archive, f"{i}.txt", b"x" * 512)
+    path = tmp_path / "plain.tar"
+    for content, message in (
+        (whole.getvalue()[:2048], "plain.tar is cut short: it has no end mark"),
+        (whole.getvalue()[:2560], "plain.tar is damaged or cut short: unexpected end of data"),
+        (
+            whole.getvalue()[:2048] + b"?" + whole.getvalue()[2049:],
+            "is damaged: no member begins at byte 2,048",
+        ),
+        (whole.getvalue() * 2, "is damaged: no member begins at byte 4,096"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            for entry in Source(path).entries():
+                entry.read()
+    path.write_bytes(whole.getvalue())
+    assert len(list(Source(path).entries())) == 4
 
 
 @pytest.mark.parametrize("style", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
@@ -596,6 +627,18 @@ def test_mistakes_are_answered_in_one_line(
     error = capsys.readouterr().err.strip()
     assert message in error and error.startswith("seqboat data: error:") and "\n" not in error
     assert not (tmp_path / "data").exists() or list((tmp_path / "data").iterdir()) == []
+
+
+@pytest.mark.parametrize("inner", [".", "some/data"])
+def test_a_data_folder_that_cannot_be_made(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], inner: str
+) -> None:
+    (tmp_path / "file").write_text("x")
+    where = tmp_path / "file" / inner
+    assert main(["data", "prepare", "pathfinder16", "--count", "5,1,1", "--data-dir", str(where)]) == 2
+    assert capsys.readouterr().err == (
+        f"seqboat data: error: the data folder {where} cannot be made: {tmp_path / 'file'} is a file\n"
+    )
 
 
 def full_disk(monkeypatch: pytest.MonkeyPatch, free: int) -> None:

@@ -539,6 +539,7 @@ def test_every_byte_is_a_target_once(root: Path) -> None:
             assert (example.inputs[1:] == example.target[:-1])[example.target[:-1] != IGNORE].all()
             scored += bytes(example.target[example.target != IGNORE].astype(np.uint8))
         assert scored == FAKE[start + 1 : end]
+        assert bytes(task.text(split)) == FAKE[start:end]  # type: ignore[arg-type]
     assert len(dataset[1].inputs) == 96
     train = task.dataset("train")
     assert {len(train[i].inputs) for i in range(len(train))} == {64}
@@ -661,7 +662,16 @@ def test_bad_rows_are_counted_and_named(tmp_path: Path) -> None:
     [
         ("rows.csv", "review,stars\na,1\n", "has no column 'text'; its columns are 'review', 'stars'"),
         ("rows.csv", "text,label\na,1\nb,1\n", "must have from 2 to 1000 different labels, got 1"),
-        ("rows.csv", "text,label\n", "has no usable row"),
+        ("rows.csv", "text,label\n", "rows.csv has no rows"),
+        ("rows.csv", "", "has no column 'text'; its columns are none"),
+        ("rows.csv", "<!DOCTYPE html><html>404</html>", "rows.csv is a web page, not a table"),
+        ("rows.csv", "PK\x03\x04\0\0", "rows.csv is not text in UTF-8"),
+        ("rows.csv", "\x1b[31m" + "a" * 99 + ",b\n", r"its columns are '\\x1b\[31ma{35}\.\.\.', 'b'"),
+        (
+            "rows.jsonl",
+            "[1]\n{]\n",
+            "2 of 2 records are bad; the first: rows.jsonl, line 1: no 'text' and 'label'",
+        ),
         ("rows.txt", "text,label\na,1\n", r"the name must end in .csv, .tsv or .jsonl"),
         ("rows.csv", "text,label\n" + "".join(f"a,{i}\n" for i in range(1001)), "different labels, got 1001"),
     ],
@@ -723,6 +733,44 @@ def test_speakers_are_in_the_parts_that_the_authors_put_them_in() -> None:
     assert len(rows) == 4100
 
 
+SHORT_RUN = [
+    "--model.num_layers=1",
+    "--model.d_model=8",
+    "--schedule.steps=2",
+    "--schedule.warmup_steps=1",
+    "--evaluation.every=2",
+    "--training.batch_size=4",
+]
+
+
+def test_what_is_wrong_with_held_out_rows_is_said_before_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table, other, run = tmp_path / "rows.csv", tmp_path / "val.csv", tmp_path / "run"
+    table.write_text("text,label\na,1\n,2\nb,2\nc,1\nd,2\n")
+    command = [
+        "train",
+        "classify",
+        f"--data.train={table}",
+        f"--data.val={other}",
+        f"--out={run}",
+        *SHORT_RUN,
+    ]
+    for content, message in (
+        (None, f"{other} is not a file: expected a CSV, TSV or JSONL table"),
+        ("text,label\nx,7\n", f"{other}, line 2: label '7' is not among those of {table}: 1, 2"),
+    ):
+        if content is not None:
+            other.write_text(content)
+        assert main(command) == 2
+        assert capsys.readouterr().err == f"seqboat train: error: {message}\n"
+        assert not run.exists()
+    other.write_text("text,label\nx,1\n")
+    assert main(command) == 0
+    told = "1 records of the data were left out; the first: rows.csv, line 3: empty text"
+    assert told in capsys.readouterr().out.splitlines()
+
+
 def test_a_trained_run_is_scored_on_another_table_without_the_training_table(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -733,18 +781,8 @@ def test_a_trained_run_is_scored_on_another_table_without_the_training_table(
         ]
         (tmp_path / f"{name}.csv").write_text("text,label\n" + "".join(lines))
     run = str(tmp_path / "run")
-    settings = {
-        "data.train": tmp_path / "train.csv",
-        "data.val": tmp_path / "val.csv",
-        "model.num_layers": 1,
-        "model.d_model": 8,
-        "schedule.steps": 2,
-        "schedule.warmup_steps": 1,
-        "evaluation.every": 2,
-        "training.batch_size": 4,
-        "out": run,
-    }
-    assert main(["train", "classify", *(f"--{name}={value}" for name, value in settings.items())]) == 0
+    tables = [f"--data.{name}={tmp_path / name}.csv" for name in ("train", "val")]
+    assert main(["train", "classify", "--out", run, *tables, *SHORT_RUN]) == 0
     (tmp_path / "train.csv").unlink()
     capsys.readouterr()
     assert main(["eval", run, "--json"]) == 0

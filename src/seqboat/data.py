@@ -116,11 +116,12 @@ class Skips:
     def check(self, kept: int) -> None:
         """Refuse if too much was left out of what would have been `kept + count` records."""
         if self.count > self.most * (kept + self.count):
-            first = self.listed[0]
-            raise ValueError(
-                f"{self.count} of {kept + self.count} records are bad; the first: "
-                f"{first['file']}, {first['record']}: {first['reason']}"
-            )
+            raise ValueError(f"{self.count} of {kept + self.count} records are bad; the first: {self.first}")
+
+    @property
+    def first(self) -> str:
+        """The first record that was left out, and why."""
+        return "{file}, {record}: {reason}".format(**self.listed[0])
 
 
 class ArrayWriter:

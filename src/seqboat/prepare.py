@@ -265,6 +265,7 @@ def prepare(
     """
     info = find_dataset(name)
     root = Path(root)
+    check_folder(root)
     if root.is_dir():
         restore(root, name)
     if not force and (root / name / MANIFEST).exists():
@@ -302,6 +303,17 @@ def prepare(
         skips.check(sum(made.counts.values()))
         staging.finish(source.label, made, skips)
     return Store.find(root, name)
+
+
+def check_folder(root: Path) -> None:
+    """Refuse a data folder that cannot be made or written to."""
+    there = root.absolute()
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    require(there.is_dir(), f"the data folder {root} cannot be made: {there} is a file")
+    require(
+        os.access(there, os.W_OK), f"the data folder {root} cannot be written to: no permission in {there}"
+    )
 
 
 def _locate(path: Path, info: DataInfo) -> Path:

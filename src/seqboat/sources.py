@@ -122,6 +122,19 @@ class Source:
                     opened = archive.extractfile(member)
                     assert opened is not None
                     yield Entry(member.name, partial(self._guarded, opened.read))
+            self._check_end(archive, budget)
+
+    def _check_end(self, archive: tarfile.TarFile, budget: _Budget) -> None:
+        """Refuse an archive whose members end before it does, or that ends without saying so.
+
+        tarfile takes a damaged header for the end, and reads no further, where a compressed file has its checksum.
+        """
+        stream = archive.fileobj
+        assert stream is not None
+        require(stream.tell() > archive.offset, f"{self.path} is cut short: it has no end mark")
+        while rest := stream.read(1 << 20):
+            budget.spend(len(rest))
+            require(not any(rest), f"{self.path} is damaged: no member begins at byte {archive.offset:,}")
 
     def _zip(self, wanted: Callable[[str], bool]) -> Iterator[Entry]:
         budget = _Budget(self.path)

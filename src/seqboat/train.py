@@ -82,6 +82,8 @@ class Progress(NamedTuple):
     tokens: int = 0
     elapsed: float = 0.0
     """seconds of training and evaluation, over all processes that worked on the run one after the other"""
+    processor: float = 0.0
+    """seconds of processor time of the first process, which a busy machine does not stretch"""
     finished: bool = False
     dead: dict[str, int] | None = None
     """modules without an activated token: the step since when; 0 once that was reported"""
@@ -270,6 +272,7 @@ class Run:
                 "training.carry_state and task.context exclude each other: the state is the context"
             )
         self.data = self.task.dataset("train")
+        self.task.dataset(config.evaluation.split)  # what is wrong with it is said now, not after many steps
         self.plan = Plan(
             len(self.data),
             training.batch_size,
@@ -294,7 +297,7 @@ class Run:
         self.store = ck.Store(folder, training.keep, on_phase, display.tell)
         self.metrics = Metrics(folder / "metrics.jsonl", display.tell)
         self.progress = Progress()
-        self.started = time.monotonic()
+        self.started = self.worked_from = 0.0
         self.carried: list[Any] = [None] * training.accumulation
         self.resumed = resume and self.load()
         if world.first:
@@ -395,6 +398,9 @@ class Run:
         self.display.start(self._title(), steps, self.progress.step)
         if self.resumed:
             self.display.tell(f"resumed after step {self.progress.step}")
+        if self.task.skips is not None and self.task.skips.count:
+            skips = self.task.skips
+            self.display.tell(f"{skips.count} records of the data were left out; the first: {skips.first}")
         try:
             with Signals() as signals:
                 return self._loop(steps, signals, trackers)
@@ -424,6 +430,7 @@ class Run:
         )
         clock, tokens = time.monotonic(), 0
         self.started = clock - self.progress.elapsed
+        self.worked_from = time.process_time() - self.progress.processor
         stopped_early = False
         while self.progress.step < steps and not stopped_early:
             step = self.progress.step
@@ -480,8 +487,10 @@ class Run:
         return Outcome(0, self.progress.step, self.progress.best, reason)
 
     def _record(self, record: dict[str, Any], trackers: list[Any]) -> None:
-        self.progress = self.progress._replace(elapsed=time.monotonic() - self.started)
-        record["elapsed"] = self.progress.elapsed
+        self.progress = self.progress._replace(
+            elapsed=time.monotonic() - self.started, processor=time.process_time() - self.worked_from
+        )
+        record |= {"elapsed": self.progress.elapsed, "processor": self.progress.processor}
         if self.world.first:
             self.metrics.write(record)
             for tracker in trackers:

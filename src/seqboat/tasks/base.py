@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from seqboat.checks import check_choice, check_positive, require
+from seqboat.data import Skips
 
 Kind = Literal["classify", "match", "lm"]
 Split = Literal["train", "val", "test"]
@@ -140,6 +141,8 @@ class Task(ABC):
     """The longest sequence that an example can have."""
     fixed_length: bool = False
     """Whether all examples have max_length tokens: there is then nothing to bucket, and no padding."""
+    skips: Skips | None = None
+    """What was left out, by tasks that read files as they are."""
     metric: str = "accuracy"
     """The number that tells better from worse."""
     better: Literal["higher", "lower"] = "higher"

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from seqboat.checks import check_positive, require
 from seqboat.data import Skips
-from seqboat.sources import read_file
+from seqboat.sources import looks_like_html, read_file
 from seqboat.tasks.base import BYTES, Dataset, Example, Split, Task
 from seqboat.tasks.enwik8 import SegmentDataset
 from seqboat.tasks.stored import hold_out
@@ -103,7 +103,7 @@ class ClassifyTask(Task):
         require(config.train != "", "train must name a CSV, TSV or JSONL file, got none")
         self.config = config
         self.max_length = config.max_length
-        self.skips = Skips(config.strict, most=0.5)
+        self.skips: Skips = Skips(config.strict, most=0.5)
         self._labels: tuple[str, ...] | None = None
         self._read: dict[str, list[Row]] = {}
         self._tables: dict[str, MemoryDataset] = {}
@@ -135,8 +135,8 @@ class ClassifyTask(Task):
         if path not in self._read:
             skips = Skips(self.config.strict, most=0.5)
             rows = list(read_table(path, self.config.text_column, self.config.label_column, skips))
-            require(len(rows) > 0, f"{path} has no usable row; {skips.count} were left out")
             skips.check(len(rows))
+            require(len(rows) > 0, f"{path} has no rows")
             self.skips.count += skips.count
             self.skips.listed += skips.listed
             self._read[path] = rows
@@ -190,6 +190,8 @@ def read_table(path: str, text_column: str, label_column: str, skips: Skips) -> 
     require(Path(path).is_file(), f"{path} is not a file: expected a CSV, TSV or JSONL table")
     content = read_file(Path(path))
     name = Path(path).name
+    require(not looks_like_html(content[:512]), f"{path} is a web page, not a table")
+    require(b"\0" not in content[:512], f"{path} is not text in UTF-8: save the table as UTF-8, unpacked")
     suffixes = [suffix.lower() for suffix in Path(path).suffixes]
     if any(suffix in (".jsonl", ".ndjson", ".json") for suffix in suffixes):
         found = _json_rows(name, content, text_column, label_column, skips)
@@ -221,7 +223,7 @@ def _csv_rows(
         for column in (text_column, label_column):
             require(
                 column in columns,
-                f"{name} has no column {column!r}; its columns are {', '.join(map(repr, columns)) or 'none'}",
+                f"{name} has no column {column!r}; its columns are {', '.join(map(_short, columns)) or 'none'}",
             )
         for record in reader:
             where = f"line {reader.line_num}"
@@ -234,6 +236,10 @@ def _csv_rows(
         raise ValueError(f"{name}, line {reader.line_num}: {error}") from None
     finally:
         csv.field_size_limit(limit)
+
+
+def _short(column: str) -> str:
+    return ascii(column if len(column) <= 40 else f"{column[:40]}...")
 
 
 def _plain(label: str) -> str:
@@ -297,7 +303,7 @@ class LMTextTask(Task):
         require(len(config.text) > 0, "text must name at least one file, got none")
         self.config = config
         self.max_length = config.segment + config.context
-        self.skips = Skips(most=0.5)
+        self.skips: Skips = Skips(most=0.5)
         self._text: NDArray[np.uint8] | None = None
 
     def _tokens(self) -> NDArray[np.uint8]:
@@ -309,7 +315,6 @@ class LMTextTask(Task):
                     self.skips.add(path, "the file", problem)
                 else:
                     parts.append(content)
-            require(len(parts) > 0, f"no usable text in {', '.join(self.config.text)}")
             self.skips.check(len(parts))
             # a blank line between files, so that the end of one is not read as the middle of a line
             self._text = np.frombuffer(b"\n\n".join(parts), np.uint8)

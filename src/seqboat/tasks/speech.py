@@ -193,7 +193,7 @@ def read_wav(content: bytes) -> NDArray[np.int16]:
             require(count > 0, "no samples")
             data = clip.readframes(count)
     except (wave.Error, EOFError) as error:
-        raise ValueError(f"not a WAV file: {error or 'cut short'}") from None
+        raise ValueError(f"not a WAV file: {str(error) or 'cut short'}") from None
     require(len(data) == 2 * count, f"cut short: {len(data) // 2} of {count} samples")
     return np.frombuffer(data, "<i2")
 
