@@ -48,6 +48,7 @@ def metric_text(record: Mapping[str, Any]) -> str:
         "memory_mb",
         "seconds",
         "elapsed",
+        "processor",
     )
     return "  ".join(f"{k} {v:.4f}" for k, v in record.items() if k not in skip and isinstance(v, float))
 

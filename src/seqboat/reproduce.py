@@ -234,6 +234,7 @@ def collect(job: Job, progress: Callable[[int, int], None] | None = None) -> dic
         "parameters": about["parameters"],
         "threads": about.get("threads"),
         "minutes": max(r.get("elapsed", 0.0) for r in records) / 60,
+        "processor_minutes": max(r.get("processor", 0.0) for r in records) / 60,
         "versions": about["versions"],
         "commit": about.get("commit"),
     }

@@ -66,7 +66,8 @@ def write_page(page: Path, records: Sequence[Record]) -> None:
         "# Results",
         "",
         "Written by `seqboat reproduce` from the JSON file of the same name; nothing is edited by hand. Minutes are",
-        "wall-clock times of training with its evaluations, beside the number of threads.",
+        "those of training with its evaluations, by the clock and of the processor, which a busy machine does not",
+        "stretch.",
         "",
     ]
     for target in TARGETS.values():
@@ -93,8 +94,8 @@ def _section(page: Path, target: Target, scale: Scale, records: Sequence[Record]
     lines += [
         f"`{command}`",
         "",
-        "| | paper, full size | ours | seeds | parameters | minutes (threads) | active % by layer | command |",
-        "|---|---|---|---|---|---|---|---|",
+        "| | paper, full size | ours | seeds | parameters | minutes | processor | threads | active %, layers | command |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [_row(trial, [r for r in records if r["trial"] == trial.name]) for trial in trials]
     lines.append("")
@@ -116,7 +117,7 @@ def _section(page: Path, target: Target, scale: Scale, records: Sequence[Record]
 
 def _row(trial: Trial, records: Sequence[Record]) -> str:
     if not records:
-        cells = [trial.title, trial.paper or "-", "not run", "-", "-", "-", "-", f"`{trial.command()}`"]
+        cells = [trial.title, trial.paper or "-", "not run", *"------", f"`{trial.command()}`"]
         return "| " + " | ".join(cells) + " |"
     values = [r["test"] for r in records]
     threads = sorted({str(r["threads"]) for r in records})
@@ -126,7 +127,8 @@ def _row(trial: Trial, records: Sequence[Record]) -> str:
         _score(values, records[0]["metric"]),
         ", ".join(str(r["seed"]) for r in records),
         f"{records[0]['parameters']:,}",
-        f"{statistics.mean(r['minutes'] for r in records):.1f} ({'/'.join(threads)})",
+        *(f"{statistics.mean(r[k] for r in records):.1f}" for k in ("minutes", "processor_minutes")),
+        "/".join(threads),
         "; ".join(_rates(r["activation"]) for r in records),
         f"`{trial.command()}`",
     ]
