@@ -94,7 +94,7 @@ def _section(page: Path, target: Target, scale: Scale, records: Sequence[Record]
     lines += [
         f"`{command}`",
         "",
-        "| | paper, full size | ours | seeds | parameters | minutes | processor | threads | active %, layers | command |",
+        "| | paper, full size | ours | seeds | parameters | minutes | processor | threads | active % | command |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [_row(trial, [r for r in records if r["trial"] == trial.name]) for trial in trials]
