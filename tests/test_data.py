@@ -299,7 +299,8 @@ def test_archives_without_a_checksum_must_have_an_end_and_nothing_behind_it(tmp_
             add(archive, f"{i}.txt", b"x" * 512)
     path = tmp_path / "plain.tar"
     for content, message in (
-        (whole.getvalue()[:2048], "plain.tar is cut short: it has no end mark"),
+        (whole.getvalue()[:2048], "plain.tar is damaged or cut short: it has no end mark"),
+        (whole.getvalue()[:2148], "plain.tar is damaged or cut short: it has no end mark"),
         (whole.getvalue()[:2560], "plain.tar is damaged or cut short: unexpected end of data"),
         (
             whole.getvalue()[:2048] + b"?" + whole.getvalue()[2049:],

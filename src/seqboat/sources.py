@@ -131,7 +131,8 @@ class Source:
         """
         stream = archive.fileobj
         assert stream is not None
-        require(stream.tell() > archive.offset, f"{self.path} is cut short: it has no end mark")
+        marked = stream.tell() >= archive.offset + tarfile.BLOCKSIZE
+        require(marked, f"{self.path} is damaged or cut short: it has no end mark")
         while rest := stream.read(1 << 20):
             budget.spend(len(rest))
             require(not any(rest), f"{self.path} is damaged: no member begins at byte {archive.offset:,}")
