@@ -252,6 +252,12 @@ def test_broken_tables_are_refused(tmp_path: Path):
         ("a,b\n", "broken.tsv: first line must be"),
         ("Source\tTarget\n( [MIN 3 )\n", "line 2: a line must be an expression, a tab and a digit"),
         ("Source\tTarget\n( ( ( [MIN 3 ) 4 ) ] )\t12\n", "line 2: a line must be"),
+        (
+            "Source\tTarget\n( ( ( [MIN 3 ) 4\t3\n",
+            "line 2: tokens must be one whole expression; got '.MIN 3 4'",
+        ),
+        ("Source\tTarget\n[MIN 3 ] 4 ]\t3\n", "line 2: tokens must be one whole expression"),
+        ("Source\tTarget\n\t3\n", "line 2: tokens must be one whole expression; got ''"),
         ("Source\tTarget\n( [AVG 3 )\t3\n", r"line 2: tokens must be .* got '\[AVG'"),
     ):
         path.write_text(text)

@@ -400,7 +400,9 @@ def test_bad_pairs_are_left_out_and_named(tmp_path: Path) -> None:
     reasons = [skip["reason"] for skip in store.manifest["skipped_records"]]
     assert reasons == ["label must be 0 or 1, got b'2.0'", "empty text"]
     (folder / "new_aan_pairs.eval.tsv").write_text("only two\tfields\n" * 20)
-    with pytest.raises(ValueError, match="holds no val pairs"):
+    with pytest.raises(
+        ValueError, match=r"holds no val pairs.*; 22 records were left out, the first: .*line 1: "
+    ):
         prepare("retrieval", str(folder), tmp_path / "data", force=True)
 
 
@@ -463,6 +465,41 @@ def test_the_pickled_version_of_cifar_is_refused_unopened(tmp_path: Path) -> Non
     with pytest.raises(ValueError, match="is not an array of numbers"):
         prepare("image", str(gray), tmp_path / "data")
     assert not canary.exists()
+
+
+def test_damaged_arrays_of_images_are_named(tmp_path: Path) -> None:
+    def write(**changes: object) -> None:
+        for part in ("train", "test"):
+            np.save(tmp_path / f"{part}_images.npy", np.zeros((20, 32, 32), np.uint8))
+            np.save(tmp_path / f"{part}_labels.npy", np.arange(20) % 10)
+        for name, content in changes.items():
+            if isinstance(content, bytes):
+                (tmp_path / f"{name}.npy").write_bytes(content)
+            else:
+                np.save(tmp_path / f"{name}.npy", np.asarray(content))
+
+    labels = np.arange(20) % 10
+    labels[3] = 77
+    write(train_labels=labels)
+    (skip,) = prepare("image", str(tmp_path), tmp_path / "data").manifest["skipped_records"]
+    assert (skip["record"], skip["reason"]) == ("row 3", "label must be from 0 to 9, got 77")
+    packed = lzma.compress((tmp_path / "train_images.npy").read_bytes())
+    for changes, message in (
+        (
+            {"train_labels": labels[:9]},
+            r"must hold uint8 of shape \(9, 32, 32\), got uint8 of shape \(20, 32, 32\)",
+        ),
+        ({"train_images": np.zeros((20, 32, 32))}, "got float64 of shape"),
+        ({"train_labels": np.zeros(20)}, r"must hold integers of shape \(images,\), got float64"),
+        (
+            {"train_images": b"<html>404</html>"},
+            "train_images.npy is not an array of numbers in NumPy's format",
+        ),
+        ({"train_images": packed[:100]}, "train_images.npy is damaged or cut short"),
+    ):
+        write(**changes)
+        with pytest.raises(ValueError, match=message):
+            prepare("image", str(tmp_path), tmp_path / "data", force=True)
 
 
 def test_bad_images_are_refused_or_left_out(tmp_path: Path) -> None:

@@ -299,7 +299,15 @@ def prepare(
     skips = Skips(strict)
     with Staging(root, name) as staging:
         source = Source(path)
-        made = info.read(source, staging, skips)
+        try:
+            made = info.read(source, staging, skips)
+        except ValueError as error:
+            if not skips.count:
+                raise
+            # what is missing may be what was left out
+            raise ValueError(
+                f"{error}; {skips.count} records were left out, the first: {skips.first}"
+            ) from error
         skips.check(sum(made.counts.values()))
         staging.finish(source.label, made, skips)
     return Store.find(root, name)

@@ -168,10 +168,12 @@ def _npy(folder: Path, stem: str) -> Path | None:
 
 def load_npy(path: Path) -> NDArray[Any]:
     """An array from a file that may be compressed; pickled objects are refused."""
+    content = read_file(path)
     try:
-        array: NDArray[Any] = np.load(io.BytesIO(read_file(path)), allow_pickle=False)
+        array: NDArray[Any] = np.load(io.BytesIO(content), allow_pickle=False)
     except (ValueError, EOFError) as error:
-        raise ValueError(f"{path} is not an array of numbers: {error}") from error
+        # NumPy's own message advises to allow pickles
+        raise ValueError(f"{path} is not an array of numbers in NumPy's format, or cut short") from error
     return array
 
 
@@ -185,6 +187,10 @@ def _prepare_gray(folder: Path, staging: Staging, skips: Skips) -> Prepared:
             images.dtype == np.uint8 and images.shape == (len(labels), SIDE, SIDE),
             f"{paths[0]} must hold uint8 of shape ({len(labels)}, {SIDE}, {SIDE}), "
             f"got {images.dtype} of shape {images.shape}",
+        )
+        require(
+            labels.ndim == 1 and labels.dtype.kind in "iu",
+            f"{paths[1]} must hold integers of shape (images,), got {labels.dtype} of shape {labels.shape}",
         )
         values = labels.astype(np.int64)
         good = (values >= 0) & (values < len(CLASSES))

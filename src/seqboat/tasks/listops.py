@@ -271,7 +271,10 @@ def from_source(text: str) -> tuple[str, ...]:
     ('[MIN', '3', '7', ']')
     """
     tokens = tuple(token for token in text.split() if token not in ("(", ")"))
-    encode(tokens)
+    ids = encode(tokens)
+    depth = np.cumsum(((ids >= _OPERATOR) & (ids < _CLOSE)).astype(int) - (ids == _CLOSE))
+    whole = len(ids) > 0 and depth[-1] == 0 and bool((depth[:-1] > 0).all())
+    require(whole, f"tokens must be one whole expression; got {' '.join(tokens)[-40:]!r}")
     return tokens
 
 
@@ -361,7 +364,6 @@ def prepare(source: Source, staging: Staging, skips: Skips) -> Prepared:
         for number, line in enumerate(lines[1:], start=2):
             try:
                 expression = parse_line(line)
-                require(len(expression.tokens) > 0, "empty expression")
             except ValueError as error:
                 skips.add(entry.name, f"line {number}", str(error))
                 continue
