@@ -99,6 +99,9 @@ def test_contenders_follow_the_setting_and_their_own_fields() -> None:
     config = bench.configure(parse_contender("transformer:implementation=plain"), TINY)
     assert (config.heads, config.implementation, config.causal) == (2, "plain", False)
     assert bench.configure(parse_contender("mega-chunk"), replace(TINY, causal=True)).causal
+    assert bench.configure(parse_contender("transformer-xl"), TINY).causal
+    with pytest.raises(ValueError, match="Linformer has no causal form"):
+        bench.configure(parse_contender("linformer"), replace(TINY, causal=True))
     with pytest.raises(ValueError, match="did you mean seqboat"):
         parse_contender("seqbot")
     with pytest.raises(ValueError, match="FIELD=VALUE"):

@@ -53,6 +53,19 @@ def test_every_mixer_can_be_chosen_and_comes_back(name: str) -> None:
     assert from_dict(to_dict(config)) == config
 
 
+def test_the_direction_of_a_recipe_stays_when_another_mixer_is_chosen() -> None:
+    both = small_run()
+    causal = override(both, ["--model.mixer.causal=true"])
+    assert mixer_of(override(causal, ["--model.mixer=transformer"])).causal
+    assert not mixer_of(override(both, ["--model.mixer=transformer"])).causal
+    # what needs no causal mixer can do with one, but not the other way round
+    assert mixer_of(override(both, ["--model.mixer=transformer-xl"])).causal
+    with pytest.raises(ValueError, match="Linformer has no causal form, it is bidirectional"):
+        override(causal, ["--model.mixer=linformer"])
+    with pytest.raises(ValueError, match="TransformerXL has no bidirectional form, it is causal"):
+        override(both, ["--model.mixer=transformer-xl", "--model.mixer.causal=false"])
+
+
 @pytest.mark.parametrize("name", ROUTERS)
 def test_every_router_can_be_chosen_and_comes_back(name: str) -> None:
     config = override(small_run(), [f"--model.mixer.router={name}"])

@@ -30,7 +30,8 @@ from mixer_cases import (
     pairwise,
     random_cuts,
 )
-from seqboat.mixers.base import RecurrentMixer
+from seqboat.mixers import MIXERS
+from seqboat.mixers.base import DIRECTIONS, RecurrentMixer, directions_of
 from seqboat.model import BackboneConfig, LanguageModel
 from seqboat.state import map_state, select_rows, tensors
 
@@ -54,6 +55,19 @@ def make_recurrent(case: Case, dtype: torch.dtype = torch.float64) -> RecurrentM
     mixer = case.make(dtype)
     assert isinstance(mixer, RecurrentMixer)
     return mixer
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_mixers_have_the_directions_that_they_declare(name: str) -> None:
+    declared = directions_of(MIXERS[name])
+    assert declared
+    for direction in DIRECTIONS:
+        causal = direction == "causal"
+        if direction in declared:
+            assert MIXERS[name](causal=causal).causal == causal
+        else:
+            with pytest.raises(ValueError, match=f"has no {direction} form, it is {declared[0]}: "):
+                MIXERS[name](causal=causal)
 
 
 @every_case

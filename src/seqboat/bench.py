@@ -42,6 +42,7 @@ from seqboat.measure import (
     time_rounds,
 )
 from seqboat.mixers import MIXERS, Mixer, SeqBoat, SeqBoatConfig
+from seqboat.mixers.base import directions_of
 from seqboat.mixers.gau import GAU, Positions
 from seqboat.mixers.ssm import DiagonalSSM
 from seqboat.routers import AlwaysActive, Router
@@ -168,6 +169,8 @@ def _fit(config: Any, setting: Setting) -> Any:
         "heads": setting.heads,
         "max_positions": max(setting.length, 2),
     }
+    if "bidirectional" not in directions_of(config):
+        shared["causal"] = True  # the only direction that it has
     changes: dict[str, Any] = {}
     for field in fields(config):
         value = getattr(config, field.name)
@@ -224,7 +227,10 @@ class ForcedRate(Router):
 
     def route(self, x: Tensor) -> Routing:
         probs = self.router.route(x).probs
-        picked = self._step(x.shape[0]) if x.dim() == 2 else self._sequence(x)
+        # one token at a time, as decoding asks
+        picked = (
+            self._step(x.shape[0]).view(x.shape[:-1]) if x[..., 0].numel() == len(x) else self._sequence(x)
+        )
         return Routing(picked.to(x.device)[..., None].expand(probs.shape), probs)
 
     def _sequence(self, x: Tensor) -> Tensor:

@@ -52,8 +52,10 @@ def count_parameters(module: nn.Module) -> int:
 
 
 def count_of_run(config: RunConfig) -> int:
-    """The number of parameters of a run's model. Only two layers are made: all layers are as large."""
+    """The number of parameters of a run's model. Two layers tell, where all of them are as large."""
     task = config.build_task()
+    if hasattr(config.model.mixer, "build_layers"):  # the layers differ
+        return count_parameters(config.build_model(task))
     sizes = [
         count_parameters(config.replace(model={"num_layers": layers}).build_model(task)) for layers in (1, 2)
     ]
