@@ -125,7 +125,10 @@ def balance(module: nn.Module, inputs: Tensor) -> None:
         if not isinstance(router, SigmoidRouter):
             # pairs (skip, activate): the difference decides
             logits, bias = logits[:, 1::2] - logits[:, 0::2], bias[1::2]
-        bias.sub_(logits.median(dim=0).values)
+        # between two tokens: rounding would decide for one that lies on the threshold itself
+        middle = logits.median(dim=0).values
+        above = torch.where(logits > middle + 1e-6, logits, torch.inf).amin(dim=0)
+        bias.sub_(torch.where(above.isfinite(), (middle + above) / 2, middle))
 
     hooks = [
         part.register_forward_pre_hook(shift)

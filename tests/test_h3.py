@@ -10,10 +10,13 @@ from torch import Tensor
 
 from mixer_cases import enliven
 from seqboat.mixers import MIXERS
-from seqboat.mixers.h3 import H3, H3Config
+from seqboat.mixers.h3 import H3, H3Config, H3HybridConfig
 from seqboat.mixers.s4d import S4DConfig
+from seqboat.mixers.transformer import Transformer
+from seqboat.model import BackboneConfig, LanguageModel
 
 BASE = H3Config(shift=4, ssm=S4DConfig(d_state=4, block=8, init="lin"), d_ff=5)
+HYBRID = H3HybridConfig(shift=4, ssm=S4DConfig(d_state=4, block=8, init="lin"), d_ff=5)
 CONFIGS = {
     "causal": BASE,
     "heads": replace(BASE, d_head=3),
@@ -90,6 +93,32 @@ def test_defaults_are_those_of_the_paper() -> None:
     config = MIXERS["h3"]()
     assert config == H3Config(shift=64, ssm=S4DConfig(d_state=64, init="lin"), d_head=1, causal=True)
     assert config.build(8).ffn.hidden.out_features == 32
+
+
+@pytest.mark.parametrize(("layers", "attention"), [(1, []), (2, [1]), (3, [1, 2]), (12, [1, 7])])
+def test_places_of_attention_in_the_hybrid(layers: int, attention: list[int]) -> None:
+    config = BackboneConfig(mixer=HYBRID, d_model=8, num_layers=layers, vocab=7)
+    with torch.device("meta"):
+        found = LanguageModel(config).backbone.layers
+    assert [i for i, layer in enumerate(found) if isinstance(layer, Transformer)] == attention
+    assert sum(isinstance(layer, H3) for layer in found) == layers - len(attention)
+
+
+@torch.no_grad()
+def test_the_hybrid_reads_whole_in_pieces_and_token_by_token() -> None:
+    torch.manual_seed(0)
+    model = enliven(LanguageModel(BackboneConfig(mixer=HYBRID, d_model=8, num_layers=4, vocab=7)))
+    tokens = torch.randint(0, 7, (2, 19))
+    whole = model(tokens)
+    first = model(tokens[:, :6])
+    second = model(tokens[:, 6:], None, first.state)
+    torch.testing.assert_close(torch.cat([first[0], second[0]], dim=1), whole[0])
+    state, outputs = model.init_state(2), []
+    for t in range(19):
+        out = model.step(tokens[:, t], state)
+        outputs.append(out[0])
+        state = out.state
+    torch.testing.assert_close(torch.stack(outputs, dim=1), whole[0])
 
 
 def test_bad_settings_are_named() -> None:

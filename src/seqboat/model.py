@@ -8,10 +8,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -32,9 +33,16 @@ class MixerConfig(Protocol):
     def build(self, d_model: int) -> Mixer: ...
 
 
+@runtime_checkable
+class StackConfig(Protocol):
+    """A mixer's configuration whose layers differ by their place in the stack."""
+
+    def build_layers(self, d_model: int, num_layers: int) -> Sequence[Mixer]: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class BackboneConfig:
-    """An input layer and a stack of equal mixers."""
+    """An input layer and a stack of mixers, equal unless the mixer's configuration has another plan."""
 
     mixer: MixerConfig
     """The layer that is stacked."""
@@ -99,7 +107,10 @@ class Backbone(nn.Module):
             self.embedding: nn.Embedding | nn.Linear = nn.Embedding(config.vocab, d_model)
         else:
             self.embedding = nn.Linear(config.channels, d_model)
-        self.layers = nn.ModuleList(config.mixer.build(d_model) for _ in range(config.num_layers))
+        if isinstance(config.mixer, StackConfig):
+            self.layers = nn.ModuleList(config.mixer.build_layers(d_model, config.num_layers))
+        else:
+            self.layers = nn.ModuleList(config.mixer.build(d_model) for _ in range(config.num_layers))
         first = self.layers[0]
         assert isinstance(first, Mixer)
         asked = config.absolute_positions

@@ -3,7 +3,7 @@
 from seqboat.mixers.adaptive_span import AdaptiveSpan, AdaptiveSpanConfig
 from seqboat.mixers.base import Mixer, MixerOutput, RecurrentMixer
 from seqboat.mixers.bigbird import BigBird, BigBirdConfig
-from seqboat.mixers.h3 import H3, H3Config
+from seqboat.mixers.h3 import H3, H3Config, H3HybridConfig
 from seqboat.mixers.linformer import Linformer, LinformerConfig
 from seqboat.mixers.liquid_s4 import LiquidS4LayerConfig
 from seqboat.mixers.luna import Luna, LunaConfig
@@ -52,6 +52,7 @@ MIXERS = {
     "s5": S5LayerConfig,
     "liquid-s4": LiquidS4LayerConfig,
     "h3": H3Config,
+    "h3-hybrid": H3HybridConfig,
     "transformer-xl": TransformerXLConfig,
     "adaptive-span": AdaptiveSpanConfig,
     "linformer": LinformerConfig,
@@ -70,6 +71,7 @@ __all__ = [
     "BigBird",
     "BigBirdConfig",
     "H3Config",
+    "H3HybridConfig",
     "Linformer",
     "LinformerConfig",
     "LiquidS4LayerConfig",

@@ -7,7 +7,7 @@ with a norm before each block. The shift layer remembers the last tokens one by 
 the next, so that its kernel is a free tap per state); the diagonal layer is S4D and remembers, per head, the outer
 product of keys and values. Together they can store "after this key came that value" and read it with Q.
 
-In the hybrid model two layers of a stack are attention instead: the second, and the second after the middle.
+In the hybrid model two layers of a stack are those of a Transformer: the second, and the second of its latter half.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqboat.checks import check_choice, check_positive, check_rate, require
-from seqboat.mixers.base import MixerOutput, RecurrentMixer, keep_rows
+from seqboat.mixers.base import Mixer, MixerOutput, RecurrentMixer, keep_rows
 from seqboat.mixers.s4d import S4DConfig
 from seqboat.mixers.ssm import SSMState, StateSpace, TruncatedState, at_least_float32, joined_with, latest
-from seqboat.mixers.transformer import FeedForward
+from seqboat.mixers.transformer import FeedForward, TransformerConfig
 from seqboat.nn import NORMS, Norm, NormName, init_linear, make_norm
 from seqboat.padding import Aligned, zero_padding
 
@@ -57,6 +57,32 @@ class H3Config:
 
     def build(self, d_model: int) -> H3:
         return H3(d_model, self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class H3HybridConfig(H3Config):
+    """H3 with attention in two layers of a stack: the second, and the second of its latter half."""
+
+    heads: int = 4
+    """Attention heads, each of width d_model / heads."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive("heads", self.heads)
+
+    def build_layers(self, d_model: int, num_layers: int) -> list[Mixer]:
+        """The layers of a stack."""
+        attention = TransformerConfig(
+            heads=self.heads,
+            d_ff=self.d_ff,
+            activation="gelu",
+            causal=self.causal,
+            norm=self.norm,
+            prenorm=True,
+            dropout=self.dropout,
+        )
+        places = (1, 1 + num_layers // 2)
+        return [(attention if i in places else self).build(d_model) for i in range(num_layers)]
 
 
 class ShiftSSM(StateSpace):

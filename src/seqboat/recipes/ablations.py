@@ -1,7 +1,7 @@
 """The ablations of the paper's appendix D: both tables, in full and as small twins.
 
 A row changes the SeqBoat of a recipe of the Long Range Arena and nothing else (`seqboat.mixers.seqboat_family`): the
-steps, the learning rate and the widths stay. The names are `ablations.TASK.ROW`: `ablations.listops.local` is in full,
+steps, the learning rate and the widths stay. The names are `ablations.TASK.ROW`: `ablations.listops.local` in full,
 `ablations.listops-small.local` its small twin. The tables' first rows are the recipes themselves; what their speed is
 compared with is MEGA in the same recipe, `ablations.TASK.mega`, with the widths of its SeqBoat.
 """
