@@ -388,12 +388,14 @@ def test_checkpointed_layers_decide_alike() -> None:
 
 def test_bfloat16_and_autocast() -> None:
     model = llama()
-    sparse(model, ("attention", "mlp"))
+    retrofitted = sparse(model, ("attention", "mlp"))
     ids = draw()
     with torch.autocast("cpu", torch.bfloat16):
         model(input_ids=ids, labels=ids).loss.backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    threshold = retrofitted.units["model.layers.0.mlp"].threshold.clone()
     model.bfloat16()
+    assert torch.equal(retrofitted.units["model.layers.0.mlp"].threshold, threshold)
     assert model(ids).logits.dtype == torch.bfloat16
     model.generate(ids, max_new_tokens=3)
 
@@ -454,12 +456,35 @@ def test_copies_are_independent() -> None:
     with torch.no_grad():
         before = model(ids).logits
         other = copy.deepcopy(model)
+        assert torch.equal(other(ids).logits, before)
+        mine = Retrofit.of(other)
+        assert mine is not retrofitted and Retrofit.of(model) is retrofitted
+        mine.set_rate(1.0)
         for parameter in other.parameters():
             parameter.zero_()
-        assert torch.equal(model(ids).logits, before)
         retrofitted.reset_statistics()
         other(ids)
-    assert set(retrofitted.rates().values()) == {0.0}  # the copy counts for itself
+        assert set(retrofitted.rates().values()) == {0.0}  # the copy counts for itself
+        assert torch.equal(model(ids).logits, before)
+        mine.undo()
+        assert torch.equal(model(ids).logits, before)
+    with pytest.raises(ValueError, match="LlamaForCausalLM is not retrofitted"):
+        Retrofit.of(other)
+
+
+def test_bad_tokens_move_no_threshold() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    retrofitted = retrofit(model, {"0": "tokens"}, d_model=4)
+    retrofitted.set_rate(0.5)
+    x = torch.randn(2, 8, 4)
+    model(x)
+    model(x)
+    good = retrofitted.units["0"].threshold.clone()
+    model(torch.full_like(x, torch.nan))
+    x[0, 3] = torch.nan
+    y = model(x)
+    assert (y[0, 3] == 0).all() and y.isfinite().all()
+    torch.testing.assert_close(retrofitted.units["0"].threshold, good)
 
 
 def test_save_and_load(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -199,7 +199,8 @@ class SparseUnit(nn.Module):
         probs = self.router(F.rms_norm(x.detach() if self.rate == 1.0 else x, x.shape[-1:]))[1][..., 0]
         if self.tracking:
             seen = probs.detach() if real is None else probs.detach()[real]
-            self.pending = torch.quantile(seen.flatten(), 1 - self.rate) if seen.numel() else None
+            # a token that is not finite is active nowhere, and has no say
+            self.pending = torch.nanquantile(seen.flatten(), 1 - self.rate) if seen.numel() else None
         # with no budget everything runs as it used to, padding included
         active = torch.ones_like(probs, dtype=torch.bool) if self.rate == 1.0 else probs >= self.threshold
         if real is not None and self.rate < 1.0:
@@ -209,9 +210,8 @@ class SparseUnit(nn.Module):
     @property
     def tracking(self) -> bool:
         """Whether the threshold follows what goes by; a loss can only move it away from where it was at the start."""
-        if not (self.training or self.call.tracking):
-            return False
-        return self.budget == "controller" or self.rate == 1.0
+        wanted = self.training and (self.budget == "controller" or self.rate == 1.0)
+        return wanted or self.call.tracking
 
     @torch.no_grad()
     def follow(self) -> None:
@@ -222,8 +222,16 @@ class SparseUnit(nn.Module):
         if self.pending is not None:
             self.updates += 1
             weight = (1 / self.updates).clamp(min=1 - MOMENTUM)
-            self.threshold.lerp_(self.pending.to(self.threshold.dtype), weight.to(self.threshold.dtype))
+            moved = torch.lerp(self.threshold, self.pending.float(), weight)
+            self.threshold.copy_(torch.where(moved.isfinite(), moved, self.threshold))
             self.pending = None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SparseUnit:
+        """Move or convert all but the threshold: in half precision many tokens would be as probable as it."""
+        threshold = self.threshold
+        super()._apply(fn, recurse)
+        self.threshold = threshold.to(self.threshold.device)
+        return self
 
     def note(self, routing: Routing, real: Tensor | None) -> Routing:
         self.routing = routing
@@ -429,13 +437,23 @@ class Retrofit:
             owner.add_module(CHILD, unit)
             owner.forward = unit.forward
             self.units[name] = unit
+        self._signature = inspect.signature(model.forward)
         self._hook = model.register_forward_pre_hook(self._begin, with_kwargs=True)
+
+    @staticmethod
+    def of(model: nn.Module) -> Retrofit:
+        """What was done to a model: of a copy that has no other handle."""
+        for hook in model._forward_pre_hooks.values():
+            found = getattr(hook, "__self__", None)
+            if isinstance(found, Retrofit):
+                return found
+        raise ValueError(f"{type(model).__name__} is not retrofitted")
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before the model runs: thresholds move, and the mask of padding is noted."""
         for unit in self.units.values():
             unit.follow()
-        given = inspect.signature(model.forward).bind_partial(*args, **kwargs).arguments
+        given = self._signature.bind_partial(*args, **kwargs).arguments
         mask = given.get("attention_mask", given.get("kwargs", {}).get("attention_mask"))
         tokens = given.get("input_ids")
         tokens = given.get("inputs_embeds") if tokens is None else tokens
