@@ -240,25 +240,28 @@ def _kernel(system: System, power: Tensor, size: int) -> Tensor:
     row = _read_row(c)
     row = row - product(power, row.permute(1, 2, 0)).permute(2, 0, 1)
     c = 0.5 * complex_like(row, poles).conj()
-    turn = torch.arange(size // 2 + 1, dtype=torch.float64, device=dt.device) * (-2 * math.pi / size)
-    root = torch.polar(torch.ones_like(turn), turn)
-    minus, plus = ((1 - root).to(poles.dtype), (1 + root).to(poles.dtype))
-    half = 0.5 * dt[:, None] * plus  # (dim, frequencies)
-    # both of a conjugate pair over one denominator: x R(pole) + conj(x) R(conj(pole))
-    bent = half[:, None] * poles[..., None]
-    straight = half[:, None] * poles.conj()[..., None]
-    table = 1 / ((minus - bent) * (minus - straight))  # (dim, pairs, frequencies)
+    angle = torch.arange(size // 2 + 1, dtype=torch.float64, device=dt.device) * (-math.pi / size)
+    cos, sin = angle.cos().to(dt.dtype), angle.sin().to(dt.dtype)
+    # with z = exp(2i angle) and pole' = dt/2 pole, (1 - z) - dt/2 (1 + z) pole = -2 exp(i angle) (cos pole' + i sin):
+    # x R(pole) + conj(x) R(conj(pole)) = -exp(-i angle) (i sin Re(x) + cos Re(x conj(pole'))) / (real + i imag)
+    poles = 0.5 * dt[:, None] * poles
+    modulus = poles.abs()[..., None]
+    real = (cos * modulus - sin) * (cos * modulus + sin)
+    imag = (2 * cos * sin) * poles.real[..., None]
+    inverse = 1 / (real * real + imag * imag)  # (dim, pairs, frequencies)
+    table = torch.cat([real * inverse, -imag * inverse], dim=-1)
     products = torch.cat([c * b, c * p, (p.conj() * b)[None], (p.conj() * p)[None]])  # (rows, dim, pairs)
     weights = torch.stack([products.real, (products * poles.conj()).real]).permute(2, 0, 1, 3)
     dim, _, rows, pairs = weights.shape
-    # real times complex, as one product of real matrices
-    flat = torch.view_as_real(table).flatten(-2)
-    sums = product(2 * weights.reshape(dim, 2 * rows, pairs), flat)
-    sums = torch.view_as_complex(sums.view(dim, 2, rows, -1, 2))
-    cauchy = (minus * sums[:, 0] - half[:, None] * sums[:, 1]).transpose(0, 1)  # (rows, dim, frequencies)
+    sums = product(weights.reshape(dim, 2 * rows, pairs), table).view(dim, 2, rows, 2, -1)
+    first, second = (torch.complex(part[:, :, 0], part[:, :, 1]) for part in sums.unbind(1))
+    # (rows, dim, frequencies), without the phase exp(-i angle)
+    cauchy = -(torch.complex(torch.zeros_like(sin), sin) * first + cos * second).transpose(0, 1)
     directions = c.shape[0]
     cb, cp, pb, pp = cauchy.split([directions, directions, 1, 1])
-    spectrum = dt[:, None] * (cb - half * cp * pb / (1 + half * pp))
+    share = dt[:, None] * cos
+    phase = torch.polar(torch.ones_like(angle), -angle).to(cauchy.dtype)
+    spectrum = dt[:, None] * phase * (cb - share * cp * pb / (1 + share * pp))
     return torch.fft.irfft(spectrum, n=size) if size > 1 else spectrum.real
 
 
