@@ -39,7 +39,7 @@ from seqboat.mixers import MegaConfig, SeqBoatConfig, TransformerConfig
 from seqboat.mixers.ema import EMAConfig
 from seqboat.mixers.gau import GAUConfig
 from seqboat.model import BackboneConfig, BackboneState, LanguageModel, LanguageModelOutput
-from seqboat.session import advance, load_session, read, save_session, start
+from seqboat.session import _spell, advance, load_session, read, save_session, start
 from seqboat.state import state_bytes, tensors
 from seqboat.tasks.listops import ListOpsTaskConfig
 
@@ -442,6 +442,17 @@ def test_another_models_state_is_refused(tmp_path: Path) -> None:
     for other in (make_model(seed=1), make_model(layers=1), changed, wider):
         with pytest.raises(ValueError, match=r"state is the state of another model"):
             load_session(path, other)
+
+
+def test_states_outlive_new_settings() -> None:
+    """What a later version adds, at its default, does not make another model of an old one."""
+    old = dataclasses.make_dataclass("Settings", [("width", int), ("kind", str, "a")], frozen=True)
+    more: list[Any] = [("width", int), ("kind", str, "a"), ("inner", Any, old(1)), ("new", bool, False)]
+    new = dataclasses.make_dataclass("Settings", more, frozen=True)
+    assert _spell(old(3)) == _spell(new(3)) == "Settings(width=3)"
+    assert (
+        _spell(new(3, "b", old(2), True)) == "Settings(width=3, kind='b', inner=Settings(width=2), new=True)"
+    )
 
 
 def test_damaged_state_files_are_named(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ model and the last `window` activated tokens), unless a layer of the model atten
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -171,9 +172,21 @@ def advance(
 
 def fingerprint(model: LanguageModel) -> str:
     """What tells a model from every other one: a hash of its settings and of all its weights."""
-    digest = hashlib.sha256(repr(model.backbone.config).encode())
+    digest = hashlib.sha256(_spell(model.backbone.config).encode())
     _hash_tensors(digest, model_tensors(model))
     return digest.hexdigest()
+
+
+def _spell(config: Any) -> str:
+    """Settings as text, without those at their defaults: a setting that a later version adds changes nothing."""
+    if not dataclasses.is_dataclass(config):
+        return repr(config)
+    parts = []
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if value != field.default:
+            parts.append(f"{field.name}={_spell(value)}")
+    return f"{type(config).__name__}({', '.join(parts)})"
 
 
 def _hash_tensors(digest: Any, parts: Mapping[str, Tensor]) -> None:
