@@ -252,6 +252,20 @@ def test_a_stream_of_text_is_the_text() -> None:
     assert out.getvalue() == tokenizer.decode(ids[0]) + "\n" and out.getvalue().startswith("Grüße")
 
 
+def test_stop_strings() -> None:
+    model, tokenizer = hf_model(), byte_tokenizer()
+    inputs = tokenizer("1", return_tensors="pt")
+    whole = model.generate(**inputs, max_new_tokens=12, do_sample=False)[0].tolist()
+    # the text up to its first printable character ends there
+    places = [i for i, byte in enumerate(whole) if i > 0 and byte > 32]
+    assert places
+    stop = chr(whole[places[0]])
+    got = model.generate(
+        **inputs, max_new_tokens=12, do_sample=False, stop_strings=[stop], tokenizer=tokenizer
+    )
+    assert got[0].tolist() == whole[: places[0] + 1]
+
+
 def test_what_generate_cannot_do_says_so() -> None:
     model = hf_model()
     right = pad(PROMPTS, side="right")
@@ -259,6 +273,8 @@ def test_what_generate_cannot_do_says_so() -> None:
         model.generate(**right, max_new_tokens=2, pad_token_id=0)
     with pytest.raises(ValueError, match=r"must be a SeqBoatCache.*got DynamicCache"):
         model.generate(**pad(PROMPTS), max_new_tokens=2, pad_token_id=0, past_key_values=DynamicCache())
+    with pytest.raises(ValueError, match="not used by the model"):
+        model.generate(**pad(PROMPTS), max_new_token=2)
     with pytest.raises(ValueError, match="not supported with stateful models"):
         model.generate(**pad(PROMPTS[:1]), max_new_tokens=2, prompt_lookup_num_tokens=2)
 
@@ -284,7 +300,7 @@ def test_a_cache_under_the_library_operations() -> None:
     cache.reset()
     assert cache.state is None and cache.get_seq_length() == 0 and cache.batch_size == -1
     again = model(**pad(PROMPTS), past_key_values=cache).past_key_values
-    assert again is cache and cache.state.seen.tolist() == [3, 11, 6]
+    assert again is cache and again.state.seen.tolist() == [3, 11, 6]
 
 
 @pytest.mark.parametrize("grad", [True, False])
@@ -643,7 +659,8 @@ def test_bytes_as_tokens(tmp_path: Path) -> None:
     text = "Ā <pad> né\r\n\t \x00 日本 \U0001f600 ~"
     ids = tokenizer(text).input_ids
     assert ids == list(text.encode()) and tokenizer.decode(ids) == text
-    assert len(tokenizer) == 256 and tokenizer.pad_token_id == 0 and tokenizer("").input_ids == []
+    assert len(tokenizer) == 256 and tokenizer.pad_token_id == tokenizer.eos_token_id == 0
+    assert tokenizer("").input_ids == []
     everything = tokenizer.decode(list(range(256)))
     assert everything[:128] == bytes(range(128)).decode() and set(everything[128:]) == {"\ufffd"}
     # what is cut off at the end of a text must not spoil the rest of it

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import inspect
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +132,12 @@ def next_token_loss(
     total = F.cross_entropy(scores, targets.flatten(), ignore_index=IGNORE, reduction="sum")
     count = (targets != IGNORE).sum() if num_items_in_batch is None else num_items_in_batch
     return total / torch.as_tensor(count, device=total.device).clamp(min=1)
+
+
+@cache
+def arguments_of(function: Callable[..., Any]) -> frozenset[str]:
+    """What a function can be called with, by name."""
+    return frozenset(inspect.signature(function).parameters)
 
 
 def check_weights(folder: Path) -> None:
@@ -346,6 +354,11 @@ class SeqBoatForCausalLM(SeqBoatPreTrainedModel, GenerationMixin):
     def _supports_default_dynamic_cache(cls) -> bool:
         # keys and values of all tokens are not what the model remembers
         return False
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        # `generate` hands everything on, also what is for itself alone, such as the tokenizer
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
+        return {name: value for name, value in inputs.items() if name in arguments_of(type(self).forward)}
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any

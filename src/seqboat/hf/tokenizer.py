@@ -10,7 +10,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 PAD = 0
-"""The byte that fills up rows. Text does not hold it, and attention_mask marks padding anyway."""
+"""The byte that fills up rows, and that programs take for the end of a text if they ask for one. Text does not
+hold it, and attention_mask marks padding anyway."""
 
 
 def byte_names() -> list[str]:
@@ -37,6 +38,7 @@ def byte_tokenizer(padding_side: str = "left") -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token=names[PAD],
+        eos_token=names[PAD],
         padding_side=padding_side,
         split_special_tokens=True,
         clean_up_tokenization_spaces=False,
