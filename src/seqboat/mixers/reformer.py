@@ -39,8 +39,8 @@ from seqboat.padding import zero_padding
 SELF = -1e5
 """Score of a token with itself: nothing beside any other key, but above hidden ones."""
 APART = 1 << 40
-"""Distance between the chunks of different buckets, so that they are never neighbours."""
-NOWHERE = -(1 << 62)
+"""Distance between the chunks of different buckets in a state."""
+NOWHERE = -(1 << 30)
 """The chunk of a place without a token."""
 
 
@@ -163,22 +163,20 @@ class Reformer(RecurrentMixer):
             after = None
             if self.causal:
                 fresh = self.make_state(batch, x.dtype, x.device)
-                after = _extend(fresh, shared, value, chunk.transpose(2, 3), counts)
+                after = _extend(fresh, shared, value, self._code(bucket, chunk).transpose(2, 3), counts)
             return join_heads(attended), after
         # a piece is computed together with all that came before it
         joined = _extend(state, shared, value, (bucket * APART).transpose(2, 3), counts)
+        bucket = joined.chunks.transpose(2, 3) // APART
         attended, chunk = self._attend(
-            joined.keys.to(shared.dtype),
-            joined.values.to(value.dtype),
-            joined.chunks.transpose(2, 3) // APART,
-            joined.total,
+            joined.keys.to(shared.dtype), joined.values.to(value.dtype), bucket, joined.total
         )
         place = state.total[:, None] + torch.arange(time, device=x.device)
         place = place.clamp(max=max(attended.shape[2] - 1, 0))[:, None, :, None]
         attended = attended.gather(2, place.expand(-1, self.heads, -1, self.d_head))
         real = torch.arange(chunk.shape[3], device=x.device) < joined.total[:, None]
-        chunk = torch.where(real[:, None, None], chunk, 0)
-        return join_heads(attended), joined._replace(chunks=chunk.transpose(2, 3))
+        codes = torch.where(real[:, None, None], self._code(bucket, chunk), 0)
+        return join_heads(attended), joined._replace(chunks=codes.transpose(2, 3))
 
     def hash(self, shared: Tensor) -> Tensor:
         """(batch, heads, hashes, time): the bucket of each token in each round."""
@@ -204,7 +202,7 @@ class Reformer(RecurrentMixer):
         steps = torch.arange(time, device=bucket.device).expand(bucket.shape)
         rank = torch.zeros_like(order).scatter(-1, order, steps)
         if not self.causal:
-            return rank, torch.where(real, rank // size, NOWHERE), -(-time // size)
+            return rank, torch.where(real, rank // size, NOWHERE).to(torch.int32), -(-time // size)
         held = torch.zeros(*bucket.shape[:-1], buckets + 1, dtype=torch.int64, device=bucket.device)
         held = held.scatter_add(-1, sorting, torch.ones_like(sorting))
         rank = rank - (held.cumsum(-1) - held).gather(-1, sorting)  # inside the bucket
@@ -212,7 +210,16 @@ class Reformer(RecurrentMixer):
         begin = (needed.cumsum(-1) - needed).gather(-1, sorting) * size
         chunks = time // size + min(buckets, time)  # enough, however the tokens fall
         place = torch.where(real, begin + rank, chunks * size)
-        return place, torch.where(real, bucket * APART + rank // size, NOWHERE), chunks
+        chunk = bucket * self._gap(time) + rank // size
+        return place, torch.where(real, chunk, NOWHERE).to(torch.int32), chunks
+
+    def _gap(self, time: int) -> int:
+        """More than any bucket has chunks, so that chunks of different buckets are never neighbours."""
+        return time // self.config.chunk_size + 2
+
+    def _code(self, bucket: Tensor, chunk: Tensor) -> Tensor:
+        """Bucket and chunk inside the bucket as the state keeps them, whatever the length of the sequence."""
+        return bucket * (APART - self._gap(bucket.shape[-1])) + chunk
 
     def _attend(self, shared: Tensor, value: Tensor, bucket: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
         """Attention of the first `counts` of (batch, heads, time, d_head), and the chunk of every token."""
@@ -318,8 +325,8 @@ def _with_previous(rows: Tensor, fill: int = 0) -> Tensor:
 def _neighbours(code: Tensor, token: Tensor, key_token: Tensor) -> Tensor:
     """(..., chunks, size, 2 size): whether a key is in the chunk of a query or in the one before it."""
     one, two = (code.gather(-1, t.flatten(3)).view(t.shape) for t in (token, key_token))
-    apart = one[..., None] - two[..., None, :]
-    return (apart == 0) | (apart == 1)
+    # zero for 0 and 1, and for nothing else: fewer passes over all pairs than two comparisons
+    return (one[..., None] - two[..., None, :]) >> 1 == 0
 
 
 def _extend(
