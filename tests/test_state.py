@@ -19,6 +19,7 @@ from mixer_cases import (
     assert_states_near,
 )
 from seqboat.mixers.base import RecurrentMixer
+from seqboat.mixers.ema import EMAConfig
 from seqboat.mixers.gau import GAUConfig
 from seqboat.mixers.s4d import S4DConfig
 from seqboat.mixers.seqboat import SeqBoatConfig
@@ -265,3 +266,36 @@ def test_state_dtype_follows_the_inputs() -> None:
     assert kinds["state.ssm.states"] == torch.float32
     assert kinds["state.sma.modules.0.keys"] == torch.bfloat16
     assert {name: part.dtype for name, part in tensors(layer.init_state(2))} == kinds
+
+
+@pytest.mark.parametrize("truncation", [None, 5])
+def test_steps_follow_changed_weights(truncation: int | None) -> None:
+    """What a step keeps of the weights is made anew when they change, or when a sequence begins."""
+    layer = EMAConfig(d_state=4, truncation=truncation).build(6, causal=True).double().eval()
+    x = torch.randn(2, 9, 6, dtype=torch.float64)
+
+    def by_steps() -> Tensor:
+        state = layer.init_state(2)
+        steps = []
+        for token in x.unbind(1):
+            y, state, _ = layer.step(token, state)
+            steps.append(y)
+        return torch.stack(steps, dim=1)
+
+    with torch.no_grad():
+        torch.testing.assert_close(by_steps(), layer(x).y)
+        layer.beta.mul_(2.0)
+        torch.testing.assert_close(by_steps(), layer(x).y)
+        layer.beta.data.mul_(2.0)  # which leaves no trace in the weight's version
+        torch.testing.assert_close(by_steps(), layer(x).y)
+        half = layer(x[:, :4])
+        layer.gamma.mul_(3.0)  # in the middle of a sequence
+        y, state, _ = layer.step(x[:, 4], half.state)
+        again = layer(x[:, 4:5], None, half.state)
+        torch.testing.assert_close(y, again.y[:, 0])
+        y, state, _ = layer.step(x[:, 5], state)
+        layer.gamma.mul_(0.5)
+        torch.testing.assert_close(layer.step(x[:, 6], state).y, layer(x[:, 6:7], None, state).y[:, 0])
+    # a kept value takes no part in training
+    layer.step(x[:, 0], layer.init_state(2)).y.sum().backward()
+    assert layer.gamma.grad is not None and bool(layer.gamma.grad.any())

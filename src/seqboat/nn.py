@@ -205,14 +205,29 @@ def rotate(x: Tensor, position: Tensor, base: float = 10000.0) -> Tensor:
         x: (..., dim), dim even.
         position: (...), integer.
     """
-    dim = x.shape[-1]
-    exponent = torch.arange(0, dim, 2, dtype=torch.float64, device=x.device) / dim
     # reduced to one turn in float64: in float32 the angle of position one million is off by a tenth of a radian
-    angle = torch.remainder(position[..., None] * base**-exponent, 2 * math.pi)
+    angle = torch.remainder(position[..., None] * _frequencies(x.shape[-1], base, x.device), 2 * math.pi)
     angle = angle.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
     even, odd = x[..., 0::2], x[..., 1::2]
-    return torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1).flatten(-2)
+    turned = [torch.addcmul(even * cos, odd, sin, value=-1), torch.addcmul(odd * cos, even, sin)]
+    return torch.stack(turned, dim=-1).flatten(-2)
+
+
+def _frequencies(dim: int, base: float, device: torch.device) -> Tensor:
+    """(dim / 2,), float64: how far a pair of channels turns from one position to the next."""
+    key = dim, base, device
+    if key in _known_frequencies and not torch.compiler.is_compiling():
+        return _known_frequencies[key]
+    # not an inference tensor, whoever asks first: training uses it as well
+    with torch.inference_mode(False):
+        found = base ** -(torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim)
+    if not torch.compiler.is_compiling():
+        _known_frequencies[key] = found
+    return found
+
+
+_known_frequencies: dict[tuple[int, float, torch.device], Tensor] = {}
 
 
 def sinusoids(position: Tensor, d_model: int) -> Tensor:

@@ -390,37 +390,34 @@ class GAU(PackedModule):
         everyone = rows.shape[0] == state.total.shape[0]
         past = state if everyone else Memory(*(part.index_select(0, rows) for part in state))
         slot = past.total
-        if self.config.span == "full":
-            old_slot = torch.arange(past.keys.shape[1], device=rows.device).expand(len(rows), -1)
-            hidden = old_slot >= slot[:, None]
-        else:
+        places = torch.arange(past.keys.shape[1], device=rows.device)
+        hidden = places >= slot[:, None]
+        old_slot = places
+        if self.config.span != "full" and (self.config.span == "chunk" or self.bias is not None):
             old_slot = self._slots_at(slot)
-            hidden = old_slot < 0
             if self.config.span == "chunk":
                 hidden = hidden | (old_slot // self.window != slot[:, None] // self.window)
         key, value = key.to(past.keys.dtype), value.to(past.values.dtype)
         wide = _wide(query)
-        query = query.to(wide)
+        query = query.to(wide) * self._step_scale(slot, wide)
         scores = torch.bmm(past.keys.to(wide), query[:, :, None])[:, :, 0]
         own = (query * key.to(wide)).sum(dim=-1, keepdim=True)
-        scores = torch.cat([scores, own], dim=1) * self._step_scale(slot).to(wide)
         if self.bias is not None:
-            if self.config.positions == "original":
-                distance = past.positions - position[:, None]
-            else:
-                distance = old_slot - slot[:, None]
-            scores = scores + self.bias(F.pad(distance, (0, 1))).to(wide)
-        scores = scores.masked_fill(F.pad(hidden, (0, 1)), HIDDEN)
+            original = self.config.positions == "original"
+            distance = past.positions - position[:, None] if original else old_slot - slot[:, None]
+            scores = scores + self.bias(distance).to(wide)
+            own = own + self.bias(torch.zeros_like(slot[:, None])).to(wide)
+        scores = torch.cat([scores.masked_fill(hidden, HIDDEN), own], dim=1)
         weights = attention_weights(scores, self.config.attention)
         attended = torch.bmm(weights[:, None, :-1], past.values.to(wide))[:, 0]
-        attended = attended + weights[:, -1:] * value.to(wide)
+        attended = torch.addcmul(attended, weights[:, -1:], value.to(wide))
         after = self._record(key, value, position, rows, slot, state, inplace)
         return self._close(gate, attended.to(gate.dtype)), after
 
-    def _step_scale(self, slot: Tensor) -> Tensor:
+    def _step_scale(self, slot: Tensor, dtype: torch.dtype) -> Tensor | float:
         if self.config.span == "full" and self.config.attention != "softmax":
-            return 1 / (slot + 1)[:, None].double()
-        return torch.full((1, 1), self._scale, dtype=torch.float64, device=slot.device)
+            return 1 / (slot + 1)[:, None].to(dtype)
+        return self._scale
 
     def _record(
         self,

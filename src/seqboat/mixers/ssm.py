@@ -8,6 +8,7 @@ K[l] = Re(sum_n read_n drive_n q_n^l). A subclass says what q, drive and read ar
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -119,6 +120,7 @@ class DiagonalSSM(StateSpace):
         check_choice("method", method, ("scan", "fft"))
         self.d_state = d_state
         self.truncation, self.method, self.block = truncation, method, block
+        self._kept: tuple[Any, tuple[Tensor, ...]] | None = None
 
     @abstractmethod
     def coefficients(self) -> Coefficients:
@@ -129,6 +131,28 @@ class DiagonalSSM(StateSpace):
         log_decay, drive, read = self.coefficients()
         return torch.exp(log_decay[0]), drive[0], read[0]
 
+    def _between_steps(self, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """What depends on the weights alone, kept from one step of decoding to the next.
+
+        It is made anew if a weight was replaced or changed in place, and for every new sequence: changes through
+        `.data` leave no trace.
+        """
+        weights = list(self.parameters())
+        if (
+            torch.is_grad_enabled()
+            or torch.compiler.is_compiling()
+            or any(type(w) is not nn.Parameter or w.is_inference() for w in weights)
+        ):
+            return make()
+        key = [(w.data_ptr(), w._version, w.dtype) for w in weights]
+        if self._kept is None or self._kept[0] != key:
+            self._kept = key, make()
+        return self._kept[1]
+
+    def _new_sequence(self) -> None:
+        if self._kept is not None and not torch.compiler.is_compiling():
+            self._kept = None
+
     def extra_repr(self) -> str:
         return (
             f"{self.d_model}, d_state={self.d_state}, causal={self.causal}, "
@@ -138,6 +162,7 @@ class DiagonalSSM(StateSpace):
     def read(
         self, x: Tensor, mask: Tensor | None, state: SSMState | TruncatedState | None
     ) -> tuple[Tensor, SSMState | TruncatedState | None]:
+        self._new_sequence()
         skip = self.skip.to(x.dtype)
         if self.truncation is not None:
             if not self.causal:
@@ -199,6 +224,7 @@ class DiagonalSSM(StateSpace):
         return y, real_like(final)
 
     def make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> SSMState | TruncatedState:
+        self._new_sequence()
         dtype = at_least_float32(dtype)
         if self.truncation is not None:
             past = self.truncation - 1
@@ -213,7 +239,7 @@ class DiagonalSSM(StateSpace):
         return self._step_states(x, state, mask)
 
     def _step_states(self, x: Tensor, state: SSMState, mask: Tensor | None) -> tuple[Tensor, SSMState]:
-        decay, drive, read = self.step_coefficients()
+        decay, drive, read = self._between_steps(self.step_coefficients)
         before = complex_like(state.states, decay)
         now = torch.addcmul(drive * x[..., None], decay, before)
         y = (read * now).sum(dim=-1)
@@ -224,7 +250,9 @@ class DiagonalSSM(StateSpace):
     ) -> tuple[Tensor, TruncatedState]:
         assert self.truncation is not None
         joined = torch.cat([state.history, x[:, None]], dim=1)
-        y = torch.einsum("btd,dt->bd", joined, self.kernel(self.truncation)[0].flip(-1))
+        size = self.truncation
+        (taps,) = self._between_steps(lambda: (self.kernel(size)[0].t().flip(0).contiguous(),))
+        y = torch.einsum("btd,td->bd", joined, taps)
         return y, TruncatedState(keep_rows(mask, joined[:, 1:], state.history))
 
 
