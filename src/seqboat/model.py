@@ -174,9 +174,11 @@ class Backbone(nn.Module):
         states, routings = [], []
         for layer, memory in zip(self.layers, before, strict=True):
             if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
-                x, after, routing = checkpoint(
-                    layer, x, aligned, memory, use_reentrant=False, context_fn=partial(_recomputing, layer)
-                )
+                # torch's compiler takes no contexts here
+                around: Any = {}
+                if not torch.compiler.is_compiling():
+                    around = {"context_fn": partial(_recomputing, layer)}
+                x, after, routing = checkpoint(layer, x, aligned, memory, use_reentrant=False, **around)
             else:
                 x, after, routing = layer(x, aligned, memory)
             states.append(after)
