@@ -304,8 +304,13 @@ def evaluate_run(
     # the training data may be elsewhere
     if labels := checkpoint.state.get("labels"):
         task.labels = tuple(labels)
-    # one row reads the whole text: with more of them each would begin from nothing somewhere in it
-    usual = 1 if isinstance(reading, Streaming) else config.evaluation.batch_size
+    usual = config.evaluation.batch_size
+    if isinstance(reading, Streaming):
+        # one row reads the whole text: with more of them each would begin from nothing somewhere in it
+        usual = 1
+    elif reading is not None:
+        # about as many tokens at a time as the run itself evaluates
+        usual = max(1, usual * task.max_length // reading.window)
     world = World(0, 1, device or torch.device("cpu"))
     result = evaluate(
         model.to(world.device),
