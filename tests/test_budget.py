@@ -17,6 +17,7 @@ from seqboat.budget import (
     RevivalConfig,
     allowance,
     at_least,
+    border_of_share,
     budget_loss,
     first_come,
     largest,
@@ -291,12 +292,12 @@ def test_the_controller_reaches_its_target(router: str, target: float | tuple[fl
     if router != "x-moe":
         bias = sma.router.get_parameter("logits.bias")
         nn.init.constant_(bias[1::2] if router == "tempered-softmax" else bias, -3.0)
-    for step in range(150):
-        sma.policy(sma.router, tokens(seed=step, batch=8, time=64), None, True)
+    for step in range(40):
+        sma.policy(sma.router, tokens(seed=step, batch=64, time=64), None, True)
         update_budgets(sma)
     sma.eval()
     rate = (
-        sma.policy(sma.router, tokens(seed=999, batch=64, time=64), None, True)
+        sma.policy(sma.router, tokens(seed=999, batch=256, time=64), None, True)
         .active.double()
         .mean(dim=(0, 1))
     )
@@ -305,21 +306,58 @@ def test_the_controller_reaches_its_target(router: str, target: float | tuple[fl
 
 
 def test_the_controller_moves_by_hand() -> None:
-    policy = sparse(1, budget=BudgetConfig(target=0.25, gain=2.0)).policy.train()
-    router = SigmoidRouter(WIDTH).double()
-    nn.init.zeros_(router.logits.weight)
+    policy = sparse(1, budget=BudgetConfig(target=0.25, gain=0.5)).policy.train()
+    router = SigmoidRouter(1).double()
+    nn.init.ones_(router.logits.weight)
     nn.init.constant_(router.logits.bias, 3.0)
-    policy(router, tokens(), None, True)
+    x = torch.tensor([[[0.0], [1.0], [2.0], [4.0]]], dtype=torch.float64)
+    mask = torch.ones(1, 4, dtype=torch.bool)
+    assert policy(router, x, mask, True).active.all()
     assert policy.shift.tolist() == [0.0]
+    # log-odds 3, 4, 5, 7: one of four is above 6, and half of the way there is gone at once
+    shift, drift = 0.0, 0.0
+    for border in (6.0, 6.0, 6.0):
+        policy.update()
+        drift += 0.25 / 3 * (-border - shift)
+        shift += 0.5 * (-border - shift) + drift
+        assert policy.shift.tolist() == pytest.approx([shift]) and policy.drift.tolist() == pytest.approx(
+            [drift]
+        )
+        active = policy(router, x, mask, True).active.flatten().tolist()
+        assert active == [odds + shift > 0 for odds in (3, 4, 5, 7)]
+    policy.tally.zero_()
+    policy.update()  # nothing was seen
+    assert policy.shift.tolist() == pytest.approx([shift])
+    # a quarter of two tokens is rounded to none, and none is above 4 + 1
+    policy(router, x, torch.tensor([[True, True, False, False]]), True)
     policy.update()
-    # all active with log-odds of 3: 2 * 3 * (0.25 - 1)
-    torch.testing.assert_close(policy.shift, torch.tensor([-4.5], dtype=torch.float64))
-    assert not policy(router, tokens(), None, True).active.any()
-    policy.update()
-    # none active at 3 - 4.5: 2 * 1.5 * 0.25
-    torch.testing.assert_close(policy.shift, torch.tensor([-3.75], dtype=torch.float64))
-    policy.update()  # nothing was seen since
-    torch.testing.assert_close(policy.shift, torch.tensor([-3.75], dtype=torch.float64))
+    drift += 0.25 / 3 * (-5 - shift)
+    assert policy.shift.tolist() == pytest.approx([shift + 0.5 * (-5 - shift) + drift])
+
+
+def test_the_controller_follows_a_drift() -> None:
+    sma = sparse(budget=BudgetConfig(target=0.3)).train()
+    rates = []
+    for step in range(80):
+        # every step moves all log-odds by more than one deviation
+        nn.init.constant_(sma.router.get_parameter("logits.bias"), -0.15 * step)
+        routing = sma.policy(sma.router, tokens(seed=step, batch=32, time=64) / 20, None, True)
+        rates.append(routing.active.double().mean(dim=(0, 1)))
+        update_budgets(sma)
+    assert torch.stack(rates[:5]).amin() < 0.1  # late at first
+    assert (torch.stack(rates[40:]).mean(dim=0) - 0.3).abs().max() < 0.02
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_border_of_a_share(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    score = torch.randn(3, 9, 2, generator=generator)
+    allowed = torch.rand(3, 9, 1, generator=generator) < 0.6
+    total = int(allowed.sum())
+    for share in (0.0, 0.1, 0.5, 0.9, 1.0):
+        border = border_of_share(score, allowed, torch.tensor([share, 1 - share], dtype=torch.float64))
+        above = ((score > border) & allowed).sum(dim=(0, 1)).tolist()
+        assert above == [round(share * total), round((1 - share) * total)]
 
 
 def test_rate_loss_by_hand() -> None:
@@ -660,7 +698,7 @@ def test_settings_from_the_command_line() -> None:
             lambda: BudgetConfig(priority="luck"),  # type: ignore[arg-type]
             r"budget.priority must be one of confidence, order; got 'luck'",
         ),
-        (lambda: BudgetConfig(gain=0.0), r"budget.gain must be positive, got 0.0"),
+        (lambda: BudgetConfig(gain=0.0), r"budget.gain must be above 0 and at most 1, got 0.0"),
         (lambda: BudgetConfig(loss_weight=-1.0), r"budget.loss_weight must not be negative, got -1.0"),
         (lambda: RevivalConfig(noise=-1.0), r"revival.noise must not be negative, got -1.0"),
         (lambda: RevivalConfig(floor=2.0), r"revival.floor must be between 0 and 1, got 2.0"),

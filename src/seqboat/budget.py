@@ -54,8 +54,8 @@ class BudgetConfig:
     """Share of tokens that each module should take, on average: one for all modules, or one for each."""
     target_by: Steering = "controller"
     """What steers towards the target: a controller that shifts the decisions, or a term of the loss."""
-    gain: float = 0.2
-    """How fast the controller moves: by this part of the log-odds' size for an error of 100 %."""
+    gain: float = 0.5
+    """How far the controller goes in a step: this part of the way to where the last step met the target."""
     loss_weight: float = 1.0
     """Weight of the squared error in the loss."""
     anneal_steps: int = 0
@@ -70,7 +70,7 @@ class BudgetConfig:
         check_choice("budget.target_by", self.target_by, get_args(Steering))
         if self.per_token is not None:
             check_positive("budget.per_token", self.per_token)
-        require(self.gain > 0, f"budget.gain must be positive, got {self.gain!r}")
+        require(0 < self.gain <= 1, f"budget.gain must be above 0 and at most 1, got {self.gain!r}")
         require(self.loss_weight >= 0, f"budget.loss_weight must not be negative, got {self.loss_weight!r}")
         check_positive("budget.anneal_steps", self.anneal_steps, least=0)
 
@@ -147,6 +147,25 @@ def largest(score: Tensor, count: Tensor) -> Tensor:
     order = score.argsort(dim=1, descending=True, stable=True)
     chosen = torch.arange(score.shape[1], device=score.device)[:, None] < count[:, None]
     return torch.zeros_like(chosen.expand_as(score)).scatter(1, order, chosen.expand_as(order))
+
+
+def border_of_share(score: Tensor, allowed: Tensor, share: Tensor) -> Tensor:
+    """(modules,): a score that this share of the allowed tokens of a batch exceeds.
+
+    Args:
+        score: (batch, time, modules).
+        allowed: (batch, time, 1) bool; the result means nothing if there is none.
+        share: (modules,).
+    """
+    if not score.shape[0] * score.shape[1]:
+        return share
+    ranked = torch.where(allowed, score, -torch.inf).flatten(0, 1).sort(dim=0, descending=True).values
+    tokens = allowed.sum()
+    count = (share * tokens).round().long()
+    # between the last token above and the first below; beyond the ends if all or none should be above
+    last, first = (count - 1).clamp(min=0), torch.minimum(count, (tokens - 1).clamp(min=0))
+    above, below = (ranked.gather(0, place[None])[0].double() for place in (last, first))
+    return (above + below) / 2 + (count == 0).double() - (count == tokens).double()
 
 
 def first_come(wants: Tensor, most: Tensor, spent: Tensor) -> Tensor:
@@ -250,6 +269,7 @@ class Policy(nn.Module):
 
     training_step: Tensor
     shift: Tensor
+    drift: Tensor
     tally: Tensor
     usual: Tensor
 
@@ -272,7 +292,8 @@ class Policy(nn.Module):
             self.register_buffer("training_step", torch.zeros((), dtype=torch.int64))
         if self.steered:
             self.register_buffer("shift", torch.zeros(len(names)))
-            zeros = torch.zeros(3, len(names), dtype=torch.float64)
+            self.register_buffer("drift", torch.zeros(len(names)))
+            zeros = torch.zeros(2, len(names), dtype=torch.float64)
             self.register_buffer("tally", zeros, persistent=False)
         if revival.inactive_gradient:
             self.register_buffer("usual", torch.zeros(len(names), d_model))
@@ -386,14 +407,15 @@ class Policy(nn.Module):
             thresholds = self._by_name(self.override.threshold, -1.0)
             least = torch.tensor(thresholds, dtype=probs.dtype, device=probs.device)
             active = torch.where(least < 0, active, probs > least)
-        active = active & allowed
         if self.steered and self.training:
+            assert self.target is not None
+            margin = router.margin(probs, self.shift.to(probs.dtype))
+            share = self._annealed(self.target, probs.device)
+            tokens = allowed.sum()
             with torch.no_grad():
-                size = torch.logit(probs, eps=1e-6) + self.shift.to(probs.dtype)
-                self.tally[0] += active.sum(dim=(0, 1))
-                self.tally[1] += allowed.sum()
-                self.tally[2] += torch.where(allowed, size, 0).square().sum(dim=(0, 1))
-        return active
+                self.tally[0] += tokens * border_of_share(margin, allowed, share)
+                self.tally[1] += tokens
+        return active & allowed
 
     def _limit(
         self,
@@ -506,11 +528,12 @@ class Policy(nn.Module):
         tally = self.tally.clone()
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(tally)
-        assert self.target is not None
-        total = tally[1].clamp(min=1)
-        error = self._annealed(self.target, tally.device) - tally[0] / total
-        moved = self.budget.gain * (tally[2] / total).sqrt() * error
-        self.shift += torch.where(tally[1] > 0, moved, 0).to(self.shift.dtype)
+        seen = tally[1] > 0
+        error = torch.where(seen, -tally[0] / tally[1].clamp(min=1) - self.shift, 0).to(self.shift.dtype)
+        # training moves the log-odds of all tokens together, early on by more than they differ from each other in a
+        # single step: a controller that did not know this drift would always be late
+        self.drift += self.budget.gain**2 / 3 * error
+        self.shift += torch.where(seen, self.budget.gain * error + self.drift, 0)
         self.tally.zero_()
 
     def loss(self, routing: Routing, mask: Tensor | None = None) -> Tensor | None:

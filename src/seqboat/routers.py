@@ -66,7 +66,11 @@ class Router(nn.Module, ABC):
             probs: (..., modules), from `forward`.
             shift: (modules,) or (..., modules).
         """
-        return probs > torch.sigmoid(-shift)
+        return self.margin(probs, shift) + shift > 0
+
+    def margin(self, probs: Tensor, shift: Tensor) -> Tensor:
+        """(..., modules): by how much each decision is a yes, before its own shift; shifts of others count."""
+        return torch.logit(probs, eps=1e-7)
 
     def select(self, score: Tensor, allowed: Tensor) -> Tensor:
         """Pick among the tokens of whole rows; only of routers that go by row.
@@ -211,12 +215,14 @@ class XMoE(Router):
         # a token that is not finite has no best option
         return Routing((best == options) & (probs[..., 1:] > 0), probs[..., 1:])
 
-    def choose(self, probs: Tensor, shift: Tensor) -> Tensor:
-        score = probs * torch.exp(shift)
-        nothing = 1 - probs.sum(dim=-1, keepdim=True)
-        best = score.argmax(dim=-1, keepdim=True)
-        options = torch.arange(probs.shape[-1], device=probs.device)
-        return (best == options) & (score > nothing)
+    def margin(self, probs: Tensor, shift: Tensor) -> Tensor:
+        nothing = (1 - probs.sum(dim=-1, keepdim=True)).clamp(min=1e-7)
+        score = torch.cat([nothing, probs.clamp(min=1e-7)], dim=-1).log()
+        shifted = score + F.pad(shift.expand_as(probs), (1, 0))
+        best = shifted.topk(2, dim=-1)
+        options = torch.arange(1, score.shape[-1], device=probs.device)
+        rival = torch.where(best.indices[..., :1] == options, best.values[..., 1:], best.values[..., :1])
+        return score[..., 1:] - rival
 
 
 class AlwaysActive(Router):
@@ -244,8 +250,8 @@ class ThresholdRouter(SigmoidRouter):
     def _border(self) -> float:
         return math.log(self.threshold / (1 - self.threshold))
 
-    def choose(self, probs: Tensor, shift: Tensor) -> Tensor:
-        return super().choose(probs, shift - self._border)
+    def margin(self, probs: Tensor, shift: Tensor) -> Tensor:
+        return super().margin(probs, shift) - self._border
 
 
 class ByRow(Router):
@@ -266,8 +272,8 @@ class ByRow(Router):
         self.capacity = capacity
         self.register_buffer("border", torch.zeros(modules))
 
-    def choose(self, probs: Tensor, shift: Tensor) -> Tensor:
-        return super().choose(probs, shift - self.border.to(probs.dtype))
+    def margin(self, probs: Tensor, shift: Tensor) -> Tensor:
+        return super().margin(probs, shift) - self.border.to(probs.dtype)
 
     def select(self, score: Tensor, allowed: Tensor) -> Tensor:
         lengths = allowed.sum(dim=1)
