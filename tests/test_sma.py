@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from seqboat.budget import BudgetConfig, update_budgets
 from seqboat.mixers.activation import Combine, SparseModularActivation
 from seqboat.mixers.gau import GAUConfig
 from seqboat.mixers.seqboat import SeqBoatConfig
@@ -405,6 +411,67 @@ def test_gradient_reaches_the_router_only_through_the_confidence() -> None:
     slope = through * probs * (1 - probs)
     expected = torch.einsum("btm,btd->md", slope, x)
     torch.testing.assert_close(router.logits.weight.grad, expected.detach())
+
+
+FOUR = ("linear", "ffn", "gau", "attention")
+SILENT: list[dict[str, bool]] = [
+    {"ffn": False, "gau": False},
+    dict.fromkeys(FOUR, False),
+    {},
+    {"attention": False},
+]
+"""What the second process does not activate, step by step."""
+
+
+def four_modules() -> SparseModularActivation:
+    torch.manual_seed(0)
+    budget = BudgetConfig(target=0.4)
+    return SparseModularActivation({name: UNITS[name]() for name in FOUR}, WIDTH, budget=budget).double()
+
+
+def part(step: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(3, 8, WIDTH, generator=generator, dtype=torch.float64)
+
+
+def play(rank: int, folder: str) -> None:
+    """What each of two processes does."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    sma = four_modules()
+    copies = nn.parallel.DistributedDataParallel(sma)
+    optimiser = torch.optim.SGD(sma.parameters(), lr=0.1)
+    for step, silent in enumerate(SILENT):
+        optimiser.zero_grad()
+        with sma.override(active=silent if rank else None):
+            copies(part(step, rank)).y.square().sum().backward()
+        optimiser.step()
+        update_budgets(sma)
+    torch.save(sma.state_dict(), f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_two_processes_of_which_one_wakes_no_token_of_a_module(tmp_path: Path) -> None:
+    script = "import sys, test_sma; test_sma.play(int(sys.argv[1]), sys.argv[2])"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
+    processes = [
+        subprocess.Popen([sys.executable, "-c", script, str(rank), str(tmp_path)], env=environment)
+        for rank in range(2)
+    ]
+    assert [process.wait(timeout=400) for process in processes] == [0, 0]
+    one, two = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
+    # one process that sees both parts
+    sma = four_modules()
+    optimiser = torch.optim.SGD(sma.parameters(), lr=0.1)
+    for step, silent in enumerate(SILENT):
+        optimiser.zero_grad()
+        for rank in range(2):
+            with sma.override(active=silent if rank else None):
+                (sma(part(step, rank)).y.square().sum() / 2).backward()
+        optimiser.step()
+        update_budgets(sma)
+    for name, value in sma.state_dict().items():
+        assert one[name].equal(two[name]), name
+        torch.testing.assert_close(one[name], value, rtol=0, atol=1e-10)
 
 
 def test_errors() -> None:
