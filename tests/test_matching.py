@@ -9,7 +9,7 @@ import pytest
 from seqboat.cli import main
 from seqboat.config import from_yaml, override
 from seqboat.matching import count_of_run, count_parameters, match_layer, match_parameters
-from seqboat.mixers import LinformerConfig, Mixer, TransformerConfig
+from seqboat.mixers import Mixer, PerformerConfig, TransformerConfig
 from seqboat.mixers.seqboat import SeqBoatConfig
 from seqboat.recipes import RECIPES
 
@@ -30,7 +30,7 @@ def test_counts_are_those_of_the_whole_model() -> None:
         assert count_of_run(config) == count_parameters(config.build_model())
 
 
-@pytest.mark.parametrize("mixer", ["transformer", "transformer-xl", "mega", "s4d"])
+@pytest.mark.parametrize("mixer", ["transformer", "adaptive-span", "linformer", "mega", "s4d"])
 def test_models_come_near_the_recipe(mixer: str) -> None:
     reference = RECIPES[RECIPE]()
     config = override(reference, ["--model.mixer", mixer])
@@ -39,25 +39,40 @@ def test_models_come_near_the_recipe(mixer: str) -> None:
     assert found.parameters == count_parameters(matched.build_model())
     assert abs(found.parameters - found.target) < 0.03 * found.target
     # MEGA without its feed-forward block is already larger than SeqBoat
-    assert (found.field == "d_model") == (mixer in ("mega", "s4d"))
-    assert matched.model.d_model == (found.value if found.field == "d_model" else config.model.d_model)
-    assert type(matched.model.mixer) is type(config.model.mixer)
+    assert ("d_model" in found.changes) == (mixer in ("mega", "s4d"))
+    assert matched.model.d_model == found.changes.get("d_model", config.model.d_model)
+    longest = config.build_task().max_length
+    rest = {name: value for name, value in found.changes.items() if name not in ("d_model", "d_ff")}
+    # tables end with the longest sequence, and projections along time make room
+    assert (
+        rest
+        == {
+            "transformer": {"max_positions": longest},
+            "adaptive-span": {"max_span": longest},
+            "linformer": {"max_positions": longest, "projected": 128},
+            "mega": {"max_positions": longest},
+            "s4d": {},
+        }[mixer]
+    )
+    changed = {name: value for name, value in found.changes.items() if name != "d_model"}
+    assert matched.model.mixer == replace(config.model.mixer, **changed)  # type: ignore[type-var]
 
 
 def test_no_width_is_nearer() -> None:
     target = count_parameters(SeqBoatConfig().build(64))
     found = match_layer(TransformerConfig(), 64, target)
-    assert found.field == "d_ff" and count_parameters(found.mixer.build(64)) == found.parameters
+    assert list(found.changes) == ["d_ff"] and count_parameters(found.mixer.build(64)) == found.parameters
     for other in (-1, 1):
-        layer = replace(TransformerConfig(), d_ff=found.value + other).build(64)
+        layer = replace(TransformerConfig(), d_ff=found.changes["d_ff"] + other).build(64)
         assert abs(count_parameters(layer) - target) >= abs(found.parameters - target)
 
 
 def test_the_model_gets_narrower_where_the_mixer_alone_is_too_large() -> None:
-    mixer = LinformerConfig(heads=4, max_positions=100, projected=8)
+    mixer = PerformerConfig(heads=4)
     small = match_layer(mixer, 64, 6000)
-    assert small.field == "d_model" and small.value % 4 == 0 and small.mixer == mixer
-    assert abs(small.parameters - 6000) < 600
+    assert set(small.changes) == {"d_model", "d_ff"} and small.d_model % 4 == 0
+    assert small.mixer == replace(mixer, d_ff=small.changes["d_ff"])
+    assert abs(small.parameters - 6000) < 2 * small.d_model
     rotary = match_layer(TransformerConfig(heads=4, positions="rotary"), 64, 2000)
     assert rotary.d_model % 8 == 0
 
@@ -65,7 +80,7 @@ def test_the_model_gets_narrower_where_the_mixer_alone_is_too_large() -> None:
 def test_reports_and_refusals() -> None:
     found = match_layer(TransformerConfig(), 16, 10_000)
     assert found.report() == (
-        f"{found.parameters:,} parameters with d_ff = {found.value}; 10,000 to match "
+        f"{found.parameters:,} parameters with d_ff = {found.changes['d_ff']}; 10,000 to match "
         f"({found.parameters / 10_000 - 1:+.2%})"
     )
     with pytest.raises(ValueError, match="target must be an integer >= 1, got 0"):

@@ -1,7 +1,9 @@
 """Equal parameter counts: the width of a mixer at which a model is as large as another one.
 
 A mixer with a feed-forward block of its own gets another hidden width (`d_ff`), so that width and depth of the model
-stay as they are. Where it has none, or where even the narrowest is too large, the width of the model changes.
+stay as they are. Where it has none, or where even the narrowest is too large, the width of the model changes first.
+Tables with an entry per position end with the longest sequence of the task, and learned projections along time
+(`projected`) are halved until the rest has room.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from seqboat.model import MixerConfig
 
 Count = Callable[[Any, int], int]
 """How many parameters something with this mixer and this width has."""
+TABLES = ("max_positions", "max_span")
+"""Fields of mixers that say how many positions have an entry of their own."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +29,11 @@ class Match:
     """A mixer and the width of its model, and how near its size comes."""
 
     mixer: MixerConfig
-    """The mixer, perhaps with another hidden width."""
+    """The mixer, with what was changed of it."""
     d_model: int
     """The width of the model."""
-    field: str
-    """What was changed: d_ff of the mixer, or d_model."""
-    value: int
-    """What it is now."""
+    changes: dict[str, int]
+    """Fields that were changed, d_model among them, and their new values."""
     parameters: int
     """How many parameters there are."""
     target: int
@@ -40,10 +42,8 @@ class Match:
     def report(self) -> str:
         """Both counts in a line."""
         share = (self.parameters - self.target) / self.target
-        return (
-            f"{self.parameters:,} parameters with {self.field} = {self.value}; "
-            f"{self.target:,} to match ({share:+.2%})"
-        )
+        fields = ", ".join(f"{name} = {value}" for name, value in self.changes.items())
+        return f"{self.parameters:,} parameters with {fields}; {self.target:,} to match ({share:+.2%})"
 
 
 def count_parameters(module: nn.Module) -> int:
@@ -76,27 +76,47 @@ def match_parameters(config: RunConfig, reference: RunConfig) -> tuple[RunConfig
     def count(mixer: MixerConfig, d_model: int) -> int:
         return count_of_run(config.replace(model={"mixer": mixer, "d_model": d_model}))
 
-    found = _match(config.model.mixer, config.model.d_model, count_of_run(reference), count)
+    task = config.build_task()
+    mixer: Any = config.model.mixer
+    tables = {name: getattr(mixer, name) for name in TABLES if hasattr(mixer, name)}
+    changes = {name: task.max_length for name, size in tables.items() if task.max_length < size}
+    if task.kind == "lm":
+        changes = {}  # a text goes on where an example ends
+    found = _match(mixer, config.model.d_model, count_of_run(reference), count, changes)
     return config.replace(model={"mixer": found.mixer, "d_model": found.d_model}), found
 
 
 def match_layer(mixer: MixerConfig, d_model: int, target: int) -> Match:
     """Change the width of a layer so that it has about `target` parameters."""
     check_positive("target", target)
-    return _match(mixer, d_model, target, lambda config, width: count_parameters(config.build(width)))
+    return _match(mixer, d_model, target, lambda config, width: count_parameters(config.build(width)), {})
 
 
-def _match(mixer: Any, d_model: int, target: int, count: Count) -> Match:
-    if "d_ff" in {field.name for field in fields(mixer)} and getattr(mixer, "ffn", True):
-        first, second = (count(replace(mixer, d_ff=width), d_model) for width in (1, 2))
-        if first <= target:
-            # every hidden unit has as many weights
-            width = 1 + round((target - first) / (second - first))
-            size = first + (width - 1) * (second - first)
-            return Match(replace(mixer, d_ff=width), d_model, "d_ff", width, size, target)
+def _match(mixer: Any, d_model: int, target: int, count: Count, changes: dict[str, int]) -> Match:
+    mixer = replace(mixer, **changes)
+    has_ffn = "d_ff" in {field.name for field in fields(mixer)} and getattr(mixer, "ffn", True)
+    found = _match_ffn(mixer, d_model, target, count, changes) if has_ffn else None
+    while has_ffn and found is None and getattr(mixer, "projected", 1) > 1:
+        changes = {**changes, "projected": mixer.projected // 2}
+        mixer = replace(mixer, **changes)
+        found = _match_ffn(mixer, d_model, target, count, changes)
+    if found is not None:
+        return found
     step = _step(mixer, d_model, count)
     width, size = _nearest(lambda multiple: count(mixer, multiple * step), target)
-    return Match(mixer, width * step, "d_model", width * step, size, target)
+    changes = {"d_model": width * step, **changes}
+    found = _match_ffn(mixer, width * step, target, count, changes) if has_ffn else None
+    return found or Match(mixer, width * step, changes, size, target)
+
+
+def _match_ffn(mixer: Any, d_model: int, target: int, count: Count, changes: dict[str, int]) -> Match | None:
+    """The nearest width of the feed-forward block, unless all else is already too large."""
+    first, second = (count(replace(mixer, d_ff=width), d_model) for width in (1, 2))
+    if first > target:
+        return None
+    width = 1 + round((target - first) / (second - first))  # every hidden unit has as many weights
+    size = first + (width - 1) * (second - first)
+    return Match(replace(mixer, d_ff=width), d_model, {"d_ff": width, **changes}, size, target)
 
 
 def _step(mixer: Any, d_model: int, count: Count) -> int:
