@@ -264,6 +264,9 @@ def test_stop_strings() -> None:
         **inputs, max_new_tokens=12, do_sample=False, stop_strings=[stop], tokenizer=tokenizer
     )
     assert got[0].tolist() == whole[: places[0] + 1]
+    # transformers' server passes the tokenizer even where nothing needs it
+    unused = model.generate(**inputs, max_new_tokens=12, do_sample=False, tokenizer=tokenizer)
+    assert unused[0].tolist() == whole
 
 
 def test_what_generate_cannot_do_says_so() -> None:

@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import inspect
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -134,12 +132,6 @@ def next_token_loss(
     return total / torch.as_tensor(count, device=total.device).clamp(min=1)
 
 
-@cache
-def arguments_of(function: Callable[..., Any]) -> frozenset[str]:
-    """What a function can be called with, by name."""
-    return frozenset(inspect.signature(function).parameters)
-
-
 def check_weights(folder: Path) -> None:
     """Refuse weights in a folder that cannot be read, or whose bytes are not those that were saved."""
     expected: dict[str, str] = {}
@@ -210,7 +202,7 @@ class SeqBoatPreTrainedModel(PreTrainedModel):
         """As the library's, but strict: local weights are checked, and all of the stack must be there."""
         place = pretrained_model_name_or_path
         if place is not None and Path(place).is_dir():
-            check_weights(Path(place) / kwargs.get("subfolder", ""))
+            check_weights(Path(place) / (kwargs.get("subfolder") or ""))
         model, info = super().from_pretrained(place, *args, output_loading_info=True, **kwargs)
         # a head may be new, as in fine-tuning
         missing = sorted(key for key in info["missing_keys"] if not key.startswith("head."))
@@ -355,13 +347,15 @@ class SeqBoatForCausalLM(SeqBoatPreTrainedModel, GenerationMixin):
         # keys and values of all tokens are not what the model remembers
         return False
 
-    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        # `generate` hands everything on, also what is for itself alone, such as the tokenizer
-        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
-        return {name: value for name, value in inputs.items() if name in arguments_of(type(self).forward)}
+    def prepare_inputs_for_generation(
+        self, input_ids: Tensor, inputs_embeds: Tensor | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        # it is for stopping criteria, but `generate` hands it on
+        kwargs.pop("tokenizer", None)
+        return super().prepare_inputs_for_generation(input_ids, inputs_embeds=inputs_embeds, **kwargs)
 
     def _prepare_cache_for_generation(
-        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any
+        self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
         # here and not earlier: the library has worked out the mask by now, and dropped one without padding
         mask = model_kwargs.get("attention_mask")
@@ -370,7 +364,7 @@ class SeqBoatForCausalLM(SeqBoatPreTrainedModel, GenerationMixin):
                 bool((mask[:, -1] != 0).all()),
                 "generate needs every row to end with a real token: pad on the left (padding_side='left')",
             )
-        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args)
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         if generation_config.use_cache and model_kwargs.get("past_key_values") is None:
             model_kwargs["past_key_values"] = SeqBoatCache(len(self.model.backbone.layers))
 
