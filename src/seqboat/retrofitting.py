@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from seqboat.budget import Steering, rate_loss
 from seqboat.checks import check_choice, check_positive, require
-from seqboat.routers import ROUTERS, RouterConfig, SigmoidConfig
+from seqboat.routers import ROUTERS, Router, RouterConfig, SigmoidConfig, SigmoidRouter
 from seqboat.sma import Routing, pack
 
 Kind = Literal["tokens", "sequence", "block"]
@@ -137,7 +137,7 @@ class SparseUnit(nn.Module):
     threshold: Tensor
     updates: Tensor
 
-    def __init__(self, owner: nn.Module, kind: Kind, router: nn.Module, budget: Steering, call: Call) -> None:
+    def __init__(self, owner: nn.Module, kind: Kind, router: Router, budget: Steering, call: Call) -> None:
         super().__init__()
         self.router = router
         self.kind: Kind = kind
@@ -196,7 +196,8 @@ class SparseUnit(nn.Module):
             ones = x.new_ones(x.shape[:2])
             return self.note(Routing(ones.bool(), ones), real)
         # the size of a token says nothing about it where the module's input is not normalised
-        probs = self.router(F.rms_norm(x.detach() if self.rate == 1.0 else x, x.shape[-1:]))[1][..., 0]
+        token = F.rms_norm(x.detach() if self.rate == 1.0 else x, x.shape[-1:])
+        probs = self.score(token)[..., 0]
         if self.tracking:
             seen = probs.detach() if real is None else probs.detach()[real]
             # a token that is not finite is active nowhere, and has no say
@@ -206,6 +207,18 @@ class SparseUnit(nn.Module):
         if real is not None and self.rate < 1.0:
             active = active & real
         return self.note(Routing(active, probs), real)
+
+    def score(self, x: Tensor) -> Tensor:
+        """The router's probabilities (batch, time, 1)."""
+        router = self.router
+        plain = not (torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type))
+        if plain and isinstance(router, SigmoidRouter) and x.dtype in (torch.float32, torch.float64):
+            logits = router.logits
+            if x.dtype == logits.weight.dtype:
+                # the same in fewer steps: in decoding every one of them counts
+                return torch.sigmoid(F.linear(x, logits.weight, logits.bias))
+        probs: Tensor = router(x).probs
+        return probs
 
     @property
     def tracking(self) -> bool:
@@ -251,14 +264,16 @@ class SparseUnit(nn.Module):
             not any(isinstance(value, Tensor) for value in kwargs.values()),
             "a module that treats each token alone takes one tensor; wrap this one as a sequence",
         )
-        packed = pack(routing.active)
-        count = packed.flat.shape[0]
+        # in decoding, all or nothing is likely: then nothing needs to be found
+        packed = pack(routing.active) if x.shape[1] > 1 else None
+        count = int(routing.active.sum()) if packed is None else packed.flat.shape[0]
         self.activated += min(count, self._real_count(x))
         if count == x.shape[0] * x.shape[1]:
             y = self.check_output(self.original(x, **kwargs), x)
             return self.gate(y, routing.probs, 0.0)
         if count == 0 and not torch.is_grad_enabled():
             return torch.zeros_like(x)
+        packed = packed or pack(routing.active)
         tokens = packed.take(x)[None]
         y = self.check_output(self.original(tokens, **kwargs), tokens)[0]
         y = self.gate(y, routing.probs.flatten()[packed.flat], 0.0)
@@ -267,12 +282,17 @@ class SparseUnit(nn.Module):
     def run_sequence(self, x: Tensor, kwargs: dict[str, Any], routing: Routing) -> Any:
         """On each row's active tokens, moved to its front."""
         batch, time, _ = x.shape
-        per_row = routing.active.sum(dim=1)
         name, layer = self._cache(kwargs)
-        totals = per_row if layer is None or layer.count is None else per_row + layer.count
-        # the one place where the host waits for the device
-        sizes = [per_row.sum(), per_row.max(), totals.max(), totals.min()]
-        count, width, longest, shortest = torch.stack(sizes).tolist()
+        per_row = routing.active.sum(dim=1)
+        if batch * time == 1 and (layer is None or layer.even is not None):
+            # one token: either nothing runs or everything does
+            count = width = int(per_row)
+            longest = shortest = width + (0 if layer is None else layer.even)
+        else:
+            totals = per_row if layer is None or layer.count is None else per_row + layer.count
+            # the one place where the host waits for the device
+            sizes = [per_row.sum(), per_row.max(), totals.max(), totals.min()]
+            count, width, longest, shortest = torch.stack(sizes).tolist()
         self.activated += min(count, self._real_count(x))
         skip = x if self.kind == "block" else torch.zeros_like(x)
         if count == 0:
@@ -290,9 +310,8 @@ class SparseUnit(nn.Module):
         if layer is not None:
             kwargs[name] = _Appending(kwargs[name], layer)
         if "attention_mask" in kwargs or layer is not None:
-            mask = _mask(kwargs.get("attention_mask"), x, slots, layer, max(longest, width))
-            even = time == 1 and everyone and shortest == longest and kwargs.get("attention_mask") is None
-            kwargs["attention_mask"] = None if even else mask
+            mask = kwargs.get("attention_mask")
+            kwargs["attention_mask"] = _mask(mask, x, slots, layer, max(longest, width), shortest == longest)
         tokens = x if slots is None else slots.take(x)
         out = self.original(tokens, **kwargs)
         if layer is not None:
@@ -358,7 +377,7 @@ def _take(slots: Slots, value: Any) -> Any:
     return tuple(slots.take(part) for part in value) if isinstance(value, tuple) else slots.take(value)
 
 
-def _mask(mask: Any, x: Tensor, slots: Slots | None, layer: Any, longest: int) -> Any:
+def _mask(mask: Any, x: Tensor, slots: Slots | None, layer: Any, longest: int, even: bool) -> Any:
     """The mask of slots: (batch, 1, slots, keys), or None where order alone is enough.
 
     Args:
@@ -367,6 +386,7 @@ def _mask(mask: Any, x: Tensor, slots: Slots | None, layer: Any, longest: int) -
         slots: where they went; None if they stayed.
         layer: of the cache, whose tokens come first; None without a cache.
         longest: keys of the longest row.
+        even: whether all rows are as long.
     """
     require(
         mask is None or (isinstance(mask, Tensor) and mask.dim() == 4),
@@ -380,9 +400,11 @@ def _mask(mask: Any, x: Tensor, slots: Slots | None, layer: Any, longest: int) -
     if layer is not None:
         past = layer.seen
         queries = place + past
-        held = layer.announce(queries, real, longest)
+        layer.announce(queries, real, longest, even)
+        if mask is None and time == 1 and even and slots is None:
+            return None  # one token per row, which sees all that its row holds
         if past > 0:  # otherwise the keys are the slots themselves
-            keys, keep = held
+            keys, keep = layer.visible()
     if mask is None:
         if keys is place:
             return None  # slots keep their order, and no real one sees those behind it
@@ -453,7 +475,7 @@ class Retrofit:
         """Before the model runs: thresholds move, and the mask of padding is noted."""
         for unit in self.units.values():
             unit.follow()
-        given = self._signature.bind_partial(*args, **kwargs).arguments
+        given = self._signature.bind_partial(*args, **kwargs).arguments if args else kwargs
         mask = given.get("attention_mask", given.get("kwargs", {}).get("attention_mask"))
         tokens = given.get("input_ids")
         tokens = given.get("inputs_embeds") if tokens is None else tokens

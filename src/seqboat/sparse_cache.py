@@ -41,12 +41,20 @@ class SparseLayer(CacheLayerMixin):
         super().__init__()
         self.seen = 0
         """tokens that went by, activated or not, padding included"""
-        self.count: Tensor | None = None
-        """(batch,): tokens that each row holds"""
+        self.even: int | None = 0
+        """tokens that every row holds; None if rows differ"""
+        self._count: Tensor | None = None
         self.position: Tensor | None = None
         """(batch, capacity): their places in the original sequence"""
-        self._slot: Tensor | None = None
+        self._slot: Tensor | slice | None = None
         self._width = 0
+
+    @property
+    def count(self) -> Tensor | None:
+        """(batch,): tokens that each row holds; None before the first one."""
+        if self.position is None or self.even is None:
+            return self._count
+        return torch.full((self.position.shape[0],), self.even, device=self.position.device)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -62,36 +70,47 @@ class SparseLayer(CacheLayerMixin):
         # one more than the next power of two: the last place takes what is not to be kept
         return (1 << max(needed - 1, 31).bit_length()) + 1
 
-    def announce(self, position: Tensor, real: Tensor | None, width: int) -> Visible:
+    def announce(self, position: Tensor, real: Tensor | None, width: int, even: bool) -> None:
         """Tell which tokens the next `update` will bring.
 
         Args:
             position: (batch, slots), places in the original sequence.
             real: (batch, slots) bool, real slots first; None if all are.
             width: tokens of the longest row after the update.
+            even: whether every row will hold so many.
         """
         batch, slots = position.shape
-        device = position.device
-        if self.count is None or self.position is None:
-            self.count = torch.zeros(batch, dtype=torch.int64, device=device)
-            self.position = torch.zeros(batch, self._capacity(width), dtype=torch.int64, device=device)
-        require(
-            self.count.shape[0] == batch,
-            f"the cache holds {self.count.shape[0]} rows, but {batch} rows came",
-        )
+        if self.position is None:
+            self.position = position.new_zeros(batch, self._capacity(width))
+        held = self.position.shape[0]
+        require(held == batch, f"the cache holds {held} rows, but {batch} rows came")
         if width >= self.position.shape[1]:
             self.position = _grow(self.position, 1, self._capacity(width))
             if self.keys is not None and self.values is not None:
                 self.keys, self.values = (
                     _grow(held, 2, self._capacity(width)) for held in (self.keys, self.values)
                 )
-        slot = self.count[:, None] + torch.arange(slots, device=device)
+        self._width = width
+        if even and real is None:
+            # then rows were even before: all write at the same places
+            self._slot = slice(width - slots, width)
+            self.position[:, self._slot] = position
+            self.even = width
+            return
+        count = self.count
+        assert count is not None
+        slot = count[:, None] + torch.arange(slots, device=position.device)
         if real is not None:
             slot = torch.where(real, slot, self.position.shape[1] - 1)
         self.position.scatter_(1, slot, position)
-        self.count = self.count + (slots if real is None else real.sum(dim=1))
-        self._slot, self._width = slot, width
-        kept = torch.arange(width, device=device) < self.count[:, None]
+        self._count = count + (slots if real is None else real.sum(dim=1))
+        self._slot, self.even = slot, width if even else None
+
+    def visible(self) -> Visible:
+        """What attention will find after the announced update."""
+        count, width = self.count, self._width
+        assert self.position is not None and count is not None
+        kept = torch.arange(width, device=count.device) < count[:, None]
         return Visible(self.position[:, :width], kept)
 
     def update(
@@ -113,9 +132,13 @@ class SparseLayer(CacheLayerMixin):
         if key_states.requires_grad or value_states.requires_grad:
             # what attention keeps for its backward pass must not be overwritten
             self.keys, self.values = self.keys.clone(), self.values.clone()
-        index = self._slot[:, None, :, None]
-        self.keys.scatter_(2, index.expand_as(key_states), key_states)
-        self.values.scatter_(2, index.expand_as(value_states), value_states)
+        if isinstance(self._slot, slice):
+            self.keys[:, :, self._slot] = key_states
+            self.values[:, :, self._slot] = value_states
+        else:
+            index = self._slot[:, None, :, None]
+            self.keys.scatter_(2, index.expand_as(key_states), key_states)
+            self.values.scatter_(2, index.expand_as(value_states), value_states)
         self._slot = None
         return self.keys[:, :, : self._width], self.values[:, :, : self._width]
 
@@ -136,7 +159,7 @@ class SparseLayer(CacheLayerMixin):
         self.__init__()  # type: ignore[misc]
 
     def _select(self, rows: Tensor) -> None:
-        for name in ("count", "position", "keys", "values"):
+        for name in ("_count", "position", "keys", "values"):
             held = getattr(self, name)
             if held is not None:
                 setattr(self, name, held.index_select(0, rows.to(held.device)))
@@ -145,21 +168,23 @@ class SparseLayer(CacheLayerMixin):
         self._select(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        if self.count is not None:
-            self._select(torch.arange(len(self.count), device=self.count.device)[indices])
+        if self.position is not None:
+            self._select(torch.arange(len(self.position), device=self.position.device)[indices])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.count is not None:
-            self._select(torch.arange(len(self.count), device=self.count.device).repeat_interleave(repeats))
+        if self.position is not None:
+            rows = torch.arange(len(self.position), device=self.position.device)
+            self._select(rows.repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last tokens of the original sequence: -n removes n, a positive number says how many stay."""
         stay = tokens_to_remove if tokens_to_remove > 0 else self.seen + tokens_to_remove
         self.seen = max(min(stay, self.seen), 0)
-        if self.count is not None and self.position is not None:
+        count = self.count
+        if count is not None and self.position is not None:
             place = torch.arange(self.position.shape[1], device=self.position.device)
-            held = (place < self.count[:, None]) & (self.position < self.seen)
-            self.count = held.sum(dim=1)
+            held = (place < count[:, None]) & (self.position < self.seen)
+            self._count, self.even = held.sum(dim=1), None
 
 
 def sparse_layer(cache: Cache, index: int) -> SparseLayer:
