@@ -124,6 +124,16 @@ def test_features_follow_the_seed_and_the_training_step() -> None:
     assert kept.features.features.equal(before)
 
 
+def test_layers_can_be_announced_before_their_weights_are_there() -> None:
+    torch.manual_seed(4)
+    layer = Performer(6, PerformerConfig(heads=2, features=5))
+    with torch.device("meta"):
+        other = Performer(6, PerformerConfig(heads=2, features=5))
+    other.load_state_dict(layer.state_dict(), assign=True)
+    x = torch.randn(1, 4, 6)
+    torch.testing.assert_close(other(x).y, layer(x).y)
+
+
 def test_state_is_constant_and_wide() -> None:
     layer = Performer(6, PerformerConfig(heads=2, features=5, causal=True)).bfloat16()
     state = layer.init_state(2)

@@ -83,12 +83,13 @@ class AdaptiveSpan(RecurrentMixer):
         """The largest distance that a head sees now."""
         if torch.compiler.is_compiling() or self.span.device.type == "meta":
             return self.config.max_span
-        low, high = self.span.detach().aminmax()
+        # the one look at numbers on the device: it sizes the window
+        low, high = torch.stack(self.span.detach().aminmax()).tolist()
         if self.training and (low < 0 or high > self.config.max_span):
             # training may have pushed a span out of its range, from where it would get no gradient
             with torch.no_grad():
                 self.span.clamp_(0, self.config.max_span)
-        longest = min(max(float(high), 0.0), self.config.max_span)
+        longest = min(max(high, 0.0), self.config.max_span)
         return min(math.ceil(longest + self.config.ramp) - 1, self.config.max_span)
 
     def mix(self, x: Tensor, mask: Tensor | None, state: Fifo | None) -> MixerOutput:

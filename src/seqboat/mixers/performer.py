@@ -12,7 +12,7 @@ constant size. In training the features are drawn anew every `redraw` steps, fro
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -57,14 +57,15 @@ class PerformerConfig(BlockConfig):
 
 def draw_features(count: int, dim: int, seed: int, draw: int = 0) -> Tensor:
     """(count, dim): rows N(0, I), orthogonal in groups of `dim`; the same for the same seed and number of draw."""
-    generator = torch.Generator().manual_seed((seed * 1_000_003 + draw) % (1 << 62))
+    generator = torch.Generator("cpu").manual_seed((seed * 1_000_003 + draw) % (1 << 62))
     groups = -(-count // dim)
-    square = torch.randn(groups, dim, dim, generator=generator, dtype=torch.float64)
+    exact: dict[str, Any] = {"generator": generator, "dtype": torch.float64, "device": "cpu"}
+    square = torch.randn(groups, dim, dim, **exact)
     q, r = torch.linalg.qr(square)
     # with the signs of the diagonal every direction is equally likely; without, the estimate would be biased
     q = q * r.diagonal(dim1=1, dim2=2).sign()[:, None]
     directions = q.transpose(1, 2).reshape(groups * dim, dim)[:count]
-    lengths = torch.randn(count, dim, generator=generator, dtype=torch.float64).norm(dim=1, keepdim=True)
+    lengths = torch.randn(count, dim, **exact).norm(dim=1, keepdim=True)
     return (directions * lengths).to(torch.get_default_dtype())
 
 
@@ -78,7 +79,8 @@ class RandomFeatures(nn.Module):
         super().__init__()
         self.count, self.dim, self.kernel, self.redraw = count, dim, kernel, redraw
         self._draw = 0
-        seed = torch.randint(0, 1 << 31, ())
+        # drawn on the CPU: the same on every device, and known where parameters are only announced (meta)
+        seed = torch.randint(0, 1 << 31, (), device="cpu")
         self.register_buffer("seed", seed)
         self.register_buffer("features", draw_features(count, dim, int(seed)))
 
