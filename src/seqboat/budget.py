@@ -53,8 +53,9 @@ class BudgetConfig:
     target: Shares = None
     """Share of tokens that each module should take, on average: one for all modules, or one for each."""
     target_by: Steering = "controller"
-    """What steers towards the target: a controller that shifts the decisions, or a term of the loss."""
-    gain: float = 0.5
+    """What steers towards the target: a controller that shifts the decisions, or a term of the loss. In training the
+    controller meets the target in every batch; at inference it decides by what it saw in the last ones."""
+    gain: float = 0.2
     """How far the controller goes in a step: this part of the way to where the last step met the target."""
     loss_weight: float = 1.0
     """Weight of the squared error in the loss."""
@@ -269,7 +270,6 @@ class Policy(nn.Module):
 
     training_step: Tensor
     shift: Tensor
-    drift: Tensor
     tally: Tensor
     usual: Tensor
 
@@ -292,7 +292,6 @@ class Policy(nn.Module):
             self.register_buffer("training_step", torch.zeros((), dtype=torch.int64))
         if self.steered:
             self.register_buffer("shift", torch.zeros(len(names)))
-            self.register_buffer("drift", torch.zeros(len(names)))
             zeros = torch.zeros(2, len(names), dtype=torch.float64)
             self.register_buffer("tally", zeros, persistent=False)
         if revival.inactive_gradient:
@@ -395,6 +394,8 @@ class Policy(nn.Module):
         shift: Tensor | None = None
         if self.steered:
             shift = self.shift.to(probs.dtype)
+            if self.training:
+                shift = self._meet_target(router.margin(probs, shift), allowed)
         noise = self._noise(probs)
         if noise is not None:
             shift = noise if shift is None else shift + noise
@@ -407,15 +408,17 @@ class Policy(nn.Module):
             thresholds = self._by_name(self.override.threshold, -1.0)
             least = torch.tensor(thresholds, dtype=probs.dtype, device=probs.device)
             active = torch.where(least < 0, active, probs > least)
-        if self.steered and self.training:
-            assert self.target is not None
-            margin = router.margin(probs, self.shift.to(probs.dtype))
-            share = self._annealed(self.target, probs.device)
-            tokens = allowed.sum()
-            with torch.no_grad():
-                self.tally[0] += tokens * border_of_share(margin, allowed, share)
-                self.tally[1] += tokens
         return active & allowed
+
+    @torch.no_grad()
+    def _meet_target(self, margin: Tensor, allowed: Tensor) -> Tensor:
+        """(modules,): the shift that gives these tokens the target; the controller hears of it."""
+        assert self.target is not None
+        tokens = allowed.sum()
+        border = border_of_share(margin, allowed, self._annealed(self.target, margin.device))
+        self.tally[0] += torch.where(tokens > 0, tokens * border, 0)
+        self.tally[1] += tokens
+        return -border.to(margin.dtype)
 
     def _limit(
         self,
@@ -528,12 +531,9 @@ class Policy(nn.Module):
         tally = self.tally.clone()
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(tally)
-        seen = tally[1] > 0
-        error = torch.where(seen, -tally[0] / tally[1].clamp(min=1) - self.shift, 0).to(self.shift.dtype)
-        # training moves the log-odds of all tokens together, early on by more than they differ from each other in a
-        # single step: a controller that did not know this drift would always be late
-        self.drift += self.budget.gain**2 / 3 * error
-        self.shift += torch.where(seen, self.budget.gain * error + self.drift, 0)
+        border = tally[0] / tally[1].clamp(min=1)
+        moved = torch.where(tally[1] > 0, self.budget.gain * (-border - self.shift), 0)
+        self.shift += moved.to(self.shift.dtype)
         self.tally.zero_()
 
     def loss(self, routing: Routing, mask: Tensor | None = None) -> Tensor | None:
