@@ -55,7 +55,7 @@ class BudgetConfig:
     target_by: Steering = "controller"
     """What steers towards the target: a controller that shifts the decisions, or a term of the loss. In training the
     controller meets the target in every batch; at inference it decides by what it saw in the last ones."""
-    gain: float = 0.2
+    gain: float = 0.5
     """How far the controller goes in a step: this part of the way to where the last step met the target."""
     loss_weight: float = 1.0
     """Weight of the squared error in the loss."""
