@@ -33,6 +33,7 @@ def test_a_packed_run_is_a_run(run: Path, tmp_path: Path, dtype: torch.dtype) ->
         "step-1/model.safetensors",
         "step-1/state.json",
     }
+    assert (folder / "step-1" / MODEL).stat().st_mode & 0o777 == 0o644
     one, config = load_language_model(run)
     two, same = load_language_model(folder)
     assert same == config and two.backbone.embedding.weight.dtype == torch.float32

@@ -69,7 +69,9 @@ def pack_run(
         require(fits, f"{name} does not fit into {dtype}: it holds values up to {float(value.abs().max()):g}")
     folder.mkdir(parents=True, exist_ok=True)
     state = {key: checkpoint.state[key] for key in KEPT if key in checkpoint.state}
-    Store(folder).save(checkpoint.step, {MODEL: weights}, state, best=True)
+    saved = Store(folder).save(checkpoint.step, {MODEL: weights}, state, best=True)
+    # weights are written for their owner alone, but a package is for everyone on the machine
+    (saved / MODEL).chmod(0o644)
     if card is not None:
         (folder / "README.md").write_text(card, encoding="utf-8")
     return folder
