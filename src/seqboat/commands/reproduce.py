@@ -25,9 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", metavar="DIR", default="runs/reproduce", help="folder of the runs (%(default)s)"
     )
-    parser.add_argument(
-        "--page", metavar="FILE", help="page to write (default: results.md in DIR)"
-    )
+    parser.add_argument("--page", metavar="FILE", help="page to write (default: results.md in DIR)")
     parser.add_argument("--dry-run", action="store_true", help="say what would run, and stop")
     parser.add_argument(
         "--collect", action="store_true", help="run nothing: write down the runs that are finished"

@@ -213,19 +213,24 @@ def text_small(mixer: MixerConfig | None = None) -> RunConfig:
 
 
 def retrieval_small(mixer: MixerConfig | None = None) -> RunConfig:
-    """Retrieval with documents cut to 512 bytes.
+    """Retrieval with documents cut to 256 bytes.
 
-    Cut: two documents of 512 bytes (title and abstract) instead of 4,000, 2 layers of width 64 instead of 6 of 128,
-    one epoch and a half of 39,682 pairs instead of 40 of 147,086, working memory 64.
+    Cut: two documents of 256 bytes (title and the beginning of the abstract) instead of 4,000, 2 layers of width 64
+    instead of 6 of 128, two epochs of 39,682 pairs instead of 40 of 147,086, working memory 64. Changed: batch norm
+    before each layer instead of scale norm behind it, no dropout, learning rate 0.01 instead of 0.003; in so few
+    updates the published setting stays at chance.
     """
     full = retrieval()
-    narrow = _resized(full, d_z=32, d_v=128, window=64, max_positions=512)
+    narrow = replace(
+        _resized(full, d_z=32, d_v=128, window=64, max_positions=256), norm="batch", prenorm=True, dropout=0.0
+    )
     return full.replace(
-        task=RetrievalTaskConfig(max_length=512, eval_size=2500),
-        model={"mixer": mixer or narrow, "d_model": 64, "num_layers": 2},
-        schedule={"steps": 1800, "warmup_steps": 200},
-        training={"batch_size": 32, "save_every": 300},
-        evaluation={"every": 300},
+        task=RetrievalTaskConfig(max_length=256, eval_size=2500),
+        model={"mixer": mixer or narrow, "d_model": 64, "num_layers": 2, "dropout": 0.0},
+        optimiser={"lr": 0.01},
+        schedule={"steps": 2600, "warmup_steps": 130},
+        training={"batch_size": 32, "save_every": 260},
+        evaluation={"every": 260},
     )
 
 
