@@ -136,7 +136,7 @@ TARGETS = {
                     name="recall-s4d",
                     title="recall, pure state-space model (S4D)",
                     recipe="recall",
-                    arguments=("--model.mixer=s4d",),
+                    arguments=("--model.mixer=s4d", "--model.d_model=72"),
                     seeds=3,
                     minutes=3,
                 ),
