@@ -371,10 +371,13 @@ def test_autocast_to_bfloat16(case: Case, backward_inside: bool) -> None:
         assert part.dtype in (torch.float32, torch.int64), name
     if not backward_inside:
         out.y.square().sum().backward()
+    whole = float(torch.cat([p.grad.flatten() for p in plain.parameters() if p.grad is not None]).norm())
     for (name, parameter), other in zip(mixer.named_parameters(), plain.parameters(), strict=True):
         assert parameter.grad is not None and other.grad is not None
-        # gradients of biases are sums of many numbers of both signs, each with an error of about 2^-8
-        assert relative_error(parameter.grad, other.grad) < 0.1, name
+        # gradients of biases are sums of many numbers of both signs, each with an error of about 2^-8; one that is
+        # smaller than the others by four orders (squares behind a norm hardly change) is made of such errors alone
+        error = float((parameter.grad - other.grad).norm())
+        assert error < 0.1 * float(other.grad.norm()) + 1e-5 * whole, name
 
 
 @every_recurrent_case

@@ -31,7 +31,7 @@ examples:
   seqboat bench                                             the paper's Text layer, all yard-sticks
   seqboat bench --lengths 1024 4096 16384 --plot cost.png   the same number of tokens at each length
   seqboat bench --mixers seqboat --rates 0.1 0.5 1          how cost falls with the share of active tokens
-  seqboat bench --rate-from runs/recall                     with the activation of a trained model
+  seqboat bench --like-run runs/recall                      with the activation of a trained model
   seqboat bench --mixers seqboat seqboat:gau.positions=original --windows 64 256
   seqboat bench decode --contexts 1024 32768                time per token and size of the state
   seqboat bench decode-lm                                   the paper's language model against a Transformer
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="shares of tokens that routers must activate, or 'natural' for what they decide",
     )
     parser.add_argument(
-        "--rate-from",
+        "--like-run",
         metavar="RUN",
         help="take the rate from a trained run: the mean over its layers on held-out data",
     )
@@ -135,8 +135,8 @@ def _check(options: argparse.Namespace) -> None:
         path = getattr(options, name)
         if path is not None and not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
             raise UsageError(f"--{name}: cannot write to the folder {path.parent}")
-    if options.rate_from and options.rates:
-        raise UsageError("--rates and --rate-from exclude each other")
+    if options.like_run and options.rates:
+        raise UsageError("--rates and --like-run exclude each other")
     layer_only = {"plot": options.plot, "lengths": options.lengths, "modes": options.modes}
     if options.what != "layer":
         for name, value in layer_only.items():
@@ -156,13 +156,13 @@ def _setting(preset: Setting, options: argparse.Namespace) -> Setting:
         changes["batch"] = options.batch
     if options.windows:
         changes["window"] = options.windows[0]
-    if options.rate_from:
+    if options.like_run:
         from seqboat.bench import recorded_activation
 
-        layers = recorded_activation(options.rate_from)
+        layers = recorded_activation(options.like_run)
         changes["rate"] = sum(layers) / len(layers)
         shown = " ".join(f"{rate:.0%}" for rate in layers)
-        print(f"rate {changes['rate']:.3f} as in {options.rate_from} (by layer: {shown})")
+        print(f"rate {changes['rate']:.3f} as in {options.like_run} (by layer: {shown})")
     elif options.rates:
         changes["rate"] = options.rates[0]
     return replace(preset, **changes)
