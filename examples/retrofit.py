@@ -1,7 +1,4 @@
-"""Make a trained transformer sparse: train a tiny one on a text, retrofit it, tune it to half of its tokens.
-
-Reads the file that is named on the command line, or this project's README. Needs transformers (the `hf` extra).
-"""
+"""Make a trained transformer sparse: train a tiny one on a file (the README by default), retrofit it, tune it."""
 
 import sys
 from importlib.util import find_spec
@@ -17,69 +14,45 @@ if find_spec("transformers") is None:
 
 from transformers import LlamaConfig, LlamaForCausalLM
 
-text = Path(sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parents[1] / "README.md").read_bytes()
-tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
-
-
-def draw(rows: int = 8, time: int = 64) -> torch.Tensor:
-    """Pieces of the text, (rows, time)."""
-    return torch.stack([tokens[i : i + time] for i in torch.randint(0, len(tokens) - time, (rows,))])
-
-
+file = sys.argv[1] if len(sys.argv) > 1 else Path(__file__).parents[1] / "README.md"
+tokens = torch.frombuffer(bytearray(Path(file).read_bytes()), dtype=torch.uint8).long()
 torch.manual_seed(0)
-config = LlamaConfig(
-    vocab_size=256,
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    bos_token_id=None,
-    eos_token_id=None,
-)
-model = LlamaForCausalLM(config)
-optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
+sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
+model = LlamaForCausalLM(LlamaConfig(vocab_size=256, bos_token_id=None, eos_token_id=None, **sizes))
 
 
-def learn(batch: torch.Tensor) -> float:
-    """One step."""
-    loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+def learn(optimiser: torch.optim.Optimizer) -> float:
+    """One step on eight pieces of the text."""
+    ids = torch.stack([tokens[i : i + 64] for i in torch.randint(0, len(tokens) - 64, (8,))])
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
     optimiser.zero_grad()
     loss.backward()
     optimiser.step()
     return loss.item()
 
 
-loss = [learn(draw()) for _ in range(40)][-1]
-print(f"dense: loss {loss:.2f}")
+optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
+print(f"dense: loss {[learn(optimiser) for _ in range(40)][-1]:.2f}")
 
 # nothing changes at first: every token is active
-prompt = draw(rows=1, time=32)
+prompt = tokens[None, :32]
 with torch.no_grad():
-    before = model.eval()(prompt).logits
+    before = model(prompt).logits
     sparse = retrofit(model, {"model.layers.[12].self_attn": "sequence", "model.layers.[12].mlp": "tokens"})
     assert torch.equal(model(prompt).logits, before)
 
 # then the budget falls while the model learns to live with it
 optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
 schedule = RateSchedule(final=0.5, begin=5, steps=20)
-model.train()
 for step in range(40):
     sparse.set_rate(schedule(step))
-    loss = learn(draw())
-    if step % 10 == 9:
-        print(f"step {step + 1}: loss {loss:.2f}, budget {sparse.rate:.2f}")
-
-model.eval()
-sparse.reset_statistics()
-with torch.no_grad():
-    model(draw(rows=32))
+    sparse.reset_statistics()
+    loss = learn(optimiser)
 print(
-    "share of tokens:", {name.removeprefix("model."): round(rate, 2) for name, rate in sparse.rates().items()}
+    f"sparse: loss {loss:.2f}, shares", {name[13:]: round(rate, 2) for name, rate in sparse.rates().items()}
 )
 
 # skipped tokens leave no keys and values, and generation with a cache says what it says without one
-mask = torch.ones_like(prompt)
-cached = model.generate(prompt, attention_mask=mask, max_new_tokens=24, do_sample=False)
-plain = model.generate(prompt, attention_mask=mask, max_new_tokens=24, do_sample=False, use_cache=False)
+settings = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 24, "do_sample": False}
+cached, plain = (model.eval().generate(prompt, use_cache=use, **settings) for use in (True, False))
 print("generated alike with and without cache:", torch.equal(cached, plain))
-sparse.undo()  # the weights stay, the routers go

@@ -349,10 +349,24 @@ def test_training_reaches_the_rate(budget: Any, within: float) -> None:
         optimiser.step()
     retrofitted.reset_statistics()
     with torch.no_grad():
-        model.eval()(draw(64, 32, seed=1000, vocab=vocab))
+        model.eval()(draw(400, 32, seed=1000, vocab=vocab))
     for name, rate in retrofitted.rates().items():
         assert abs(rate - 0.4) < within, (name, rate)
     assert float(retrofitted.loss()) < within**2
+
+
+def test_every_training_batch_meets_the_rate() -> None:
+    """Also where the router moves much faster than an average of thresholds could follow."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8))
+    retrofitted = retrofit(model, {"0": "tokens"}, d_model=8)
+    retrofitted.set_rate(0.3)
+    bias = model.get_parameter("0.sparse.router.logits.bias")
+    for step in range(10):
+        nn.init.constant_(bias, -step)
+        retrofitted.reset_statistics()
+        model(torch.randn(4, 50, 8))
+        assert retrofitted.rates()["0"] == pytest.approx(0.3, abs=0.006)
 
 
 def test_statistics_leave_padding_out() -> None:

@@ -8,9 +8,9 @@ model is tuned.
 
 - The output of an active token is not scaled: what a trained module returns keeps its size. The gradient reaches the
   router as if it had been scaled by the probability (a straight-through estimate of the paper's confidence).
-- A token is active if its probability is above a threshold, a number that belongs to the module. It is tracked in
-  training so that the wanted share of tokens lies above it, and fixed in evaluation: a decision depends on nothing
-  but the token.
+- A token is active if its probability is at least a threshold, a number that belongs to the module. In training it is
+  the quantile of the batch that the budget asks for, so that every batch meets it; the running average of these
+  quantiles decides in evaluation, where a decision depends on nothing but the token.
 - Modules that treat each token alone get the active tokens of the batch as one packed array. Modules that read a
   sequence get each row's active tokens moved to the front, with the positions and the mask of where they came from;
   in cached generation the others leave no keys and values (`sparse_cache`).
@@ -198,12 +198,15 @@ class SparseUnit(nn.Module):
         # the size of a token says nothing about it where the module's input is not normalised
         token = F.rms_norm(x.detach() if self.rate == 1.0 else x, x.shape[-1:])
         probs = self.score(token)[..., 0]
+        threshold = self.threshold
         if self.tracking:
             seen = probs.detach() if real is None else probs.detach()[real]
             # a token that is not finite is active nowhere, and has no say
             self.pending = torch.nanquantile(seen.flatten(), 1 - self.rate) if seen.numel() else None
+            # routers move faster than an average follows: in training every batch meets the rate by itself
+            threshold = threshold if self.pending is None else self.pending
         # with no budget everything runs as it used to, padding included
-        active = torch.ones_like(probs, dtype=torch.bool) if self.rate == 1.0 else probs >= self.threshold
+        active = torch.ones_like(probs, dtype=torch.bool) if self.rate == 1.0 else probs >= threshold
         if real is not None and self.rate < 1.0:
             active = active & real
         return self.note(Routing(active, probs), real)
