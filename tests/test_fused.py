@@ -54,7 +54,7 @@ def test_scale_by_rms(shape: tuple[int, ...], per_channel: bool) -> None:
 def test_norm_of_silu(shape: tuple[int, ...]) -> None:
     x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     weight, bias = (torch.randn(4, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    assert torch.autograd.gradcheck(lambda *inputs: norm_of_silu(*inputs, 1e-5), (x, weight, bias))
+    assert torch.autograd.gradcheck(lambda x, w, b: norm_of_silu(x, w, b, 1e-5), (x, weight, bias))
     plain = F.layer_norm(F.silu(x), (4,), weight, bias, 1e-5)
     torch.testing.assert_close(norm_of_silu(x, weight, bias, 1e-5), plain)
     # a frozen norm asks for no gradient of its weights
