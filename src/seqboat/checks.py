@@ -23,6 +23,14 @@ def check_rate(name: str, value: float) -> None:
     require(0.0 <= value < 1.0, f"{name} must be in [0, 1), got {value!r}")
 
 
+def check_steps(dt_min: float, dt_max: float) -> None:
+    """Refuse a range of initial steps that is empty or not positive."""
+    require(
+        0 < dt_min <= dt_max,
+        f"dt_min and dt_max must satisfy 0 < dt_min <= dt_max, got {dt_min}, {dt_max}",
+    )
+
+
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """Refuse a word that is not one of the choices."""
     require(value in choices, f"{name} must be one of {', '.join(choices)}; got {value!r}")

@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from seqboat.checks import check_choice, check_positive, require
+from seqboat.checks import check_choice, check_positive, check_steps
 from seqboat.mixers.base import keep_rows
 from seqboat.mixers.hippo import legs, legs_modes
 from seqboat.mixers.ssm import (
@@ -60,10 +60,7 @@ class LiquidS4Config:
         check_positive("order", self.order)
         check_choice("kernel", self.kernel, ("kb", "pb"))
         check_positive("block", self.block)
-        require(
-            0 < self.dt_min <= self.dt_max,
-            f"dt_min and dt_max must satisfy 0 < dt_min <= dt_max, got {self.dt_min}, {self.dt_max}",
-        )
+        check_steps(self.dt_min, self.dt_max)
 
     def build(self, d_model: int, causal: bool) -> LiquidS4:
         return LiquidS4(d_model, self, causal=causal)

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqboat.checks import check_positive, require
+from seqboat.checks import check_positive, check_steps
 from seqboat.mixers.base import keep_rows
 from seqboat.mixers.hippo import legs, legs_modes
 from seqboat.mixers.ssm import (
@@ -59,10 +59,7 @@ class S4Config:
     def __post_init__(self) -> None:
         check_positive("d_state", self.d_state)
         check_states_even(self.d_state, "S4")
-        require(
-            0 < self.dt_min <= self.dt_max,
-            f"dt_min and dt_max must satisfy 0 < dt_min <= dt_max, got {self.dt_min}, {self.dt_max}",
-        )
+        check_steps(self.dt_min, self.dt_max)
 
     def build(self, d_model: int, causal: bool) -> S4:
         return S4(d_model, self, causal=causal)

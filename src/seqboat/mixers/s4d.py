@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from seqboat.checks import check_choice, require
+from seqboat.checks import check_choice, check_steps
 from seqboat.mixers.hippo import legs_modes
 from seqboat.mixers.ssm import Coefficients, DiagonalSSM, Method, check_states_even
 from seqboat.mixers.ssm_layer import SSMLayer, SSMLayerConfig
@@ -70,10 +70,7 @@ class S4D(DiagonalSSM):
         super().__init__(d_model, config.d_state, causal, config.truncation, config.method, config.block)
         check_states_even(config.d_state, "S4D")
         check_choice("init", config.init, ("legs", "lin", "inv"))
-        require(
-            0 < config.dt_min <= config.dt_max,
-            f"dt_min and dt_max must satisfy 0 < dt_min <= dt_max, got {config.dt_min}, {config.dt_max}",
-        )
+        check_steps(config.dt_min, config.dt_max)
         self.config = config
         pairs = config.d_state // 2
         shape = (self.directions, d_model, pairs)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from seqboat.checks import check_positive, require
+from seqboat.checks import check_positive, check_steps, require
 from seqboat.mixers.base import keep_rows
 from seqboat.mixers.hippo import legs_modes
 from seqboat.mixers.ssm import StateSpace, at_least_float32, complex_like, real_like
@@ -48,10 +48,7 @@ class S5Config:
             f"d_state of S5 must be a multiple of 2 * systems = {2 * self.systems} (conjugate pairs), "
             f"got {self.d_state}",
         )
-        require(
-            0 < self.dt_min <= self.dt_max,
-            f"dt_min and dt_max must satisfy 0 < dt_min <= dt_max, got {self.dt_min}, {self.dt_max}",
-        )
+        check_steps(self.dt_min, self.dt_max)
 
     def build(self, d_model: int, causal: bool) -> S5:
         return S5(d_model, self, causal=causal)

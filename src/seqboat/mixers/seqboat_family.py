@@ -1,4 +1,4 @@
-"""The SeqBoat layer in the forms of the paper's ablations, appendix D.
+"""The SeqBoat layer in the forms of the paper's ablations, appendix E.
 
 Each form is a configuration whose defaults differ from SeqBoat's in what its row of the tables changes; `ablate`
 makes the same change to any other SeqBoat. One of them has a part that SeqBoat lacks, a feed-forward block behind
