@@ -1,4 +1,4 @@
-"""The ablations of the paper's appendix D: both tables, in full and as small twins.
+"""The ablations of the paper's appendix E: both tables, in full and as small twins.
 
 A row changes the SeqBoat of a recipe of the Long Range Arena and nothing else (`seqboat.mixers.seqboat_family`): the
 steps, the learning rate and the widths stay. The names are `ablations.TASK.ROW`: `ablations.listops.local` in full,
