@@ -193,7 +193,9 @@ def test_settings_take_turns_like_contenders(monkeypatch: pytest.MonkeyPatch) ->
     ]
 
 
-def test_the_rate_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rate_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setitem(TASKS, "toy", ToyConfig)
     train(small_run(schedule={"steps": 12}, evaluation={"every": 6}), tmp_path / "run", display=Spy())
     rates = bench.recorded_activation(tmp_path / "run")
@@ -201,6 +203,24 @@ def test_the_rate_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     scored = [r for r in iterate_metrics(tmp_path / "run" / "metrics.jsonl") if r["split"] == "val"]
     assert [r["step"] for r in scored] == [6, 12]
     assert rates == next(r["activation"] for r in scored if r["step"] == checkpoint.step)
+    arguments = ["bench", "--like-run", str(tmp_path / "run"), "--mixers", "seqboat", "--lengths", "32"]
+    arguments += [
+        "--batch",
+        "1",
+        "--rounds",
+        "1",
+        "--warmup",
+        "0",
+        "--no-memory",
+        "--json",
+        str(tmp_path / "out.json"),
+    ]
+    assert main(arguments) == 0
+    mean = sum(rates) / len(rates)
+    assert f"rate {mean:.3f} as in" in capsys.readouterr().out
+    assert all(row["rate"] == mean for row in json.loads((tmp_path / "out.json").read_text())["rows"])
+    assert main([*arguments, "--rates", "0.5"]) == 2
+    assert "--rates and --like-run exclude each other" in capsys.readouterr().err
     (tmp_path / "run" / "metrics.jsonl").write_text("")
     with pytest.raises(ValueError, match="has no measured activation"):
         bench.recorded_activation(tmp_path / "run")
