@@ -21,6 +21,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -218,9 +219,9 @@ def prepare_folder(folder: Path, resume: bool) -> None:
     """Make a run's folder, or refuse one that cannot be used."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".stage-probe-{id(folder)}"
-        probe.mkdir()
-        probe.rmdir()
+        # a name of its own: a run that was killed here may have left its probe behind
+        with tempfile.TemporaryDirectory(prefix=".stage-probe-", dir=folder):
+            pass
     except OSError as error:
         raise ValueError(f"cannot write to the run's folder {folder}: {error.strerror}") from error
     if not resume and (ck.Store(folder).steps() or (folder / "config.yaml").exists()):
