@@ -153,6 +153,42 @@ class Band:
         return key - query
 
 
+class RollingSums:
+    """Gradients of keys, of the blocks at hand and those around them, moved on from part to part.
+
+    Args:
+        band: the geometry.
+        like: a tensor of the type and on the device to use.
+        dim: of a key.
+    """
+
+    def __init__(self, band: Band, like: Tensor, dim: int) -> None:
+        self.band, self.around = band, band.before + band.after
+        self.first = -band.before
+        """block of the keys that lies at the beginning of the buffer"""
+        blocks = min(band.at_once, band.blocks) + self.around
+        self.buffer = like.new_empty(blocks, band.size, dim)
+        self.buffer[: self.around].zero_()
+
+    def add(self, weights: Tensor, rows: Tensor, scale: float = 1.0) -> None:
+        """Add weights^T rows of the blocks at hand, as `Band.add_by_key` does."""
+        self.band.add_by_key(self.buffer, 0, weights, rows, scale)
+
+    def set(self, blocks: Tensor) -> None:
+        """Write (blocks, size, dim) at the blocks at hand themselves."""
+        self.buffer[self.band.before : self.band.before + len(blocks)] = blocks
+
+    def rows(self, rows: slice) -> Tensor:
+        """Some rows of the packed array, as a view; they must lie in the buffer."""
+        begin = self.first * self.band.size
+        return self.buffer.flatten(0, 1)[rows.start - begin : rows.stop - begin]
+
+    def roll(self, count: int) -> None:
+        """Move on by so many blocks."""
+        self.buffer[: self.around] = self.buffer[count : count + self.around].clone()
+        self.first += count
+
+
 class BandScores:
     """Scores of a few blocks at a time: products, bias, and HIDDEN where a key is out of reach."""
 

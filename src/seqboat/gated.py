@@ -16,6 +16,7 @@ from seqboat.attention import (
     AttentionName,
     Band,
     BandScores,
+    RollingSums,
     attention_weights,
     grad_scores_of,
     scores_at_once,
@@ -129,8 +130,8 @@ def _gated_backward(
     dx, dweight, dbias = torch.empty_like(x), torch.zeros_like(weight), weight.new_zeros(weight.shape[0])
     dgamma, dbeta = torch.zeros_like(gamma), torch.zeros_like(beta)
     dout_weight, dout_bias = torch.zeros_like(out_weight), grad.sum(dim=0)
-    dquery = x.new_empty(x.shape[0], d_z)
-    dkeys, dvalues = band.sums(before[:, of_z]), band.sums(summed)
+    # gradients of queries, keys and values exist for the blocks at hand and those around them
+    dqueries, dkeys, dvalues = (RollingSums(band, x, dim) for dim in (d_z, d_z, d_v))
     dstatic = torch.zeros_like(score.static)
     dtable = x.new_zeros(0 if table is None else table.shape[0])
 
@@ -147,21 +148,19 @@ def _gated_backward(
     def finish(first: int, last: int) -> None:
         """Blocks first .. last of the keys have met all their queries."""
         rows = slice(first * band.size, min(last * band.size, band.tokens))
-        count = rows.stop - rows.start
-        if count <= 0:
+        if rows.stop <= rows.start:
             return
-        dkey = dkeys[first + band.before : last + band.before].flatten(0, 1)[:count]
-        dvalue = dvalues[first + band.before : last + band.before].flatten(0, 1)[:count]
+        dquery, dkey, dvalue = (sums.rows(rows) for sums in (dqueries, dkeys, dvalues))
         z = _silu_of(before[rows, of_z], bias[of_z])
-        for i, above in enumerate((dquery[rows], dkey)):
+        for i, above in enumerate((dquery, dkey)):
             dbeta[i] += above.sum(dim=0)
             dgamma[i] += torch.linalg.vecdot(above, z, dim=0)
-        dz = torch.addcmul(dquery[rows] * gamma[0], dkey, gamma[1])
+        dz = torch.addcmul(dquery * gamma[0], dkey, gamma[1])
         project_back(rows, of_z, dz, first=False)
         project_back(rows, of_value, dvalue, first=False)
 
-    done = 0
-    for begin, end in band.parts():
+    def meet(begin: int, end: int) -> None:
+        """Queries of blocks begin .. end meet their keys; a function, so that nothing of it outlives it."""
         part = _Blocks(band, before, bias, gamma, beta, begin, end)
         scores, index = score(begin, end, part.queries, part.keys)
         weights = attention_weights(scores, kind)
@@ -173,16 +172,23 @@ def _gated_backward(
         dsummed = part.in_blocks(dgated.mul_(part.gate), band)
         dweights = torch.bmm(dsummed, part.values.transpose(1, 2))
         dscores = grad_scores_of(scores, weights, dweights, kind)
+        del scores, dweights
         if index is not None:
             dtable.index_add_(0, index.view(-1), dscores.view(-1))
         elif table is not None:
-            dstatic += dscores.sum(dim=0)
-        found = torch.bmm(dscores, part.keys).flatten(0, 1)[: above.shape[0]]
-        torch.mul(found, scale, out=dquery[part.rows])
-        band.add_by_key(dvalues, begin, weights, dsummed)
-        band.add_by_key(dkeys, begin, dscores, part.queries, scale)
+            dstatic.add_(dscores.sum(dim=0))
+        dvalues.add(weights, dsummed)
+        del weights
+        dkeys.add(dscores, part.queries, scale)
+        dqueries.set(torch.bmm(dscores, part.keys).mul_(scale))
+
+    done = 0
+    for begin, end in band.parts():
+        meet(begin, end)
         finish(done, max(end - band.before, done))
         done = max(end - band.before, done)
+        for sums in (dqueries, dkeys, dvalues):
+            sums.roll(end - begin)
     finish(done, band.blocks)
     if table is not None and position is None:
         dtable.index_add_(0, score.distance[score.inside], dstatic[score.inside])
