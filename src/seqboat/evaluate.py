@@ -278,6 +278,19 @@ def checkpoint_config(checkpoint: Checkpoint) -> RunConfig:
         raise CheckpointError(f"{checkpoint.path}: its configuration does not fit: {error}") from error
 
 
+def task_of(checkpoint: Checkpoint, config: RunConfig, fields: Sequence[str] = ()) -> Task:
+    """The task that a checkpoint was trained on; `fields` change its data, as arguments `--data.x=value` do."""
+    for name, _ in split_arguments(fields):
+        require(
+            name.startswith(("data.", "task.")), f"only the data can be changed (--data.FIELD), got --{name}"
+        )
+    task = override(config, fields).build_task()
+    # the training data may be elsewhere
+    if labels := checkpoint.state.get("labels"):
+        task.labels = tuple(labels)
+    return task
+
+
 def evaluate_run(
     run: Path | str,
     split: Split = "test",
@@ -296,14 +309,7 @@ def evaluate_run(
     """
     checkpoint = find_checkpoint(run, which)
     model, config = load_model(checkpoint.path)
-    for name, _ in split_arguments(fields):
-        require(
-            name.startswith(("data.", "task.")), f"only the data can be changed (--data.FIELD), got --{name}"
-        )
-    task = override(config, fields).build_task()
-    # the training data may be elsewhere
-    if labels := checkpoint.state.get("labels"):
-        task.labels = tuple(labels)
+    task = task_of(checkpoint, config, fields)
     usual = config.evaluation.batch_size
     if isinstance(reading, Streaming):
         # one row reads the whole text: with more of them each would begin from nothing somewhere in it

@@ -100,6 +100,17 @@ class Memory(NamedTuple):
     """(batch,): tokens activated so far"""
 
 
+class RowWeights(NamedTuple):
+    """How some queries of one row weigh the keys they see; slots count the active tokens of the row."""
+
+    first: Tensor
+    """(queries,): slot of the first key that each sees"""
+    end: Tensor
+    """(queries,): the slot behind the last one"""
+    weights: Tensor
+    """(queries, most keys): of the keys from `first` on; zero behind the last"""
+
+
 class GAU(PackedModule):
     """A gated attention unit. With span "full" the memory of a causal unit grows with the active tokens."""
 
@@ -158,6 +169,47 @@ class GAU(PackedModule):
         if self.config.positions == "rotary":
             query, key = rotate(torch.stack([query, key]), position).unbind(0)
         return query, key, value, gate
+
+    def visible(self, slot: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """First slot that queries at these slots see, and the one behind the last, among `count` active tokens."""
+        if self.config.span == "memory":
+            return (slot - self.left).clamp(min=0), (slot + self.right + 1).clamp(max=count)
+        chunked = self.config.span == "chunk"
+        first = slot // self.window * self.window if chunked else torch.zeros_like(slot)
+        if self.causal:
+            return first, slot + 1
+        end = first + self.window if chunked else torch.full_like(slot, count)
+        return first, end.clamp(max=count)
+
+    def weigh(self, query: Tensor, key: Tensor, position: Tensor, queries: slice = slice(None)) -> RowWeights:
+        """Attention weights inside one row, to look at: `forward` never holds them all.
+
+        Args:
+            query, key: (active, d_z), from `project`, of all active tokens of a row.
+            position: (active,), their places in the original sequence.
+            queries: of which of them.
+        """
+        count = len(query)
+        slots = torch.arange(count, device=query.device)
+        slot = slots[queries]
+        first, end = self.visible(slot, count)
+        low, high = (int(first[0]), int(end[-1])) if len(slot) else (0, 0)
+        key_slot = slots[low:high]
+        wide = _wide(query)
+        scale: float | Tensor = self._scale
+        if self.config.span == "full" and self.config.attention != "softmax":
+            scale = 1 / (end - first)[:, None].to(wide)
+        scores = query[queries].to(wide) @ key[low:high].to(wide).T * scale
+        if self.bias is not None:
+            places = position if self.config.positions == "original" else slots
+            scores = scores + self.bias(places[low:high] - places[queries][:, None]).to(wide)
+        hidden = (key_slot < first[:, None]) | (key_slot >= end[:, None])
+        weights = attention_weights(scores.masked_fill(hidden, HIDDEN), self.config.attention)
+        most = int((end - first).max()) if len(slot) else 0
+        column = (first - low)[:, None] + torch.arange(most, device=slot.device)
+        inside = column < (end - low)[:, None]
+        column = column.clamp(max=max(high - low - 1, 0))
+        return RowWeights(first, end, torch.where(inside, weights.gather(1, column), 0))
 
     def forward(
         self, tokens: Tensor, packed: Packed, state: Memory | None = None

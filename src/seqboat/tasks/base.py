@@ -28,6 +28,7 @@ from seqboat.checks import check_choice, check_positive, require
 from seqboat.data import Skips
 
 Kind = Literal["classify", "match", "lm"]
+Modality = Literal["bytes", "tokens", "image", "wave"]
 Split = Literal["train", "val", "test"]
 
 SPLITS: tuple[Split, ...] = ("train", "val", "test")
@@ -35,6 +36,31 @@ IGNORE = -100
 """The target of tokens that are not scored."""
 BYTES = 256
 """Token ids of byte-level tasks: the bytes themselves. Padding needs no id of its own, the mask marks it."""
+
+BYTE_CLASSES = ("letter", "digit", "punctuation", "space", "line end", "control", "beyond ASCII")
+"""Kinds of bytes."""
+AMPLITUDE_BORDERS = (0.1, 0.5, 1.0, 2.0)
+"""Sizes of real values, in deviations, that separate their kinds."""
+AMPLITUDE_CLASSES = ("below 0.1 sd", "0.1 to 0.5 sd", "0.5 to 1 sd", "1 to 2 sd", "above 2 sd")
+"""Kinds of real values."""
+
+
+def _byte_class(byte: int) -> int:
+    character = chr(byte)
+    if byte >= 128:
+        return 6
+    if character.isalpha():
+        return 0
+    if character.isdigit():
+        return 1
+    if character in "\n\r":
+        return 4
+    if character in " \t":
+        return 3
+    return 2 if character.isprintable() else 5
+
+
+_BYTE_CLASS = np.array([_byte_class(byte) for byte in range(BYTES)], dtype=np.int64)
 
 
 class Example(NamedTuple):
@@ -136,13 +162,17 @@ class Task(ABC):
     classes: int
     """Number of classes; of a language model, its vocab."""
     labels: tuple[str, ...] | None = None
-    """Names of the classes, where the training data says what they are; a trained model's can be set."""
+    """Names of the classes, where they have any; those of a trained model can be set."""
     max_length: int
     """The longest sequence that an example can have."""
     fixed_length: bool = False
     """Whether all examples have max_length tokens: there is then nothing to bucket, and no padding."""
     skips: Skips | None = None
     """What was left out, by tasks that read files as they are."""
+    token_names: tuple[str, ...] | None = None
+    """What token ids stand for, where they are no bytes and have names."""
+    picture: tuple[int, int] | None = None
+    """Height and width, where a sequence is the pixels of an image, row by row."""
     metric: str = "accuracy"
     """The number that tells better from worse."""
     better: Literal["higher", "lower"] = "higher"
@@ -225,6 +255,33 @@ class Task(ABC):
 
     def _spell(self, inputs: NDArray[Any]) -> str:
         return " ".join(str(value) for value in inputs.reshape(-1).tolist())
+
+    @property
+    def modality(self) -> Modality:
+        """What a sequence is made of."""
+        if self.vocab is not None:
+            return "bytes" if self.vocab == BYTES else "tokens"
+        return "wave" if self.picture is None else "image"
+
+    def token_classes(self, inputs: NDArray[Any]) -> tuple[tuple[str, ...], NDArray[np.int64]]:
+        """Kinds of tokens, for statistics: names of the kinds, and the kind of each token.
+
+        Bytes go by what they stand for, pixels by their row, samples by their size, other ids by themselves.
+
+        Args:
+            inputs: (time,) token ids or (time, channels) values, without padding.
+        """
+        if self.modality == "bytes":
+            return BYTE_CLASSES, _BYTE_CLASS[inputs]
+        if self.modality == "tokens":
+            assert self.vocab is not None
+            names = self.token_names or tuple(str(i) for i in range(self.vocab))
+            return names, inputs.astype(np.int64)
+        if self.picture is not None:
+            height, width = self.picture
+            return tuple(f"row {i + 1}" for i in range(height)), np.arange(len(inputs)) // width
+        size = np.abs(inputs).max(axis=1) if inputs.ndim > 1 else np.abs(inputs)
+        return AMPLITUDE_CLASSES, np.digitize(size, AMPLITUDE_BORDERS).astype(np.int64)
 
     def check_split(self, split: str) -> None:
         """Refuse a split that this task does not have."""

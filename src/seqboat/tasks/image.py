@@ -85,12 +85,15 @@ class ImageTask(StoredTask):
     kind = "classify"
     vocab = None
     classes = len(CLASSES)
+    labels = CLASSES
     fixed_length = True
 
     def __init__(self, config: ImageTaskConfig | None = None) -> None:
         self.settings = config or ImageTaskConfig()
         super().__init__(self.settings)
-        self.max_length = (SIDE // self.settings.pool) ** 2
+        side = SIDE // self.settings.pool
+        self.picture = (side, side)
+        self.max_length = side**2
 
     def whole(self, split: Split) -> Dataset:
         part = "test" if split == "test" else "train"

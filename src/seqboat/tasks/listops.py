@@ -25,7 +25,7 @@ from itertools import islice
 from os import PathLike
 from pathlib import Path
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -338,6 +338,7 @@ class ListOpsTask(StoredTask):
     kind = "classify"
     vocab = len(TOKENS)
     classes = CLASSES
+    token_names = TOKENS
 
     def __init__(self, config: ListOpsTaskConfig | None = None) -> None:
         config = config or ListOpsTaskConfig()
@@ -349,6 +350,9 @@ class ListOpsTask(StoredTask):
 
     def show(self, example: Example) -> str:
         return f"{' '.join(decode(example.inputs.tolist()))} -> {example.target}"
+
+    def token_classes(self, inputs: NDArray[Any]) -> tuple[tuple[str, ...], NDArray[np.int64]]:
+        return ("digit", "operator", "bracket"), np.digitize(inputs, (_OPERATOR, _CLOSE)).astype(np.int64)
 
 
 def prepare(source: Source, staging: Staging, skips: Skips) -> Prepared:

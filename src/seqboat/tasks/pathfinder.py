@@ -77,6 +77,7 @@ class PathfinderTask(StoredTask):
     def __init__(self, config: PathfinderTaskConfig | None = None) -> None:
         self.settings = config or PathfinderTaskConfig()
         super().__init__(self.settings)
+        self.picture = (self.settings.size, self.settings.size)
         self.max_length = self.settings.size**2
 
     @property

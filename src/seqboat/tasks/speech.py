@@ -81,6 +81,7 @@ class SpeechTask(StoredTask):
     kind = "classify"
     vocab = None
     classes = len(WORDS)
+    labels = WORDS
     fixed_length = True
 
     def __init__(self, config: SpeechTaskConfig | None = None) -> None:
