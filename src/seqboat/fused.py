@@ -7,6 +7,8 @@ give gradients the layout of the tensor they belong to (the scan returns its out
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -35,6 +37,36 @@ def in_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 def by_channel(x: Tensor) -> bool:
     """Whether the (tokens, dim) matrix lies channel by channel in memory."""
     return x.dim() == 2 and x.stride(0) == 1 and x.stride(1) >= x.shape[0] > 1
+
+
+def _hooked() -> bool:
+    """Whether somebody else already decides what becomes of tensors that are kept for the backward pass."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top is not None and top(True) is not None
+
+
+def recomputed(x: Tensor, make: Callable[[], Tensor]) -> AbstractContextManager[Any]:
+    """A `with` block in which operations that keep x for their backward pass have it made again instead.
+
+    Checkpointing and offloading of the whole layer, and compilers, which decide better, are left alone.
+
+    Args:
+        x: a tensor that takes memory but little time.
+        make: returns it anew, with the same values and the same layout.
+    """
+    if not x.requires_grad or not torch.is_grad_enabled() or torch.compiler.is_compiling() or _hooked():
+        return nullcontext()
+    same = x.untyped_storage().data_ptr(), x.dtype
+
+    def pack(kept: Tensor) -> Tensor | tuple[Any, ...]:
+        if (kept.untyped_storage().data_ptr(), kept.dtype) != same:
+            return kept
+        return kept.shape, kept.stride(), kept.storage_offset()
+
+    def unpack(kept: Tensor | tuple[Any, ...]) -> Tensor:
+        return kept if isinstance(kept, Tensor) else make().as_strided(*kept)
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
 class _Linear(torch.autograd.Function):

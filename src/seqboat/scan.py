@@ -142,7 +142,7 @@ def _block_scan(
     decay: Tensor,
     start: Tensor | None,
     bidirectional: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     batch, time, dim = x.shape
     block, width = enter.shape[1:]
     blocks = -(-time // block)
@@ -152,7 +152,7 @@ def _block_scan(
     outputs = torch.bmm(inputs, mix)
     outputs.baddbmm_(states.reshape(dim, batch * blocks, width), leave)
     outputs = outputs.view(dim, batch, blocks * block)[:, :, :time].contiguous()
-    return outputs, states.contiguous(), inputs
+    return outputs, states.contiguous()
 
 
 @_block_scan.register_fake
@@ -160,11 +160,7 @@ def _(x, mix, enter, leave, decay, start, bidirectional):  # type: ignore[no-unt
     batch, time, dim = x.shape
     block = mix.shape[1]
     blocks = -(-time // block)
-    return (
-        x.new_empty(dim, batch, time),
-        x.new_empty(dim, batch, blocks, leave.shape[1]),
-        x.new_empty(dim, batch * blocks, block),
-    )
+    return x.new_empty(dim, batch, time), x.new_empty(dim, batch, blocks, leave.shape[1])
 
 
 @torch.library.custom_op("seqboat::block_scan_backward", mutates_args=())
@@ -172,7 +168,7 @@ def _(x, mix, enter, leave, decay, start, bidirectional):  # type: ignore[no-unt
 def _block_scan_backward(
     grad_outputs: Tensor,
     grad_states: Tensor | None,
-    inputs: Tensor,
+    x: Tensor,
     states: Tensor,
     mix: Tensor,
     enter: Tensor,
@@ -189,6 +185,8 @@ def _block_scan_backward(
     else:
         grad = _to_channels(grad_outputs.permute(1, 2, 0), block)
     flat = states.view(dim, batch * blocks, width)
+    # turned again: the tokens themselves are often alive anyway, a turned copy never is
+    inputs = _to_channels(x, block)
     grad_mix = torch.bmm(inputs.transpose(1, 2), grad)
     grad_leave = torch.bmm(flat.transpose(1, 2), grad)
     grad_flat = torch.bmm(grad, leave.transpose(1, 2)).view(dim, batch, blocks, width)
@@ -214,7 +212,7 @@ def _block_scan_backward(
 
 
 @_block_scan_backward.register_fake
-def _(grad_outputs, grad_states, inputs, states, mix, enter, leave, decay, bidirectional):  # type: ignore[no-untyped-def]
+def _(grad_outputs, grad_states, x, states, mix, enter, leave, decay, bidirectional):  # type: ignore[no-untyped-def]
     dim, batch, time = grad_outputs.shape
     width = states.shape[3] // 2 if bidirectional else states.shape[3]
     # contiguous like the real ones, whatever the layout of the tables
@@ -229,19 +227,19 @@ def _(grad_outputs, grad_states, inputs, states, mix, enter, leave, decay, bidir
 
 
 def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
-    _, mix, enter, leave, decay, start, bidirectional = inputs
-    _, states, tokens = output
-    ctx.save_for_backward(tokens, states, mix, enter, leave, decay)
+    x, mix, enter, leave, decay, start, bidirectional = inputs
+    _, states = output
+    ctx.save_for_backward(x, states, mix, enter, leave, decay)
     ctx.bidirectional, ctx.started, ctx.shape = bidirectional, start is not None, output[0].shape
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, grad_outputs, grad_states, grad_inputs):  # type: ignore[no-untyped-def]
-    tokens, states, mix, enter, leave, decay = ctx.saved_tensors
+def _backward(ctx, grad_outputs, grad_states):  # type: ignore[no-untyped-def]
+    x, states, mix, enter, leave, decay = ctx.saved_tensors
     if grad_outputs is None:
         grad_outputs = states.new_zeros(ctx.shape)
     grads = _block_scan_backward(
-        grad_outputs, grad_states, tokens, states, mix, enter, leave, decay, ctx.bidirectional
+        grad_outputs, grad_states, x, states, mix, enter, leave, decay, ctx.bidirectional
     )
     return *grads[:5], grads[5] if ctx.started else None, None
 
@@ -310,7 +308,7 @@ def scan(
         states: (dim, batch, blocks, states), the states that enter each block.
     """
     first = None if start is None else start.transpose(0, 1).contiguous()
-    y, states, _ = _block_scan(x, *tables, first, bidirectional)
+    y, states = _block_scan(x, *tables, first, bidirectional)
     return y.permute(1, 2, 0), states
 
 

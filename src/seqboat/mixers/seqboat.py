@@ -9,6 +9,7 @@ bidirectional layers and on the sum of both branches in causal ones.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from seqboat.budget import BudgetConfig, RevivalConfig
 from seqboat.checks import check_choice, check_positive, check_rate
-from seqboat.fused import combine
+from seqboat.fused import combine, recomputed
 from seqboat.mixers.activation import SMAState, SparseModularActivation
 from seqboat.mixers.base import MixerOutput, RecurrentMixer, keep_rows
 from seqboat.mixers.ema import EMAConfig
@@ -116,12 +117,16 @@ class SeqBoat(RecurrentMixer):
         branch = self._open(x, mask)
         ssm = self.ssm(branch, padding, None if state is None else state.ssm)
         hidden = self._drop(F.silu(ssm.y))
-        sma = self.sma.activate(hidden, mask, None if state is None else state.sma)
-        if self.causal and self.config.dropout:
-            branches = combine(self.linear, torch.zeros_like(x), hidden, sma.rows, sma.out)
-            summed = self._drop(self.sma.attach(branches, sma.routing)) + x
-        else:
-            summed = self.sma.attach(combine(self.linear, x, hidden, sma.rows, sma.out), sma.routing)
+        before = ssm.y.detach()
+        # SiLU is cheap to compute again; dropout is not
+        cheap = not (self.config.dropout and self.training)
+        with recomputed(hidden, lambda: F.silu(before)) if cheap else nullcontext():
+            sma = self.sma.activate(hidden, mask, None if state is None else state.sma)
+            if self.causal and self.config.dropout:
+                branches = combine(self.linear, torch.zeros_like(x), hidden, sma.rows, sma.out)
+                summed = self._drop(self.sma.attach(branches, sma.routing)) + x
+            else:
+                summed = self.sma.attach(combine(self.linear, x, hidden, sma.rows, sma.out), sma.routing)
         after = SeqBoatState(ssm.state, sma.state) if sma.state is not None else None
         return MixerOutput(zero_padding(self._close(summed, x.dtype, mask), mask), after, sma.routing)
 
