@@ -26,27 +26,21 @@ from seqboat.precision import full_precision
 _silu_backward = torch.ops.aten.silu_backward
 
 
-def _silu_of(product: Tensor, bias: Tensor) -> Tensor:
-    return F.silu((product + bias), inplace=True)
-
-
 class _Blocks:
     """Queries, keys, values and gates of some blocks, from the projection before its activation."""
 
-    def __init__(
-        self, band: Band, before: Tensor, bias: Tensor, gamma: Tensor, beta: Tensor, begin: int, end: int
-    ) -> None:
+    def __init__(self, band: Band, before: Tensor, gamma: Tensor, beta: Tensor, begin: int, end: int) -> None:
         d_z = gamma.shape[1]
         d_v = (before.shape[1] - d_z) // 2
         size, tokens = band.size, band.tokens
         first, last = (begin - band.before) * size, (end + band.after) * size
         low, high = max(first, 0), min(last, tokens)
         self.rows = slice(begin * size, min(end * size, tokens))
-        z = _silu_of(before[low:high, :d_z], bias[:d_z])
+        z = F.silu(before[low:high, :d_z])
         key = torch.addcmul(beta[1], z, gamma[1])
-        value = _silu_of(before[low:high, d_z + d_v :], bias[d_z + d_v :])
+        value = F.silu(before[low:high, d_z + d_v :])
         query = torch.addcmul(beta[0], z[self.rows.start - low : self.rows.stop - low], gamma[0])
-        self.gate = _silu_of(before[self.rows, d_z : d_z + d_v], bias[d_z : d_z + d_v])
+        self.gate = F.silu(before[self.rows, d_z : d_z + d_v])
         around = (0, 0, low - first, last - high)
         self.keys = band.windows(F.pad(key, around) if any(around) else key, end - begin)
         self.values = band.windows(F.pad(value, around) if any(around) else value, end - begin)
@@ -78,13 +72,12 @@ def _gated(
 ) -> tuple[Tensor, Tensor, Tensor]:
     tokens, d_v = x.shape[0], out_weight.shape[1]
     band = Band(tokens, left, right, scores_at_once(x))
-    # the bias is added where the product is used: broadcasting it into the whole would be a pass of its own
-    before = torch.mm(x, weight.t())
+    before = torch.addmm(bias, x, weight.t())
     score = BandScores(band, group, position, table, scale, x.dtype)
     summed = x.new_empty(tokens, d_v)
     y = x.new_empty(tokens, out_weight.shape[0])
     for begin, end in band.parts():
-        part = _Blocks(band, before, bias, gamma, beta, begin, end)
+        part = _Blocks(band, before, gamma, beta, begin, end)
         scores, _ = score(begin, end, part.queries, part.keys)
         rows = torch.bmm(attention_weights(scores, kind), part.values).flatten(0, 1)
         rows = rows[: part.gate.shape[0]]
@@ -137,7 +130,7 @@ def _gated_backward(
 
     def project_back(rows: slice, columns: slice, above: Tensor, first: bool) -> None:
         """Take the gradient of an activation through it and through the projection."""
-        below = _silu_backward(above, before[rows, columns] + bias[columns])
+        below = _silu_backward(above, before[rows, columns])
         if first:
             torch.mm(below, weight[columns], out=dx[rows])
         else:
@@ -151,7 +144,7 @@ def _gated_backward(
         if rows.stop <= rows.start:
             return
         dquery, dkey, dvalue = (sums.rows(rows) for sums in (dqueries, dkeys, dvalues))
-        z = _silu_of(before[rows, of_z], bias[of_z])
+        z = F.silu(before[rows, of_z])
         for i, above in enumerate((dquery, dkey)):
             dbeta[i] += above.sum(dim=0)
             dgamma[i] += torch.linalg.vecdot(above, z, dim=0)
@@ -161,15 +154,18 @@ def _gated_backward(
 
     def meet(begin: int, end: int) -> None:
         """Queries of blocks begin .. end meet their keys; a function, so that nothing of it outlives it."""
-        part = _Blocks(band, before, bias, gamma, beta, begin, end)
-        scores, index = score(begin, end, part.queries, part.keys)
-        weights = attention_weights(scores, kind)
+        part = _Blocks(band, before, gamma, beta, begin, end)
         above = grad[part.rows]
         rows = summed[part.rows]
         dgated = torch.mm(above, out_weight)
         dout_weight.addmm_(above.t(), part.gate * rows)
         project_back(part.rows, of_gate, dgated * rows, first=True)
         dsummed = part.in_blocks(dgated.mul_(part.gate), band)
+        del part.gate
+        scores, index = score(begin, end, part.queries, part.keys)
+        weights = attention_weights(scores, kind)
+        if kind == "softmax":
+            scores = weights  # its gradient needs the weights only
         dweights = torch.bmm(dsummed, part.values.transpose(1, 2))
         dscores = grad_scores_of(scores, weights, dweights, kind)
         del scores, dweights
