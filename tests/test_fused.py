@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -191,3 +192,26 @@ def test_a_layer_makes_its_hidden_state_again(dropout: float, monkeypatch: pytes
     y.sum().backward()
     # once more for the norm behind the layer, whatever the dropout
     assert (len(calls) > 1) == (dropout == 0)
+
+
+class _Probe(torch.autograd.Function):
+    """The identity, whose node tells whether the graph behind it is still alive."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def test_a_graph_that_nobody_needs_is_freed() -> None:
+    layer = SeqBoatConfig(gau=GAUConfig(d_z=8, d_v=16, window=4)).build(8)
+    x = _Probe.apply(torch.randn(2, 64, 8, requires_grad=True))
+    node = weakref.ref(x.grad_fn)
+    y = layer(x).y
+    del x
+    assert node() is not None
+    del y
+    assert node() is None

@@ -60,7 +60,7 @@ def recomputed(x: Tensor, make: Callable[[], Tensor]) -> AbstractContextManager[
 
     def pack(kept: Tensor) -> Tensor | tuple[Any, ...]:
         if (kept.untyped_storage().data_ptr(), kept.dtype) != same:
-            return kept
+            return kept.detach()  # an output of its own operation would hold the graph, and the graph it
         return kept.shape, kept.stride(), kept.storage_offset()
 
     def unpack(kept: Tensor | tuple[Any, ...]) -> Tensor:
