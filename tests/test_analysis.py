@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,36 @@ import pytest
 import torch
 
 from lm_runs import write_lm_run, write_run
-from seqboat.analysis import attention_weights, load_examples, routed_layers, sites, trace
+from seqboat.analysis import (
+    BINS,
+    LayerMeasures,
+    Moments,
+    Spread,
+    activation_curve,
+    attention_weights,
+    linear_flops,
+    load_examples,
+    measure,
+    measure_run,
+    place_bins,
+    routed_layers,
+    sites,
+    trace,
+)
+from seqboat.bench import Setting, forward_products
+from seqboat.evaluate import Windows
 from seqboat.mixers.gau import GAU, GAUConfig
 from seqboat.mixers.transformer import TransformerConfig
 from seqboat.sma import pack
+from seqboat.tasks import (
+    ListOpsTaskConfig,
+    PathfinderTaskConfig,
+    RecallTaskConfig,
+    SpeechTaskConfig,
+    TextTaskConfig,
+)
 from seqboat.tasks.base import IGNORE
+from seqboat.tasks.listops import TOKENS, encode
 from small_runs import ToyConfig, register, small_run
 
 SPANS: list[dict[str, Any]] = [
@@ -184,3 +210,250 @@ def test_a_layer_that_is_not_there(tmp_path: Path) -> None:
     examples = load_examples(toy_run(tmp_path), "val", limit=1)
     with pytest.raises(ValueError, match=r"layer must be in 0\.\.1, got 2"):
         attention_weights(examples.model, "classify", examples.batch([0]), 2)
+
+
+# measures against loops
+
+
+def spread_of(values: list[float]) -> Spread | None:
+    if not values:
+        return None
+    mean = sum(values) / len(values)
+    return Spread(mean, (sum((v - mean) ** 2 for v in values) / len(values)) ** 0.5, len(values))
+
+
+def assert_spread(found: Spread | None, values: list[float]) -> None:
+    wanted = spread_of(values)
+    if wanted is None:
+        assert found is None
+    else:
+        assert found is not None and found.sequences == wanted.sequences
+        assert found.mean == pytest.approx(wanted.mean, rel=1e-12)
+        assert found.std == pytest.approx(wanted.std, rel=1e-9, abs=1e-12)
+
+
+class Loop:
+    """The measures of one layer, token by token."""
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+        self.counts: list[float] = []
+        self.spans: list[float] = []
+        self.weighted: list[float] = []
+        self.filled: list[float] = []
+        self.final: list[float] = []
+        self.parts = [[0, 0] for _ in range(BINS)]
+        self.places: dict[int, list[int]] = {}
+        self.kinds: dict[int, list[int]] = {}
+        self.probabilities = [[0, 0] for _ in range(BINS)]
+
+    def add(self, gau: GAU, layer: Any, attention: Any, kinds: Any, width: int, counted: Any) -> None:
+        length = len(layer.active)
+        some = [t for t in range(length) if counted[t]]
+        for t in some:
+            on = int(layer.active[t])
+            for bins in (
+                self.parts[t * BINS // length],
+                self.places.setdefault(t // width, [0, 0]),
+                self.kinds.setdefault(int(kinds[t]), [0, 0]),
+                self.probabilities[min(int(np.float32(layer.probs[t]) * BINS), BINS - 1)],
+            ):
+                bins[0] += on
+                bins[1] += 1
+        self.rates.append(sum(bool(layer.active[t]) for t in some) / len(some))
+        self.counts.append(sum(bool(layer.active[t]) for t in some))
+        positions = [t for t in range(length) if layer.active[t]]
+        distances, weighted, filled = [], [], []
+        for slot, here in enumerate(positions):
+            if not counted[here]:
+                continue
+            keys = loop_sees(gau, len(positions), slot)
+            distances.append(sum(abs(positions[k] - here) for k in keys) / len(keys))
+            weights = [float(w) for w in attention.seen_by(slot)[1]]
+            apart = [abs(positions[k] - here) for k in keys]
+            if sum(weights):
+                pairs = zip(weights, apart, strict=True)
+                weighted.append(sum(w * d for w, d in pairs) / sum(weights))
+            window = gau.config.window
+            others = len([k for k in keys if k != slot])
+            if gau.config.span == "chunk":
+                filled.append(others / (window - 1))
+            elif gau.config.span == "memory":
+                filled.append(others / (window if gau.causal else window // 2 * 2))
+        if distances:
+            self.spans.append(sum(distances) / len(distances))
+            if weighted:
+                self.weighted.append(sum(weighted) / len(weighted))
+            if filled:
+                self.filled.append(sum(filled) / len(filled))
+        window = gau.config.window
+        if gau.config.span == "memory":
+            self.final.append(min(len(positions), window) / window)
+        elif gau.config.span == "chunk":
+            last = [k for k in range(len(positions)) if k // window == (len(positions) - 1) // window]
+            self.final.append(len(last) / window)
+
+    def check(self, found: LayerMeasures) -> None:
+        assert_spread(found.rate, self.rates)
+        assert_spread(found.active, self.counts)
+        assert_spread(found.span, self.spans)
+        assert_spread(found.occupancy, self.filled)
+        assert_spread(found.final_occupancy, self.final)
+        if self.weighted:
+            wanted = spread_of(self.weighted)
+            assert wanted is not None and found.weighted_span is not None
+            # weights are in single precision
+            assert found.weighted_span.mean == pytest.approx(wanted.mean, rel=1e-5)
+        assert [list(share) for share in found.by_part] == self.parts
+        assert [list(share) for share in found.probabilities] == self.probabilities
+        assert {i: list(share) for i, share in enumerate(found.by_place) if share.total} == self.places
+        assert {i: list(share) for i, share in enumerate(found.by_class) if share.total} == self.kinds
+        assert found.share.active == sum(self.counts)
+
+
+def check_run(run: Path, split: Any = "val", reading: Windows | None = None, batch_size: int = 4) -> Any:
+    """Compare all measures of a run with loops over traces of its samples."""
+    measures = measure_run(run, split, limit=12, batch_size=batch_size, reading=reading)
+    examples = load_examples(run, split, limit=12, reading=reading)
+    found = sites(examples.model)
+    loops = [Loop() for _ in found]
+    kind = examples.task.kind
+    numbers = range(len(examples.dataset))
+    tokens = 0
+    for number in numbers:
+        batch = examples.batch([number])
+        sample = trace(examples.model, kind, batch)[0]
+        for half, sequence in enumerate(sample.sequences):
+            names, kinds = examples.task.token_classes(sequence.inputs)
+            assert names == measures.classes
+            counted = np.ones(len(kinds), bool)
+            if reading is not None:
+                counted = np.asarray(sample.label) != IGNORE
+            tokens += int(counted.sum())
+            for layer, site in enumerate(found):
+                assert site is not None and site.gau is not None
+                attention = attention_weights(examples.model, kind, batch, layer)[0][half]
+                loops[layer].add(
+                    site.gau, sequence.layers[layer], attention, kinds, measures.place_width, counted
+                )
+    assert measures.tokens == tokens and measures.examples == len(numbers)
+    for loop, measured in zip(loops, measures.layers, strict=True):
+        assert measured is not None
+        loop.check(measured)
+    return measures
+
+
+@pytest.mark.parametrize("kind", ["classify", "lm"], ids=["both", "causal"])
+@pytest.mark.parametrize("settings", [setting for setting in SPANS if setting != {"window": 1}], ids=str)
+def test_measures_equal_loops_over_tokens(settings: dict[str, Any], kind: Any, tmp_path: Path) -> None:
+    mixer: Any = small_run(ToyConfig(kind=kind)).model.mixer
+    gau = GAUConfig(d_z=4, d_v=8, max_positions=16, **settings)
+    check_run(toy_run(tmp_path, dataclasses.replace(mixer, gau=gau), kind=kind, length=30))
+
+
+def test_measures_of_pairs_count_both_sequences(tmp_path: Path) -> None:
+    measures = check_run(toy_run(tmp_path, kind="match"), "test")
+    assert measures.sequences == 24 and measures.examples == 12
+
+
+def test_measures_of_windows_leave_the_context_out(tmp_path: Path) -> None:
+    measures = check_run(write_lm_run(tmp_path), "val", Windows(window=24, context=16))
+    assert 11 * 8 < measures.tokens <= 12 * 8 and measures.task == "lmtext"
+    layer = measures.layers[0]
+    assert layer.span.mean > 0 and sum(share.total for share in layer.by_place[:16]) < 12 * 8
+
+
+def test_a_layer_that_never_attends(tmp_path: Path) -> None:
+    run = toy_run(tmp_path)
+    examples = load_examples(run, "val", limit=3)
+    with torch.no_grad():
+        examples.model.backbone.layers[0].sma.router.logits.bias.copy_(torch.tensor([9.0, -9.0]))  # type: ignore
+    found = measure(examples, "val").layers[0]
+    assert found is not None and found.share.active == 0 and found.rate == Spread(0.0, 0.0, 3)
+    assert found.span is None and found.weighted_span is None and found.confidence is None
+    assert found.occupancy is None and found.final_occupancy == Spread(0.0, 0.0, 3)
+
+
+def test_cost_is_that_of_the_products(tmp_path: Path) -> None:
+    mixer: Any = dataclasses.replace(small_run().model.mixer, ffn=True, d_ff=5)  # type: ignore[type-var]
+    run = toy_run(tmp_path, mixer)
+    examples = load_examples(run, "val", limit=1)
+    length = len(examples.dataset[0].inputs)
+    layer: Any = examples.model.backbone.layers[1]  # type: ignore[union-attr, index]
+    found = measure_run(run, "val", limit=1).layers[1]
+    assert found is not None and found.cost is not None
+
+    def flops(active: int, others: int) -> int:
+        setting = Setting(batch=1, length=length, d_model=8)
+        # the feed-forward block: 8 -> 5 -> 8
+        return sum(p.flops for p in forward_products(layer, setting, active)) + others * 2 * (40 + 40)
+
+    assert found.cost.flops == flops(found.share.active, found.others["ffn"].active)
+    assert found.cost.always == flops(length, length)
+    assert 0 < found.cost.share < 1
+    assert linear_flops(layer.sma.units["ffn"]) == 160
+
+
+def test_a_model_without_routers_has_no_layers_to_measure(tmp_path: Path) -> None:
+    measures = measure_run(toy_run(tmp_path, TransformerConfig(heads=2, d_ff=8)), "val", limit=3)
+    assert measures.layers == (None, None) and 0 <= measures.metrics["accuracy"] <= 1
+
+
+def test_a_record_is_plain_data_and_batches_do_not_matter(tmp_path: Path) -> None:
+    run = toy_run(tmp_path)
+    (run / "metrics.jsonl").write_text(
+        "".join(
+            json.dumps({"step": step, "split": "train" if step % 100 else "val", "activation": [0.5, None]})
+            + "\n"
+            for step in range(1, 1001)
+        )
+    )
+    calls: list[tuple[int, int]] = []
+    one = measure_run(run, "val", limit=10, batch_size=3, progress=lambda *done: calls.append(done))
+    assert calls == [(i, 4) for i in range(1, 5)]
+    record = json.loads(json.dumps(one.to_record(), allow_nan=False))
+    layer = record["layers"][0]
+    assert layer["share"]["rate"] == layer["share"]["active"] / layer["share"]["total"]
+    assert set(layer["rate"]) == {"mean", "std", "sequences"} and record["run"] == str(run)
+    assert record["training"][-1] == {"step": 1000, "split": "val", "activation": [0.5, None]}
+    assert len([point for point in record["training"] if point["split"] == "val"]) == 10
+    assert 150 <= len([point for point in record["training"] if point["split"] == "train"]) <= 200
+    other = measure_run(run, "val", limit=10, batch_size=10, weighted=False)
+    for a, b in zip(one.layers, other.layers, strict=True):
+        assert a is not None and b is not None and b.weighted_span is None
+        assert a.by_part == b.by_part and a.by_class == b.by_class and a.cost == b.cost
+    assert activation_curve(run / "step-1") == []
+
+
+def test_moments_and_bins() -> None:
+    moments = Moments()
+    assert moments.spread() is None
+    for value in (1e9 + 1, 1e9 + 2, 1e9 + 3):
+        moments.add(value)
+    found = moments.spread()
+    assert (
+        found is not None and found.mean == 1e9 + 2 and found.std == pytest.approx((2 / 3) ** 0.5, rel=1e-9)
+    )
+    assert place_bins(1) == (1, 1) and place_bins(33) == (2, 17) and place_bins(16384) == (512, 32)
+
+
+def test_tasks_say_what_their_tokens_are() -> None:
+    text = TextTaskConfig().build()
+    names, kinds = text.token_classes(np.frombuffer("a Z9.\n\té\x00".encode(), np.uint8))
+    assert [names[k] for k in kinds] == [
+        *("letter", "space", "letter", "digit", "punctuation", "line end", "space"),
+        *("beyond ASCII", "beyond ASCII", "control"),
+    ]
+    listops = ListOpsTaskConfig().build()
+    names, kinds = listops.token_classes(encode(["[SM", "0", "9", "]", "[MIN"]))
+    assert [names[k] for k in kinds] == ["operator", "digit", "digit", "bracket", "operator"]
+    assert (text.modality, listops.modality, listops.token_names) == ("bytes", "tokens", TOKENS)
+    image = PathfinderTaskConfig(size=16).build()
+    names, kinds = image.token_classes(np.zeros((256, 1), np.float32))
+    assert image.modality == "image" and len(names) == 16 and names[kinds[16]] == "row 2"
+    speech = SpeechTaskConfig().build()
+    names, kinds = speech.token_classes(np.array([[0.0], [-0.2], [0.7], [-1.5], [3.0]], np.float32))
+    assert speech.modality == "wave" and kinds.tolist() == [0, 1, 2, 3, 4] and len(names) == 5
+    recall = RecallTaskConfig().build()
+    names, kinds = recall.token_classes(np.array([0, 63]))
+    assert names[0] == "0" and len(names) == 64 and kinds.tolist() == [0, 63]

@@ -13,15 +13,18 @@ Section 5 of the paper asks how much attention a task needs; its answer is read 
         for attention in pair:                                      one per sequence; None without attention unit
             positions, weights = attention.seen_by(5)               what the sixth active token looks at
 
+    measures = measure_run("runs/listops", "test", limit=200)       rates, spans, occupancy, cost of every layer
+    measures.layers[2].span.mean, measures.to_record()
+
 `examples.task` says what tokens are: `modality` ("bytes", "tokens", "image", "wave"), `token_names`, `picture`
 (height and width), `labels`, `token_classes`. Layers are counted from 0 here; commands count them from 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,11 +33,25 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from seqboat.bench import Setting, forward_products
 from seqboat.checks import require
 from seqboat.config import RunConfig
-from seqboat.evaluate import Windows, apply_model, cut_text, find_checkpoint, load_model, task_of
+from seqboat.evaluate import (
+    Windows,
+    apply_model,
+    cut_text,
+    evaluation_parts,
+    find_checkpoint,
+    iterate_metrics,
+    load_model,
+    task_of,
+)
+from seqboat.loader import batches
 from seqboat.mixers.activation import SparseModularActivation
 from seqboat.mixers.gau import GAU
+from seqboat.mixers.seqboat import SeqBoat
+from seqboat.mixers.ssm import DiagonalSSM
+from seqboat.parallel import World
 from seqboat.sma import Packed, Routing
 from seqboat.tasks.base import IGNORE, Batch, Dataset, Kind, Split, Task, draw_subset
 
@@ -105,6 +122,10 @@ class Site(NamedTuple):
     """its place among the modules"""
     gau: GAU | None
     """the module itself, if it is the attention unit of the paper"""
+    layer: SeqBoat | None
+    """the layer it belongs to, if it is the paper's with a diagonal state-space layer"""
+    outside: int
+    """multiplications and additions per token of linear maps around that layer"""
 
     @property
     def temperature(self) -> float | None:
@@ -128,7 +149,10 @@ def _site(layer: nn.Module) -> Site | None:
     units = list(sma.units.items())
     column = next((i for i, (_, unit) in enumerate(units) if isinstance(unit, GAU)), 0)
     name, unit = units[column]
-    return Site(sma, name, column, unit if isinstance(unit, GAU) else None)
+    owner = next((part for part in layer.modules() if isinstance(part, SeqBoat) and part.sma is sma), None)
+    counted = owner if owner is not None and isinstance(owner.ssm, DiagonalSSM) else None
+    outside = 0 if owner is None else linear_flops(layer) - linear_flops(owner)
+    return Site(sma, name, column, unit if isinstance(unit, GAU) else None, counted, outside)
 
 
 def routed_layers(model: nn.Module) -> list[int]:
@@ -355,3 +379,464 @@ def _attention(gau: GAU, tokens: Tensor, position: Tensor) -> Attention:
     query, key, _, _ = gau.project(tokens, position)
     first, end, weights = gau.weigh(query, key, position)
     return Attention(_array(position), _array(first), _array(end), _array(weights.float()))
+
+
+# measures of a split
+
+BINS = 20
+"""Bins of relative positions, and of probabilities from 0 to 1."""
+PLACES = 32
+"""Bins of absolute positions, at most."""
+QUERIES_AT_ONCE = 256
+"""Queries whose attention weights are held at a time."""
+CURVE_POINTS = 200
+"""Points of training that a curve of activation keeps, at most, besides the evaluations."""
+
+
+class Spread(NamedTuple):
+    """Mean and standard deviation over sequences."""
+
+    mean: float
+    std: float
+    sequences: int
+    """that had a value"""
+
+
+class Moments:
+    """Mean and deviation of a stream of numbers, one after the other (Welford's recurrence)."""
+
+    def __init__(self) -> None:
+        self.count, self.mean, self._squares = 0, 0.0, 0.0
+
+    def add(self, value: float) -> None:
+        """Take one more number."""
+        self.count += 1
+        step = value - self.mean
+        self.mean += step / self.count
+        self._squares += step * (value - self.mean)
+
+    def spread(self) -> Spread | None:
+        """What they were; None if there were none."""
+        return Spread(self.mean, (self._squares / self.count) ** 0.5, self.count) if self.count else None
+
+
+class Share(NamedTuple):
+    """How many tokens of a kind there were, and how many of them were activated."""
+
+    active: int
+    total: int
+
+    @property
+    def rate(self) -> float | None:
+        """The share that was activated; None where there were no tokens."""
+        return self.active / self.total if self.total else None
+
+
+class Cost(NamedTuple):
+    """Multiplications and additions of a layer's matrix products, forward, over all sequences."""
+
+    flops: float
+    """as activated"""
+    always: float
+    """if every token were active"""
+
+    @property
+    def share(self) -> float:
+        """Of the products of an always active layer."""
+        return self.flops / self.always if self.always else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerMeasures:
+    """What one router did on a split, and what its attention saw."""
+
+    module: str
+    """the module that was decided about: the attention"""
+    window: int | None
+    """size of its working memory or of its chunks; None if it sees everything or is no attention unit"""
+    share: Share
+    """over all tokens"""
+    rate: Spread
+    """share of the tokens of a sequence that were activated"""
+    active: Spread
+    """tokens of a sequence that were activated: the paper's activation time"""
+    confidence: float | None
+    """mean over the activated tokens"""
+    temperature: float | None
+    """of the router, where it has one"""
+    probabilities: tuple[Share, ...]
+    """tokens by probability of activation, BINS bins from 0 to 1"""
+    by_place: tuple[Share, ...]
+    """by position, in bins of `place_width` tokens"""
+    by_part: tuple[Share, ...]
+    """by position relative to the length of the sequence, BINS bins"""
+    by_class: tuple[Share, ...]
+    """by the task's kinds of tokens"""
+    span: Spread | None
+    """mean distance, in original positions, from a query to the keys it may see; None if there never was a query"""
+    weighted_span: Spread | None
+    """the same, each key counted by its attention weight; None also if not asked for"""
+    occupancy: Spread | None
+    """share of the slots of the working memory that are filled at a query; None if there is no bound"""
+    final_occupancy: Spread | None
+    """share of the slots that are filled at the end of a sequence"""
+    cost: Cost | None
+    """None where products are not counted for this kind of layer"""
+    others: dict[str, Share]
+    """activation of further modules of the layer"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measures:
+    """What routers did on a split of a run."""
+
+    run: str
+    recipe: str
+    task: str
+    split: str
+    step: int
+    """of the checkpoint"""
+    examples: int
+    sequences: int
+    """two for each pair"""
+    tokens: int
+    """that were counted; not padding, and of windows not the context"""
+    metrics: dict[str, float]
+    """scores on these examples"""
+    classes: tuple[str, ...]
+    """the kinds of tokens"""
+    place_width: int
+    """tokens per bin of absolute positions"""
+    layers: tuple[LayerMeasures | None, ...]
+    """None for layers without a router"""
+    training: tuple[dict[str, Any], ...]
+    """step, split and activation rates along training, from the run's own record"""
+
+    def to_record(self) -> dict[str, Any]:
+        """As plain data for JSON: named tuples become dictionaries with their rates and shares."""
+        record: dict[str, Any] = _plain(self)
+        return record
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Share):
+        return {**value._asdict(), "rate": value.rate}
+    if isinstance(value, Cost):
+        return {**value._asdict(), "share": value.share}
+    if isinstance(value, Spread):
+        return value._asdict()
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not np.isfinite(value) else value
+
+
+class _Tally:
+    """Active and all tokens in bins."""
+
+    def __init__(self, bins: int) -> None:
+        self.counts = np.zeros((2, bins), dtype=np.int64)
+
+    def add(self, places: NDArray[Any], active: Flags) -> None:
+        bins = self.counts.shape[1]
+        self.counts[0] += np.bincount(places[active], minlength=bins)
+        self.counts[1] += np.bincount(places, minlength=bins)
+
+    def shares(self) -> tuple[Share, ...]:
+        return tuple(Share(int(active), int(total)) for active, total in self.counts.T)
+
+
+class _LayerSums:
+    """The running sums of one layer."""
+
+    def __init__(self, site: Site, classes: int, places: int, place_width: int) -> None:
+        self.site, self.place_width = site, place_width
+        self.rate, self.active = Moments(), Moments()
+        self.span, self.weighted, self.filled, self.final = (Moments() for _ in range(4))
+        self.confidence = 0.0
+        self.probabilities, self.by_part = _Tally(BINS), _Tally(BINS)
+        self.by_place, self.by_class = _Tally(places), _Tally(classes)
+        self.others: dict[str, _Tally] = {}
+        self.products = _Products(site)
+
+    def add_tokens(self, layer: LayerTrace, classes: Numbers, counted: Flags) -> None:
+        """One sequence's decisions; only counted tokens are."""
+        active, probs, length = layer.active[counted], layer.probs[counted], len(layer.active)
+        if not len(active):
+            return
+        place = np.arange(length)
+        self.rate.add(active.sum() / len(active))
+        self.active.add(float(active.sum()))
+        self.confidence += float(probs[active].sum(dtype=np.float64))
+        self.probabilities.add(np.minimum((probs * BINS).astype(np.int64), BINS - 1), active)
+        self.by_part.add((place * BINS // length)[counted], active)
+        last = self.by_place.counts.shape[1] - 1
+        self.by_place.add(np.minimum(place // self.place_width, last)[counted], active)
+        self.by_class.add(classes[counted], active)
+        for other in layer.others:
+            tally = self.others.setdefault(other.module, _Tally(1))
+            tally.add(np.zeros(len(active), dtype=np.int64), other.active[counted])
+        self.products.add(layer)
+
+    def add_attention(self, tokens: Tensor, position: Tensor, counted: Flags, weighted: bool) -> None:
+        """What one sequence's queries saw."""
+        gau = self.site.gau
+        assert gau is not None
+        asked = torch.from_numpy(counted).to(position.device)[position]
+        count = len(position)
+        first, end = gau.visible(torch.arange(count, device=position.device), count)
+        places = position.double()
+        if bool(asked.any()):
+            self.span.add(float((mean_distance(places, first, end))[asked].mean()))
+            slots = memory_slots(gau)
+            if slots:
+                self.filled.add(float(((end - first - 1)[asked].double() / slots).mean()))
+        if memory_slots(gau):
+            self.final.add(_held(gau, count) / gau.window)
+        if weighted and bool(asked.any()):
+            means = weighted_distance(gau, tokens, position)[asked]
+            means = means[~means.isnan()]
+            if len(means):
+                self.weighted.add(float(means.mean()))
+
+    def measures(self) -> LayerMeasures:
+        active, total = (int(n) for n in self.by_part.counts.sum(axis=1))
+        rate, count = self.rate.spread(), self.active.spread()
+        assert rate is not None and count is not None
+        gau = self.site.gau
+        return LayerMeasures(
+            module=self.site.module,
+            window=None if gau is None or gau.config.span == "full" else gau.window,
+            share=Share(active, total),
+            rate=rate,
+            active=count,
+            confidence=self.confidence / active if active else None,
+            temperature=self.site.temperature,
+            probabilities=self.probabilities.shares(),
+            by_place=self.by_place.shares(),
+            by_part=self.by_part.shares(),
+            by_class=self.by_class.shares(),
+            span=self.span.spread(),
+            weighted_span=self.weighted.spread(),
+            occupancy=self.filled.spread(),
+            final_occupancy=self.final.spread(),
+            cost=self.products.cost(),
+            others={name: tally.shares()[0] for name, tally in self.others.items()},
+        )
+
+
+def memory_slots(gau: GAU) -> int | None:
+    """How many tokens besides itself a query can see at most; None where there is no bound."""
+    if gau.config.span == "memory":
+        return gau.left + gau.right
+    return gau.window - 1 if gau.config.span == "chunk" else None
+
+
+def _held(gau: GAU, count: int) -> int:
+    """Tokens in the working memory, or in the last chunk, after so many active ones."""
+    if gau.config.span == "memory":
+        return min(count, gau.window)
+    return (count - 1) % gau.window + 1 if count else 0
+
+
+def mean_distance(position: Tensor, first: Tensor, end: Tensor) -> Tensor:
+    """(active,): mean distance from each query to the keys it may see, itself among them.
+
+    Args:
+        position: (active,) float64, increasing.
+        first, end: (active,), from `GAU.visible`.
+    """
+    sums = torch.nn.functional.pad(position.cumsum(dim=0), (1, 0))
+    slot = torch.arange(len(position), device=position.device)
+    after = torch.minimum(slot + 1, end)
+    before = position * (slot - first) - (sums[slot] - sums[first])
+    behind = sums[end] - sums[after] - position * (end - after)
+    return (before + behind) / (end - first)
+
+
+def weighted_distance(gau: GAU, tokens: Tensor, position: Tensor) -> Tensor:
+    """(active,) float64: mean distance to the keys, weighted by attention; nan where all weights are zero.
+
+    Args:
+        gau: the attention unit.
+        tokens: (active, d_model), of one row.
+        position: (active,).
+    """
+    query, key, _, _ = gau.project(tokens, position)
+    found = [position.new_zeros(0, dtype=torch.float64)]
+    for begin in range(0, len(position), QUERIES_AT_ONCE):
+        part = slice(begin, begin + QUERIES_AT_ONCE)
+        first, _, weights = gau.weigh(query, key, position, part)
+        weights = weights.double()
+        slot = first[:, None] + torch.arange(weights.shape[1], device=position.device)
+        # behind the last key weights are zero, whatever the place
+        distance = (position[slot.clamp(max=len(position) - 1)] - position[part][:, None]).abs().double()
+        found.append((weights * distance).sum(dim=1) / weights.sum(dim=1))
+    return torch.cat(found)
+
+
+class _Products:
+    """Matrix products of a layer on sequences of any length."""
+
+    def __init__(self, site: Site) -> None:
+        self.site, self.flops, self.always = site, 0, 0
+
+    def add(self, layer: LayerTrace) -> None:
+        if self.site.layer is not None:
+            active = {part.module: int(part.active.sum()) for part in (layer, *layer.others)}
+            length = len(layer.active)
+            self.flops += self._count(length, active)
+            self.always += self._count(length, dict.fromkeys(active, length))
+
+    def _count(self, length: int, active: Mapping[str, int]) -> int:
+        setting = Setting(batch=1, length=length, d_model=self.site.sma.d_model)
+        assert self.site.layer is not None
+        products = forward_products(self.site.layer, setting, active[self.site.module])
+        total = sum(product.flops for product in products) + length * self.site.outside
+        for name, unit in self.site.sma.units.items():
+            if name != self.site.module:
+                total += active[name] * linear_flops(unit)
+        return total
+
+    def cost(self) -> Cost | None:
+        return None if self.site.layer is None else Cost(self.flops, self.always)
+
+
+def linear_flops(module: nn.Module) -> int:
+    """Multiplications and additions per token of all linear maps in a module."""
+    return sum(2 * part.weight.numel() for part in module.modules() if isinstance(part, nn.Linear))
+
+
+@torch.no_grad()
+def measure(
+    examples: Examples,
+    split: Split,
+    *,
+    batch_size: int | None = None,
+    weighted: bool = True,
+    reading: Windows | None = None,
+    device: torch.device | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Measures:
+    """Watch the routers of a model on examples, one batch after the other; memory does not grow with their number.
+
+    Args:
+        examples: from `load_examples`. Every example is read from nothing: a language model carries no state.
+        split: of which they are.
+        batch_size: examples at a time; the run's own by default.
+        weighted: whether to measure spans weighted by attention too, for which attention is computed again.
+        reading: as the examples were cut; of windows only the scored tokens are counted, not their context.
+        device: where to compute; the CPU by default.
+        progress: called with the batches done and all.
+    """
+    model, config, task, dataset, step = examples
+    require(len(dataset) > 0, f"the split {split} must hold at least one example, got none")
+    world = World(0, 1, device or torch.device("cpu"))
+    model.to(world.device).eval()
+    found = sites(model)
+    width, places = place_bins(task.max_length if reading is None else reading.window)
+    sums: list[_LayerSums | None] = []
+    classes: tuple[str, ...] = ()
+    totals: dict[str, Tensor] = {}
+    sequences = tokens = 0
+    watched = [number for number, site in enumerate(found) if site is not None and site.gau is not None]
+    parts = evaluation_parts(dataset, batch_size or config.evaluation.batch_size, world, task.fixed_length)
+    for done, (_, batch) in enumerate(batches(task, dataset, split, iter(parts)), start=1):
+        batch = batch.to(world.device)
+        with _watch(found, watched) as seen:
+            output = apply_model(model, task.kind, batch)
+        for name, value in task.score(output, batch).items():
+            totals[name] = totals.get(name, torch.zeros(2, dtype=torch.float64)) + value.cpu()
+        for half, (inputs, mask, routings) in enumerate(_halves(found, batch, output.routings)):
+            for row in range(len(inputs)):
+                sequence = _sequence(found, inputs, mask, routings, row)
+                counted = np.ones(len(sequence.inputs), dtype=bool)
+                if reading is not None:
+                    counted = _array(batch.targets[row, : len(counted)] != IGNORE)
+                classes, kinds = task.token_classes(sequence.inputs)
+                if not sums:
+                    sums = [site and _LayerSums(site, len(classes), places, width) for site in found]
+                sequences += 1
+                tokens += int(counted.sum())
+                for number, layer in enumerate(sequence.layers):
+                    mine = sums[number]
+                    if layer is None or mine is None:
+                        continue
+                    mine.add_tokens(layer, kinds, counted)
+                    if number in seen:
+                        mine.add_attention(*_row(seen[number][half], row), counted, weighted)
+        if progress is not None:
+            progress(done, len(parts))
+    return Measures(
+        run="",
+        recipe=config.recipe,
+        task=task.name,
+        split=split,
+        step=step,
+        examples=len(dataset),
+        sequences=sequences,
+        tokens=tokens,
+        metrics=task.summarise(totals),
+        classes=classes,
+        place_width=width,
+        layers=tuple(None if mine is None else mine.measures() for mine in sums),
+        training=(),
+    )
+
+
+def place_bins(longest: int) -> tuple[int, int]:
+    """Width, a power of two, and number of the bins of absolute positions.
+
+    >>> place_bins(2000), place_bins(20)
+    ((64, 32), (1, 20))
+    """
+    width = 1
+    while width * PLACES < longest:
+        width *= 2
+    return width, -(-longest // width)
+
+
+def measure_run(
+    run: Path | str,
+    split: Split = "test",
+    limit: int | None = None,
+    *,
+    which: str = "best",
+    fields: Sequence[str] = (),
+    batch_size: int | None = None,
+    weighted: bool = True,
+    reading: Windows | None = None,
+    device: torch.device | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Measures:
+    """Watch the routers of a trained run on one of its splits; see `load_examples` and `measure`."""
+    examples = load_examples(run, split, limit, which, fields, reading)
+    measures = measure(
+        examples,
+        split,
+        batch_size=batch_size,
+        weighted=weighted,
+        reading=reading,
+        device=device,
+        progress=progress,
+    )
+    return replace(measures, run=str(run), training=tuple(activation_curve(run)))
+
+
+def activation_curve(run: Path | str) -> list[dict[str, Any]]:
+    """Activation rates along training, from metrics.jsonl of a run: all evaluations, and training thinned out."""
+    path = Path(run) / "metrics.jsonl"
+    if not path.is_file():
+        return []  # a checkpoint that was packed or named itself has no record
+    lines = [record for record in iterate_metrics(path) if "activation" in record and "step" in record]
+    train = [record for record in lines if record.get("split") == "train"]
+    every = max(1, -(-len(train) // CURVE_POINTS))
+    kept = {id(record) for record in train[every - 1 :: every]}
+    return [
+        {key: record.get(key) for key in ("step", "split", "activation")}
+        for record in lines
+        if record.get("split") != "train" or id(record) in kept
+    ]

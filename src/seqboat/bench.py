@@ -334,14 +334,15 @@ def forward_products(layer: SeqBoat, setting: Setting, active: int) -> list[Prod
     """The matrix products of one forward pass.
 
     The state-space layer counts as the products of its block scan (within blocks, into and out of the states);
-    attention as the products inside the window alone: `window` + 1 keys per active token.
+    attention as the products inside the window alone: `window` + 1 keys per active token (its chunk, or all).
     """
     gau, ssm = layer.sma.units["gau"], layer.ssm
     assert isinstance(gau, GAU) and isinstance(ssm, DiagonalSSM)
     d, tokens = setting.d_model, setting.tokens
     block = min(ssm.block, setting.length)
     blocks, states = -(-tokens // block), ssm.d_state * ssm.directions
-    keys = min(gau.left + 1 + gau.right, max(active, 1))
+    span = {"memory": gau.left + 1 + gau.right, "chunk": gau.window, "full": active}[gau.config.span]
+    keys = min(span, max(active, 1)) or 1
     # as many products as in a band of this width, in square-like blocks
     groups = -(-active // keys)
     found = [

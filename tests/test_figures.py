@@ -1,0 +1,172 @@
+"""Figures say what they were given, in two themes and three formats, and refuse what cannot be drawn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from seqboat.figures import (
+    STYLES,
+    THEMES,
+    Point,
+    activation_figure,
+    confidence_maps_figure,
+    histogram_figure,
+    intervention_figure,
+    pareto_front,
+    save_figure,
+    span_figure,
+    tradeoff_figure,
+    training_figure,
+    write_figure,
+)
+
+TASKS: Any = {"ListOps": ([0.0, 0.3, None], [0.0, 0.4, None]), "Text": ([0.9, 0.2], [0.3, 0.1])}
+POINTS = {
+    "SeqBoat": [Point(64, 3.0, 0.6, 0.01), Point(16, 4.0, 0.5)],
+    "MEGA-chunk": [Point(16, 3.5, 0.4), Point(64, 1.0, 0.65)],
+}
+MAP = np.array([[0.0, 0.5], [0.75, 1.0]])
+CURVE = [
+    {"step": 10, "split": "train", "activation": [0.1, None]},
+    {"step": 20, "split": "val", "activation": [0.2, None]},
+    {"step": 20, "split": "train", "activation": [0.3, None]},
+]
+
+FIGURES: dict[str, Callable[..., Any]] = {
+    "activation": lambda theme: activation_figure(TASKS, theme=theme),
+    "maps": lambda theme: confidence_maps_figure([MAP, MAP], {"layer 2": [MAP, MAP]}, theme=theme),
+    "tradeoff": lambda theme: tradeoff_figure({"Image": POINTS}, speed="s", score="a", theme=theme),
+    "span": lambda theme: span_figure(
+        {"Pathfinder": {16: [8.0, None, 90.0], 32: [4.0, 5.0]}}, local={16: 8}, theme=theme
+    ),
+    "histogram": lambda theme: histogram_figure({"layer 1": ([0, 3], [5, 3]), "layer 2": None}, theme=theme),
+    "training": lambda theme: training_figure(CURVE, theme=theme),
+    "intervention": lambda theme: intervention_figure(
+        {"all off": 0.1, "all on": 0.4},
+        {0.5: (0.6, 0.3), 0.1: (0.2, 0.9)},
+        metric="acc",
+        usual=0.6,
+        theme=theme,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_every_figure_in_both_themes(name: str, tmp_path: Path) -> None:
+    """Ink on paper in each theme; the same call gives the same file, and vector files name no font."""
+    from matplotlib.colors import to_rgb
+
+    formats = ("svg", "pdf", "png")
+    written = write_figure(FIGURES[name], tmp_path / "new" / name, formats)
+    assert [path.name for path in written] == [
+        f"{name}{dark}.{kind}" for dark in ("", "-dark") for kind in formats
+    ]
+    for path in written:
+        assert path.stat().st_size > 500
+    svg = written[0].read_text()
+    assert "<svg" in svg and "font-family" not in svg and 'href="http' not in svg
+    again = write_figure(FIGURES[name], tmp_path / name, ("svg",), ("light",))
+    if name != "maps":  # pictures in it have names that count up
+        assert again[0].read_text() == svg
+    for theme in THEMES:
+        style = STYLES[theme]
+        figure = FIGURES[name](theme)
+        assert to_rgb(figure.get_facecolor()) == to_rgb(style.paper)
+        for axes in figure.axes:
+            for label in (*axes.get_xticklabels(), *axes.get_yticklabels()):
+                assert to_rgb(label.get_color()) == to_rgb(style.ink)
+
+
+def test_activation_draws_error_bars_within_the_axis() -> None:
+    axes: Any = activation_figure(TASKS).axes[0]
+    lines = [container.lines[0] for container in axes.containers]
+    np.testing.assert_array_equal(lines[0].get_ydata(), [0.0, 0.3, math.nan])
+    np.testing.assert_array_equal(lines[1].get_ydata(), [0.9, 0.2])
+    assert lines[0].get_linestyle() != lines[1].get_linestyle()
+    assert lines[0].get_marker() != lines[1].get_marker()
+    bars = axes.containers[1].lines[2][0].get_segments()
+    np.testing.assert_allclose([sorted(segment[:, 1]) for segment in bars], [[0.6, 1.0], [0.1, 0.3]])
+    low = axes.containers[0].lines[2][0].get_segments()[1][:, 1]
+    assert sorted(low) == [0.0, pytest.approx(0.7)]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["ListOps", "Text"]
+
+
+def test_maps_are_white_where_nothing_is_active() -> None:
+    figure = confidence_maps_figure([MAP], {"layer 4": [MAP]}, theme="dark")
+    colours = figure.axes[1].get_images()[0].get_array()
+    assert colours is not None
+    assert colours[0, 0].tolist() == [1, 1, 1, 1]
+    luminance = colours[..., :3] @ np.array([0.299, 0.587, 0.114])
+    # darker with confidence, and the palest still differs from white
+    assert 0.95 > luminance[0, 1] > luminance[1, 0] > luminance[1, 1]
+
+
+def test_the_front_is_what_nobody_beats() -> None:
+    points = [point for family in POINTS.values() for point in family]
+    assert pareto_front(points) == [Point(16, 4.0, 0.5), Point(64, 3.0, 0.6, 0.01), Point(64, 1.0, 0.65)]
+    # in seconds, the low ones are fast
+    assert [p.speed for p in pareto_front(points, "low")] == [1.0]
+    same = [Point(1, 2.0, 0.5), Point(2, 2.0, 0.5)]
+    assert len(pareto_front(same)) == 1
+
+
+def test_tradeoff_names_sizes_and_turns_seconds_around() -> None:
+    axes = tradeoff_figure({"Image": POINTS}, speed="seconds", score="accuracy", faster="low").axes[0]
+    assert sorted(text.get_text() for text in axes.texts) == ["16", "16", "64", "64"]
+    assert axes.xaxis_inverted() and axes.get_xlabel() == "seconds"
+    ringed = axes.get_lines()[-1]
+    assert ringed.get_xdata().tolist() == [1.0]  # type: ignore[union-attr]
+
+
+def test_spans_leave_gaps_and_show_sliding_windows() -> None:
+    axes = FIGURES["span"]("light").axes[0]
+    data = [line.get_ydata() for line in axes.get_lines()]
+    np.testing.assert_array_equal(data[0], [8.0, math.nan, 90.0])
+    assert list(data[1]) == [8, 8] and len(data) == 3
+
+
+def test_histograms_stack_active_and_not() -> None:
+    axes = FIGURES["histogram"]("light").axes[0]
+    heights = [[bar.get_height() for bar in container] for container in axes.containers]
+    assert heights == [[0.0, 3 / 8], [5 / 8, 0.0]]
+    assert axes.get_title() == "layer 1\n37.5% active"
+
+
+def test_training_draws_lines_of_training_and_marks_of_evaluations() -> None:
+    lines = training_figure(CURVE).axes[0].get_lines()
+    assert lines[0].get_ydata().tolist() == [0.1, 0.3]  # type: ignore[union-attr]
+    assert lines[1].get_xdata().tolist() == [20] and len(lines) == 3  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("draw", "message"),
+    [
+        (lambda: activation_figure({}), "tasks must not be empty"),
+        (lambda: activation_figure({"a": ([0.1], [0.1, 0.2])}), r"deviations of a must have the shape"),
+        (lambda: activation_figure({"a": ([], [])}), r"rates of a must have shape \(layers,\)"),
+        (lambda: activation_figure(TASKS, theme="blue"), "theme must be one of"),  # type: ignore[arg-type]
+        (lambda: confidence_maps_figure([MAP], {"x": [MAP, MAP]}), "x must hold 1 maps"),
+        (lambda: confidence_maps_figure([MAP], {"x": [MAP[:1]]}), r"shape of their image, \(2, 2\), got"),
+        (lambda: confidence_maps_figure([], {}), "must not be empty"),
+        (lambda: tradeoff_figure({"a": {}}, speed="", score=""), "at least one point"),
+        (lambda: span_figure({}), "panels must not be empty"),
+        (lambda: training_figure([]), "points must not be empty"),
+    ],
+)
+def test_what_cannot_be_drawn(draw: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        draw()
+
+
+def test_names_of_files(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"must end with \.png, \.svg or \.pdf, got 'a.gif'"):
+        save_figure(training_figure(CURVE), tmp_path / "a.gif")
+    assert not list(tmp_path.iterdir())
