@@ -135,6 +135,10 @@ def verify(path: Path) -> Checkpoint:
     return Checkpoint(path, state)
 
 
+class InUse(ValueError):
+    """A folder that another run works in."""
+
+
 class Lock:
     """Keeps a second run out of a folder while this process lives; a dead run's lock is taken over."""
 
@@ -145,7 +149,7 @@ class Lock:
         self._file: Any = None
 
     def acquire(self) -> None:
-        """Take the lock, or raise a ValueError that names the holder."""
+        """Take the lock, or raise an InUse error that names the holder."""
         if self.path in self._held:
             # not even opened: closing any handle of the file would give this process's lock back
             raise self._refusal(self._line())
@@ -172,8 +176,8 @@ class Lock:
     def _line() -> str:
         return json.dumps({"pid": os.getpid(), "host": socket.gethostname()})
 
-    def _refusal(self, holder: str) -> ValueError:
-        return ValueError(
+    def _refusal(self, holder: str) -> InUse:
+        return InUse(
             f"{self.path.parent} is in use by another run ({holder}); choose another folder, or remove "
             f"{self.path} if that run is dead"
         )

@@ -1,6 +1,6 @@
-"""The paper's experiments as lists of runs: what there is to run, what was run already, and what came out.
+"""Running the paper's experiments: what was run already, what is left to run, and what came out.
 
-    target = TARGETS["lra"]
+    target = TARGETS["lra"]                        (targets.py)
     for job in plan(target, "small", folder):      each run of it, and how far it is
         run_job(job)                               trains, or goes on where it stopped
     record = collect(job)                          numbers of a finished run, as plain data
@@ -10,143 +10,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from seqboat.checkpoint import Store, write_atomically
-from seqboat.config import RunConfig, difference, override
+from seqboat.config import difference
 from seqboat.display import Display
 from seqboat.evaluate import checkpoint_config, evaluate_run, iterate_metrics
-from seqboat.recipes import find_recipe
+from seqboat.targets import Scale, Target, Trial
 from seqboat.train import Outcome, train
 
-Scale = Literal["small", "paper"]
 TEST = "test.json"
 """In a run's folder: its score on held-out data, so that a second call need not wait for it again."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Trial:
-    """One row of a table: a recipe with some settings, run with one or more seeds."""
-
-    name: str
-    """unique, and fit for the name of a folder"""
-    title: str
-    """as in the table"""
-    recipe: str
-    arguments: tuple[str, ...] = ()
-    """settings, as `seqboat train` takes them"""
-    seeds: int = 1
-    minutes: float | None = None
-    """of one seed on two cores, about; None where it needs other hardware"""
-    paper: str | None = None
-    """the number in the paper for the full-size experiment, in the words of its table"""
-
-    def config(self, seed: int) -> RunConfig:
-        """The configuration of one run."""
-        config = dataclasses.replace(find_recipe(self.recipe)(), recipe=self.recipe)
-        return override(config, [*self.arguments, f"--seed={seed}"])
-
-    def command(self, seed: int | None = None) -> str:
-        """What to type for one run of it."""
-        words = ["seqboat", "train", self.recipe, *self.arguments]
-        return shlex.join(words if seed is None else [*words, f"--seed={seed}"])
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Target:
-    """A table or figure of the paper."""
-
-    name: str
-    title: str
-    where: str
-    """in the paper"""
-    about: str
-    """what to look at; a sentence or two for the page"""
-    small: tuple[Trial, ...]
-    paper: tuple[Trial, ...]
-
-    def trials(self, scale: Scale) -> tuple[Trial, ...]:
-        """The rows at one scale."""
-        return self.small if scale == "small" else self.paper
-
-
-def _pair(
-    name: str, title: str, recipe: str, paper: str, minutes: float, seeds: int = 1
-) -> tuple[Trial, Trial]:
-    """A small trial and its full-size twin."""
-    return (
-        Trial(name=name, title=title, recipe=f"{recipe}-small", paper=paper, minutes=minutes),
-        Trial(name=name, title=title, recipe=recipe, paper=paper),
-    )
-
-
-_LRA = (
-    _pair("listops", "ListOps", "lra.listops", "61.70 %", 7),
-    _pair("text", "Text", "lra.text", "89.60 %", 12),
-    _pair("retrieval", "Retrieval", "lra.retrieval", "91.28 %", 9),
-    _pair("image", "Image", "lra.image", "90.10 %", 15),
-    _pair("pathfinder", "Pathfinder", "lra.pathfinder", "96.35 %", 11),
-    _pair("pathx", "Path-X", "lra.pathx", "96.68 %", 15),
-)
-_SPEECH = _pair("speech", "Speech Commands", "speech", "97.35 %", 15)
-_ENWIK8 = _pair("enwik8", "enwik8", "enwik8", "1.02 bits", 15)
-
-TARGETS = {
-    target.name: target
-    for target in (
-        Target(
-            name="lra",
-            title="Long Range Arena",
-            where="table 1",
-            about="Accuracy on the test split. The small twins see shorter sequences and a few epochs, so they are "
-            "not comparable with the paper's numbers; they show that each task trains and where it attends.",
-            small=tuple(small for small, _ in _LRA),
-            paper=tuple(full for _, full in _LRA),
-        ),
-        Target(
-            name="speech",
-            title="Speech Commands",
-            where="table 2",
-            about="Accuracy on the test split.",
-            small=_SPEECH[:1],
-            paper=_SPEECH[1:],
-        ),
-        Target(
-            name="enwik8",
-            title="Language modelling",
-            where="table 3",
-            about="Bits per byte on the test split, read once from front to end with the state carried along.",
-            small=_ENWIK8[:1],
-            paper=_ENWIK8[1:],
-        ),
-        Target(
-            name="diagnostics",
-            title="Diagnostics",
-            where="not in the paper",
-            about="Associative recall needs attention: the model has to look up which value stood beside a key. A "
-            "pure state-space model of the same size has only its state for that.",
-            small=(
-                Trial(name="recall", title="recall, SeqBoat", recipe="recall", seeds=3, minutes=3),
-                Trial(
-                    name="recall-s4d",
-                    title="recall, pure state-space model (S4D)",
-                    recipe="recall",
-                    arguments=("--model.mixer=s4d", "--model.d_model=72"),
-                    seeds=3,
-                    minutes=3,
-                ),
-                Trial(name="copy", title="selective copy, SeqBoat", recipe="copy", seeds=3, minutes=3),
-            ),
-            paper=(),
-        ),
-    )
-}
-"""Every target of `seqboat reproduce` by its name."""
 
 
 class Job(NamedTuple):
@@ -164,7 +42,7 @@ class Job(NamedTuple):
 
     @property
     def minutes_left(self) -> float | None:
-        """How long it should take on two cores; None where nobody knows."""
+        """Minutes of the processor that it should take; None where nobody knows."""
         if self.finished:
             return 0.0
         if self.trial.minutes is None:
@@ -172,7 +50,9 @@ class Job(NamedTuple):
         return self.trial.minutes * (1 - self.step / self.steps)
 
 
-def plan(target: Target, scale: Scale, folder: Path, seeds: int | None = None) -> list[Job]:
+def plan(
+    target: Target, scale: Scale, folder: Path, seeds: int | None = None, only: Sequence[str] = ()
+) -> list[Job]:
     """The runs of a target and how far each is.
 
     Args:
@@ -180,30 +60,38 @@ def plan(target: Target, scale: Scale, folder: Path, seeds: int | None = None) -
         scale: of the recipes.
         folder: holds a folder for every trial.
         seeds: how many, instead of each trial's own number.
+        only: names of trials, or patterns with * and ?, to leave out all others.
 
     Raises:
         ValueError: a run in the folder was made with other settings.
     """
     jobs = []
     for trial in target.trials(scale):
+        if only and not any(fnmatchcase(trial.name, pattern) for pattern in only):
+            continue
         for seed in range(seeds or trial.seeds):
             run = folder / scale / trial.name / f"seed-{seed}"
-            config = trial.config(seed)
-            step, finished = _progress(run, config)
-            jobs.append(Job(target, scale, trial, seed, run, step, config.schedule.steps, finished))
+            step, finished = _progress(run, trial, seed)
+            jobs.append(Job(target, scale, trial, seed, run, step, trial.steps, finished))
     return jobs
 
 
-def _progress(run: Path, config: RunConfig) -> tuple[int, bool]:
+def _progress(run: Path, trial: Trial, seed: int) -> tuple[int, bool]:
     """Updates done, and whether that is all."""
     found = Store(run).newest() if run.is_dir() else None
     if found is None:
         return 0, False
-    other = difference(checkpoint_config(found), config)
+    other = difference(checkpoint_config(found), trial.config(seed))
     if other is not None:
         raise ValueError(f"{run} was made with other settings: {other}; move it away to run it anew")
     progress = found.state["progress"]
     return int(progress["step"]), bool(progress["finished"])
+
+
+def refreshed(job: Job) -> Job:
+    """The same run, and how far it is by now: another process may have worked on it."""
+    step, finished = _progress(job.folder, job.trial, job.seed)
+    return job._replace(step=step, finished=finished)
 
 
 def run_job(job: Job, display: Display | None = None) -> Outcome:
@@ -219,6 +107,7 @@ def collect(job: Job, progress: Callable[[int, int], None] | None = None) -> dic
     config = job.trial.config(job.seed)
     task = config.build_task()
     scored = [r for r in records if r["split"] == config.evaluation.split]
+    first = next(r for r in records if r["split"] == "train")
     return {
         "target": job.target.name,
         "scale": job.scale,
@@ -231,6 +120,9 @@ def collect(job: Job, progress: Callable[[int, int], None] | None = None) -> dic
         "examples": test["examples"],
         "activation": test["activation"],
         "curve": [[r["step"], r[task.metric]] for r in scored],
+        "first_loss": [first["step"], first["loss"]],
+        "last_loss": scored[-1]["loss"],
+        "step_seconds": step_seconds(records),
         "parameters": about["parameters"],
         "threads": about.get("threads"),
         "minutes": max(r.get("elapsed", 0.0) for r in records) / 60,
@@ -238,6 +130,24 @@ def collect(job: Job, progress: Callable[[int, int], None] | None = None) -> dic
         "versions": about["versions"],
         "commit": about.get("commit"),
     }
+
+
+def step_seconds(records: Sequence[Mapping[str, Any]]) -> float | None:
+    """Processor seconds of a training step, on average over a run; evaluations and what they save do not count.
+
+    Args:
+        records: of metrics.jsonl. None is returned if a record of training does not know its processor time.
+    """
+    before = spent = 0.0
+    steps = 0
+    for record in records:
+        if record["split"] == "train":
+            if "processor" not in record:
+                return None
+            spent += record["processor"] - before
+            steps = record["step"]
+        before = record.get("processor", before)
+    return spent / steps if steps else None
 
 
 def _test_score(run: Path, progress: Callable[[int, int], None] | None) -> dict[str, Any]:
@@ -255,6 +165,9 @@ def _test_score(run: Path, progress: Callable[[int, int], None] | None) -> dict[
 
 
 def estimate(jobs: Sequence[Job]) -> tuple[float, int]:
-    """Minutes that the jobs should take on two cores, and how many of them have no estimate."""
-    known = [job.minutes_left for job in jobs]
+    """Minutes of the processor that the jobs should take, and how many of them have no estimate.
+
+    A run that belongs to several targets counts once.
+    """
+    known = [job.minutes_left for job in {job.folder: job for job in jobs}.values()]
     return sum(m for m in known if m is not None), sum(m is None for m in known)

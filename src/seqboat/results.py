@@ -6,17 +6,20 @@ from all of them, so that runs of several days and machines add up.
 
 from __future__ import annotations
 
+import fcntl
 import inspect
 import json
 import math
+import os
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from seqboat.checkpoint import write_atomically
 from seqboat.recipes import find_recipe
-from seqboat.reproduce import TARGETS, Scale, Target, Trial
+from seqboat.targets import TARGETS, Scale, Target, Trial
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -43,13 +46,32 @@ def read_records(page: Path) -> list[Record]:
 
 
 def add_records(page: Path, new: Sequence[Record]) -> list[Record]:
-    """Put records behind a page, over those of the same run, and write the page anew."""
+    """Put records behind a page, over those of the same run, and write the page anew.
+
+    Processes that write to one page take turns.
+    """
+    page.parent.mkdir(parents=True, exist_ok=True)
+    with _turn(page.parent):
+        return _add_records(page, new)
+
+
+@contextmanager
+def _turn(folder: Path) -> Iterator[None]:
+    """Wait until no other process writes to a folder's page, and keep others waiting."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)  # gives the lock back
+
+
+def _add_records(page: Path, new: Sequence[Record]) -> list[Record]:
     found = {tuple(r[k] for k in _KEY): r for r in [*read_records(page), *new]}
     order = {name: i for i, name in enumerate(TARGETS)}
     records = sorted(
         found.values(), key=lambda r: (order.get(r["target"], len(order)), r["scale"], r["trial"], r["seed"])
     )
-    page.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(page.with_suffix(".json"), _compact(records))
     write_page(page, records)
     return records
@@ -89,21 +111,24 @@ def _section(page: Path, target: Target, scale: Scale, records: Sequence[Record]
         "",
     ]
     if not records:
-        commands = ", ".join(f"`{trial.command()}`" for trial in trials)
-        return [*lines, f"Not run here. `{command}` runs it: {commands}.", ""]
-    lines += [
-        f"`{command}`",
-        "",
-        "| | paper, full size | ours | seeds | parameters | minutes | processor | threads | active % | command |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    lines += [_row(trial, [r for r in records if r["trial"] == trial.name]) for trial in trials]
-    lines.append("")
-    figure = _draw_curves(page, target, scale, records)
-    if figure is not None:
-        lines += [f"![{target.title}: held-out score during training]({figure})", ""]
-    cuts = [(trial.title, _cut(trial)) for trial in trials if not trial.arguments]
-    lines += [f"- **{title}.** {cut}" for title, cut in cuts if cut]
+        return [*lines, f"Not run here. `{command}` runs it: {_commands(trials, command)}.", ""]
+    lines += [f"`{command}`", ""]
+    if scale == "small" and target.cut:
+        lines += [f"Cut: {target.cut}", ""]
+    by_trial = {trial.name: [r for r in records if r["trial"] == trial.name] for trial in trials}
+    if target.layout == "mixers":
+        lines += _mixer_table(trials, by_trial)
+    elif target.layout == "ablation":
+        lines += _ablation_tables(trials, by_trial)
+    elif target.layout == "tradeoff":
+        lines += _tradeoff_tables(trials, by_trial)
+    else:
+        lines += _run_table(trials, by_trial)
+        figure = _draw_curves(page, target, scale, records)
+        if figure is not None:
+            lines += [f"![{target.title}: held-out score during training]({figure})", ""]
+        cuts = [(trial.title, _cut(trial)) for trial in trials if not trial.arguments]
+        lines += [f"- **{title}.** {cut}" for title, cut in cuts if cut]
     made = sorted(
         {(r["versions"]["seqboat"], r["versions"]["torch"], r["commit"] or "unknown") for r in records}
     )
@@ -115,16 +140,37 @@ def _section(page: Path, target: Target, scale: Scale, records: Sequence[Record]
     return lines
 
 
-def _row(trial: Trial, records: Sequence[Record]) -> str:
+FEW = 8
+"""Commands that a sentence can list."""
+
+
+def _commands(trials: Sequence[Trial], command: str) -> str:
+    if len(trials) > FEW:
+        return f"{len(trials)} trials, which `{command} --dry-run` lists"
+    return ", ".join(f"`{trial.command()}`" for trial in trials)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table and an empty line."""
+    lines = ["| " + " | ".join(cells) + " |" for cells in (head, *rows)]
+    return [lines[0], "|" + "---|" * len(head), *lines[1:], ""]
+
+
+def _run_table(trials: Sequence[Trial], records: Mapping[str, Sequence[Record]]) -> list[str]:
+    head = ["", "paper, full size", "ours", "gap", "seeds", "parameters", "minutes", "processor", "threads"]
+    return _table([*head, "active %", "command"], [_run_row(trial, records[trial.name]) for trial in trials])
+
+
+def _run_row(trial: Trial, records: Sequence[Record]) -> list[str]:
     if not records:
-        cells = [trial.title, trial.paper or "-", "not run", *"------", f"`{trial.command()}`"]
-        return "| " + " | ".join(cells) + " |"
+        return [trial.title, trial.paper or "-", "not run", *"-------", f"`{trial.command()}`"]
     values = [r["test"] for r in records]
     threads = sorted({str(r["threads"]) for r in records})
-    cells = [
+    return [
         trial.title,
         trial.paper or "-",
         _score(values, records[0]["metric"]),
+        _gap(trial, records),
         ", ".join(str(r["seed"]) for r in records),
         f"{records[0]['parameters']:,}",
         *(f"{statistics.mean(r[k] for r in records):.1f}" for k in ("minutes", "processor_minutes")),
@@ -132,7 +178,104 @@ def _row(trial: Trial, records: Sequence[Record]) -> str:
         "; ".join(_rates(r["activation"]) for r in records),
         f"`{trial.command()}`",
     ]
-    return "| " + " | ".join(cells) + " |"
+
+
+def _gap(trial: Trial, records: Sequence[Record]) -> str:
+    """Our mean minus the paper's number, in its unit."""
+    if trial.paper is None:
+        return "-"
+    scale = 100 if records[0]["metric"] == "accuracy" else 1
+    gap = scale * statistics.mean(r["test"] for r in records) - float(trial.paper.split()[0])
+    return f"{gap:+.1f}" if scale == 100 else f"{gap:+.2f}"
+
+
+def _mixer_table(trials: Sequence[Trial], records: Mapping[str, Sequence[Record]]) -> list[str]:
+    """What each mixer learnt."""
+    rows = []
+    for trial in trials:
+        if not records[trial.name]:
+            rows.append([trial.title, trial.task, "not run", *"------"])
+            continue
+        record = records[trial.name][0]
+        _, first = record["first_loss"]
+        rows.append(
+            [
+                trial.title,
+                trial.task,
+                f"{record['parameters']:,}",
+                f"{first:.2f}",
+                f"{record['last_loss']:.2f}",
+                f"{1 - record['last_loss'] / first:.0%}",
+                _score([record["test"]], record["metric"]),
+                f"{record['processor_minutes']:.1f}",
+                _rates(record["activation"]) if any(r is not None for r in record["activation"]) else "-",
+            ]
+        )
+    head = ["mixer", "task", "parameters", "first loss", "last loss", "fall", "test", "processor minutes"]
+    return _table([*head, "active %"], rows)
+
+
+def _ablation_tables(trials: Sequence[Trial], records: Mapping[str, Sequence[Record]]) -> list[str]:
+    """A table for each of the paper's: rows are forms of the layer, columns are tasks."""
+    lines = []
+    for table in dict.fromkeys(trial.table for trial in trials if trial.table):
+        own = [trial for trial in trials if trial.table == table]
+        tasks = list(dict.fromkeys(trial.task for trial in own))
+        found = {(t.title, t.task): t for t in trials if t.table in (table, "")}
+        head = [table]
+        for task in tasks:
+            head += [f"{task}, ours", "paper", "speed, ours", "paper"]
+        rows = []
+        for title in dict.fromkeys(title for title, _ in found):
+            cells = [title]
+            for task in tasks:
+                trial = found[title, task]
+                cells += _ablation_cells(trial, records[trial.name], records[trial.baseline or trial.name])
+            rows.append(cells)
+        lines += _table(head, rows)
+    return lines
+
+
+def _ablation_cells(trial: Trial, own: Sequence[Record], base: Sequence[Record]) -> list[str]:
+    published = f"{trial.paper_speed:.2f}x" if trial.paper_speed is not None else "-"
+    if not own:
+        return ["not run", trial.paper or "-", "-", published]
+    score = _score([r["test"] for r in own], own[0]["metric"])
+    seconds, reference = _seconds(own), _seconds(base)
+    speed = f"{reference / seconds:.2f}x" if seconds and reference else "-"
+    return [score, trial.paper or "-", speed, published]
+
+
+def _seconds(records: Sequence[Record]) -> float | None:
+    """Processor seconds of a training step, on average."""
+    known = [r["step_seconds"] for r in records if r.get("step_seconds")]
+    return statistics.mean(known) if known else None
+
+
+def _tradeoff_tables(trials: Sequence[Trial], records: Mapping[str, Sequence[Record]]) -> list[str]:
+    """A table for each task: a row for every size."""
+    lines = []
+    for task in dict.fromkeys(trial.task for trial in trials):
+        own = [trial for trial in trials if trial.task == task]
+        models = list(dict.fromkeys(trial.title for trial in own))
+        rows = []
+        for size in sorted({trial.size or 0 for trial in own}):
+            cells = [str(size)]
+            for model in models:
+                trial = next(t for t in own if t.title == model and t.size == size)
+                found = records[trial.name]
+                seconds = _seconds(found)
+                cells += [
+                    _score([r["test"] for r in found], found[0]["metric"]) if found else "not run",
+                    f"{1000 * seconds:.0f}" if seconds else "-",
+                    _rates(found[0]["activation"]) if found else "-",
+                ]
+            rows.append(cells)
+        head = [f"{task}, memory or chunk"]
+        for model in models:
+            head += [model, "ms per update", "active %"]
+        lines += _table(head, rows)
+    return lines
 
 
 def _score(values: Sequence[float], metric: str) -> str:
@@ -145,6 +288,7 @@ def _score(values: Sequence[float], metric: str) -> str:
 
 
 def _rates(activation: Sequence[float | None]) -> str:
+    """Per layer, in percent."""
     return " ".join("-" if rate is None else f"{100 * rate:.0f}" for rate in activation)
 
 
