@@ -20,6 +20,10 @@ COMMANDS = {
     "data": ("seqboat.commands.data", "list, prepare, verify and show data sets"),
     "train": ("seqboat.commands.train", "train a recipe, with any of its settings changed"),
     "eval": ("seqboat.commands.eval", "score a trained run on held-out data"),
+    "report": (
+        "seqboat.commands.report",
+        "one HTML page: what a run did, token by token; or several runs compared",
+    ),
     "reproduce": (
         "seqboat.commands.reproduce",
         "run the paper's experiments and write the results beside its numbers",

@@ -1,0 +1,116 @@
+"""`seqboat report`: what a run did, as one HTML page or as numbers; several runs side by side."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+TAKES_FIELDS = True
+"""Arguments that argparse does not know change the data of the run."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the command."""
+    parser.epilog = "Settings of the data can be changed: seqboat report runs/classify --data.test new.csv"
+    parser.add_argument("run", nargs="+", help="folder of a run, or one checkpoint (step-N) in it")
+    parser.add_argument(
+        "--compare", action="store_true", help="several runs on one page, from what training recorded"
+    )
+    parser.add_argument(
+        "--out", metavar="FILE", help="page to write (default: report.html in the run's folder)"
+    )
+    parser.add_argument(
+        "--split",
+        choices=("train", "val", "test"),
+        help="what to look at (default: test; with --compare: the recorded scores)",
+    )
+    parser.add_argument("--which", choices=("best", "latest"), default="best", help="which checkpoint")
+    parser.add_argument("--samples", type=int, help="examples in the explorer (default: 20)")
+    parser.add_argument("--limit", type=int, help="measure only so many examples")
+    parser.add_argument("--data_dir", help="where the prepared data is (default: the run's)")
+    parser.add_argument("--device", default="auto", help="auto (default), cpu or cuda")
+    parser.add_argument(
+        "--json", action="store_true", help="print the numbers as one JSON object; a page only with --out"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command."""
+    from seqboat.checkpoint import write_atomically
+    from seqboat.commands.eval import show_progress
+    from seqboat.parallel import choose_device
+    from seqboat.report import collect, folder_of, report_page
+    from seqboat.report_compare import collect_comparison, comparison_page
+    from seqboat.report_page import finite
+    from seqboat.shipped import find_run
+
+    if options.samples is not None and options.samples < 0:
+        raise ValueError(f"--samples must be an integer >= 0, got {options.samples}")
+    if options.limit is not None and options.limit < 1:
+        raise ValueError(f"--limit must be an integer >= 1, got {options.limit}")
+    if len(options.run) > 1 and not options.compare:
+        raise ValueError(f"expected one run, got {len(options.run)}; --compare puts several on one page")
+    if options.compare and len(options.run) < 2:
+        raise ValueError(f"--compare needs at least two runs, got {len(options.run)}")
+    if options.compare and options.samples is not None:
+        raise ValueError("--samples does not go with --compare: there is no explorer on that page")
+    if options.compare and options.limit is not None and options.split is None:
+        raise ValueError("--limit goes with --split when runs are compared: recorded scores are whole")
+    runs = [find_run(name) for name in options.run]
+    wants_page = not options.json or options.out is not None
+    page = Path(options.out or ("compare.html" if options.compare else folder_of(runs[0]) / "report.html"))
+    if wants_page:
+        check_page_path(page, runs)
+    fields = [*([f"--data.data_dir={options.data_dir}"] if options.data_dir else []), *options.fields]
+    progress = show_progress if sys.stderr.isatty() else None
+    device = choose_device(options.device, what="--device")
+    if options.compare:
+        numbers = collect_comparison(
+            runs,
+            options.split,
+            options.limit,
+            which=options.which,
+            fields=fields,
+            device=device,
+            progress=progress,
+        )
+        text = comparison_page(numbers) if wants_page else ""
+    else:
+        samples = 20 if options.samples is None else options.samples
+        found = collect(
+            runs[0],
+            options.split or "test",
+            samples if wants_page else 0,
+            options.limit,
+            which=options.which,
+            fields=fields,
+            device=device,
+            progress=progress,
+        )
+        numbers = found.numbers
+        text = report_page(found) if wants_page else ""
+    if wants_page:
+        write_atomically(page, text)
+    if options.json:
+        print(json.dumps(finite(numbers)))
+    else:
+        print(f"wrote {page} ({len(text.encode()) / 1e6:.1f} MB)")
+    return 0
+
+
+def check_page_path(page: Path, runs: list[Path]) -> None:
+    """Refuse a place where no page can be written, before work is done for it."""
+    for path in runs:
+        if not path.is_dir():
+            raise ValueError(f"{path} is not the folder of a run")
+    if page.is_dir():
+        raise ValueError(f"{page} is a folder: --out must be a file")
+    if not page.parent.is_dir():
+        raise ValueError(f"{page}: the folder {page.parent} does not exist")
+    if page.parent.name.startswith("step-"):
+        raise ValueError(f"{page}: a checkpoint's folder must stay as it is; choose another --out")
+    if not os.access(page.parent, os.W_OK):
+        raise ValueError(f"{page}: the folder {page.parent} cannot be written to; choose another --out")
