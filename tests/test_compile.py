@@ -18,6 +18,7 @@ import torch._inductor.config
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from seqboat.budget import BudgetConfig, RevivalConfig
 from seqboat.compile import compile_model
 from seqboat.mixers.ema import EMAConfig
 from seqboat.mixers.gau import GAUConfig
@@ -39,10 +40,10 @@ def forget() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def make_layer(causal: bool, span: Any = "memory") -> SeqBoat:
+def make_layer(causal: bool, span: Any = "memory", **settings: Any) -> SeqBoat:
     torch.manual_seed(0)
     gau = GAUConfig(d_z=8, window=5, max_positions=12, span=span)
-    return SeqBoatConfig(causal=causal, ssm=EMAConfig(d_state=4), gau=gau).build(16)
+    return SeqBoatConfig(causal=causal, ssm=EMAConfig(d_state=4), gau=gau, **settings).build(16)
 
 
 def gradients(layer: SeqBoat, y: Tensor) -> list[Tensor]:
@@ -53,8 +54,8 @@ def gradients(layer: SeqBoat, y: Tensor) -> list[Tensor]:
     return [parameter.grad.clone() for parameter in layer.parameters() if parameter.grad is not None]
 
 
-def check_training(layer: SeqBoat, compiled: Any, batches: int = 4) -> None:
-    """Outputs and gradients of batches with different numbers of active tokens."""
+def check_training(layer: SeqBoat, compiled: Any, batches: int = 4, fixed: bool = False) -> None:
+    """Outputs and gradients of batches with different numbers of active tokens, unless a budget fixes it."""
     counts = set()
     for i in range(batches):
         x = torch.randn(3, 40, 16) * (i + 1)
@@ -67,15 +68,15 @@ def check_training(layer: SeqBoat, compiled: Any, batches: int = 4) -> None:
         for one, two in zip(got, wanted, strict=True):
             # an entry may be a small difference of large sums: the largest entry sets the scale
             assert float((one - two).abs().max()) <= 1e-5 * float(two.abs().max())
-    assert len(counts) > 1, "the batches should differ in their number of active tokens"
+    assert fixed or len(counts) > 1, "the batches should differ in their number of active tokens"
 
 
-def check_one_graph(causal: bool, span: str) -> None:
-    layer = make_layer(causal, span)
+def check_one_graph(causal: bool, span: str, fixed: bool = False, **settings: Any) -> None:
+    layer = make_layer(causal, span, **settings)
     counter = CompileCounterWithBackend("aot_eager")
     with torch._dynamo.config.patch(**dict.fromkeys(CAPTURE, False)):  # type: ignore[arg-type]
         # fullgraph refuses any break at all
-        check_training(layer, compile_model(layer, backend=counter, fullgraph=True))
+        check_training(layer, compile_model(layer, backend=counter, fullgraph=True), fixed=fixed)
     assert counter.frame_count <= 2
 
 
@@ -89,6 +90,22 @@ def test_a_layer_is_one_graph(causal: bool) -> None:
 @pytest.mark.parametrize("span", ["full", "chunk"])
 def test_other_spans_are_one_graph(causal: bool, span: str) -> None:
     check_one_graph(causal, span)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"ffn": True},
+        {"budget": BudgetConfig(cap=0.3)},
+        {"budget": BudgetConfig(target=0.4)},
+        {"revival": RevivalConfig(floor=0.2)},
+    ],
+    ids=["two modules", "cap", "target", "floor"],
+)
+def test_budgets_and_more_modules_are_one_graph(causal: bool, settings: dict[str, Any]) -> None:
+    check_one_graph(causal, "memory", fixed="budget" in settings, **settings)
 
 
 @pytest.mark.slow

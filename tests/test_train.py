@@ -565,7 +565,7 @@ def test_a_router_that_stays_dead_is_named(tmp_path: Path, monkeypatch: pytest.M
     train(small_run(), tmp_path, display=spy, on_step=switch)
     dead = [m for m in spy.messages if m.startswith("layer 2: its router has activated no token")]
     assert dead == [
-        "layer 2: its router has activated no token since step 2; the layer works without attention"
+        "layer 2: its router has activated no token since step 2; the layer works without its module"
     ]
     assert any(m == "layer 2 is awake again at step 13" for m in spy.messages)
 

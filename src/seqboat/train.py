@@ -513,7 +513,7 @@ class Run:
             elif dead.setdefault(name, step) and step - dead[name] >= DEAD_AFTER:
                 self.display.tell(
                     f"{name}: its router has activated no token since step {dead[name]}; "
-                    f"the layer works without {module or 'attention'}"
+                    f"the layer works without {module or 'its module'}"
                 )
                 dead[name] = 0  # said
         self.progress = self.progress._replace(dead=dead)
