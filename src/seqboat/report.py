@@ -37,7 +37,7 @@ from seqboat.report_page import (
     tiles,
     write_page,
 )
-from seqboat.report_samples import Sample, collect_samples, explorer, pack_samples
+from seqboat.report_samples import PAGE_BYTES, Packed, Sample, collect_samples, explorer, pack_samples
 from seqboat.tasks.base import Split, Task, draw_subset
 
 POINTS = 160
@@ -269,10 +269,7 @@ def report_page(found: Collected) -> str:
             id="activation",
         )
         sections.append(("activation", "Activation", content))
-    explored, texts = None, []
     if found.samples:
-        packed = pack_samples(found.samples, found.task)
-        explored, texts = explorer(found.samples, found.task, packed), packed.texts
         sections.append(("explorer", "Explorer", Html(asset("explorer.html"))))
     curves = _curve_charts(numbers, layers)
     if curves:
@@ -281,7 +278,16 @@ def report_page(found: Collected) -> str:
         )
         sections.append(("training", "Training", content))
     sections.append(("settings", "Settings", _settings(numbers)))
-    return write_page(_title(numbers), _lead(numbers), sections, charts | curves, explored, texts)
+    title, lead, charts = _title(numbers), _lead(numbers), charts | curves
+    if not found.samples:
+        return write_page(title, lead, sections, charts)
+    # samples get the room that the rest leaves
+    rest = explorer(found.samples, found.task, Packed([], 0, 1.0))
+    room = PAGE_BYTES - len(write_page(title, lead, sections, charts, rest).encode())
+    packed = pack_samples(found.samples, found.task, room)
+    return write_page(
+        title, lead, sections, charts, explorer(found.samples, found.task, packed), packed.texts
+    )
 
 
 def _title(numbers: Numbers) -> str:

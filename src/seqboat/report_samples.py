@@ -297,7 +297,7 @@ class Packed(NamedTuple):
     """share of all weight that they hold"""
 
 
-def pack_samples(samples: Sequence[Sample], task: Task, room: int = PAGE_BYTES) -> Packed:
+def pack_samples(samples: Sequence[Sample], task: Task, room: int) -> Packed:
     """Pack all samples with as many weights as there is room for.
 
     Args:
@@ -309,16 +309,15 @@ def pack_samples(samples: Sequence[Sample], task: Task, room: int = PAGE_BYTES) 
         (len(s.columns) for sample in samples for part in sample.sights for s in part if s is not None),
         default=0,
     )
-    steps = (
-        [keep for keep in KEPT if keep <= most] if most in KEPT else [most, *(k for k in KEPT if k < most)]
-    )
-    for keep in steps:
-        texts = []
-        size = 0
-        for sample in samples:
+    lengths = [sum(len(part.inputs) for part in sample.trace.sequences) for sample in samples]
+    for keep in (most, *(fewer for fewer in KEPT if fewer < most)):
+        texts: list[str] = []
+        size = done = 0
+        for sample, tokens in zip(samples, lengths, strict=True):
             texts.append(base64.b64encode(pack_sample(sample, task, keep)).decode())
-            size += len(texts[-1])
-            if size > room and keep:
+            size, done = size + len(texts[-1]), done + tokens
+            # far too large already after some of them: try fewer weights at once
+            if keep and (size > room or size * sum(lengths) > 1.2 * room * done):
                 break
         else:
             return Packed(texts, keep, coverage(samples, keep))
@@ -402,18 +401,16 @@ def describe_sample(number: int, found: SampleTrace, task: Task) -> dict[str, An
             facts.append(["next token right", f"{100 * hit.mean():.1f} %"])
     else:
         assert isinstance(found.label, int) and isinstance(found.prediction, int)
-        right = found.label == found.prediction
-        facts.append(["label", label_name(task, found.label)])
-        facts.append(
-            [
-                "predicted",
-                f"{label_name(task, found.prediction)} ({100 * float(found.probs[0]):.0f} %)",
-                "right" if right else "wrong",
-            ]
-        )
-        if not right:
-            facts.append(["probability of the label", f"{100 * float(found.label_prob):.0f} %"])
-        facts[1][1] += " ✓ right" if right else " ✗ wrong"
+        guess = f"{label_name(task, found.prediction)} ({100 * float(found.probs[0]):.0f} %)"
+        if found.label == IGNORE:  # nobody said what it is
+            facts.append(["predicted", guess])
+        else:
+            right = found.label == found.prediction
+            facts.append(["label", label_name(task, found.label)])
+            verdict = "right" if right else "wrong"
+            facts.append(["predicted", f"{guess} {'✓' if right else '✗'} {verdict}", verdict])
+            if not right:
+                facts.append(["probability of the label", f"{100 * float(found.label_prob):.0f} %"])
     facts.append(["length", length])
     return {"title": f"{number + 1}. {_title(found.sequences[0], task, facts)}", "facts": facts}
 
