@@ -19,11 +19,11 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from seqboat.budget import BudgetConfig, RevivalConfig
-from seqboat.compile import compile_model
+from seqboat.compile import compile_model, compile_step
 from seqboat.mixers.ema import EMAConfig
 from seqboat.mixers.gau import GAUConfig
 from seqboat.mixers.seqboat import SeqBoat, SeqBoatConfig
-from seqboat.model import BackboneConfig, Classifier
+from seqboat.model import BackboneConfig, Classifier, LanguageModel
 
 CAPTURE: dict[str, Any] = {"capture_dynamic_output_shape_ops": True, "capture_scalar_outputs": True}
 
@@ -151,3 +151,25 @@ def test_gradient_checkpointing_with_running_averages() -> None:
         results.append([value.clone() for value in found])
     for one, two in zip(*results, strict=True):
         torch.testing.assert_close(one, two)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=needs_compiler)])
+def test_compiled_steps_are_the_same(backend: str) -> None:
+    mixer = SeqBoatConfig(causal=True, gau=GAUConfig(d_z=4, d_v=8, window=4, positions="rotary"))
+    torch.manual_seed(0)
+    model = LanguageModel(BackboneConfig(mixer=mixer, d_model=8, num_layers=2, vocab=16)).eval()
+    tokens = torch.randint(0, 16, (3, 24))
+    with torch.no_grad():
+        expected = model(tokens).logits
+        compile_step(model, backend=backend)
+        state = model.backbone.init_state(3)
+        for i in range(tokens.shape[1]):
+            out = model.step(tokens[:, i], state)
+            state = out.state
+            torch.testing.assert_close(out.logits, expected[:, i], rtol=1e-5, atol=1e-5)
+
+
+def test_steps_to_compile_need_a_state() -> None:
+    with pytest.raises(ValueError, match="Linear has no layer with a step"):
+        compile_step(torch.nn.Linear(2, 2))

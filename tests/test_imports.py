@@ -23,7 +23,7 @@ CORE = {
     "scan": {"precision"},
     "attention": {"precision"},
     "gated": {"attention", "precision"},
-    "compile": set(),
+    "compile": {"checks", "mixers.base"},
     "state": {"checks"},
     "nn": {"checks", "fused"},
     "routers": {"checks", "fused", "nn", "sma"},

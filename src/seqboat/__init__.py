@@ -13,7 +13,7 @@ from seqboat.version import __version__
 
 if TYPE_CHECKING:
     from seqboat.budget import BudgetConfig, RevivalConfig, budget_loss, override_activation, update_budgets
-    from seqboat.compile import compile_model
+    from seqboat.compile import compile_model, compile_step
     from seqboat.mixers import MIXERS
     from seqboat.mixers.activation import SparseModularActivation
     from seqboat.mixers.base import Mixer, MixerOutput, RecurrentMixer
@@ -80,6 +80,7 @@ _HOMES = {
     "activation": "routers",
     "budget_loss": "budget",
     "compile_model": "compile",
+    "compile_step": "compile",
     "compress": "sma",
     "detach_state": "state",
     "extract": "sma",
@@ -136,6 +137,7 @@ __all__ = [
     "activation",
     "budget_loss",
     "compile_model",
+    "compile_step",
     "compress",
     "detach_state",
     "extract",

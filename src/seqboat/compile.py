@@ -13,6 +13,9 @@ import torch
 import torch._dynamo
 from torch import nn
 
+from seqboat.checks import require
+from seqboat.mixers.base import RecurrentMixer
+
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -31,3 +34,22 @@ def compile_model(model: Model, **options: Any) -> Model:
     """
     capture_active_tokens()
     return torch.compile(model, **options)  # type: ignore[return-value]
+
+
+def compile_step(model: Model, **options: Any) -> Model:
+    """Compile what every layer does with one token, for decoding; returns the same model.
+
+    A layer becomes two graphs, before and after the decision which rows attend, so that rows that do not attend
+    still cost nothing. On a CPU this does not pay (docs/performance.md).
+
+    Args:
+        model: a model whose layers carry a state.
+        **options: of torch.compile.
+    """
+    layers = [module for module in model.modules() if isinstance(module, RecurrentMixer)]
+    inner = {part for layer in layers for part in layer.modules() if part is not layer}
+    outer = [layer for layer in layers if layer not in inner]
+    require(len(outer) > 0, f"{type(model).__name__} has no layer with a step to compile")
+    for layer in outer:
+        layer.advance = torch.compile(layer.advance, **options)  # type: ignore[method-assign]
+    return model
