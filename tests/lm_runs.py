@@ -33,11 +33,15 @@ def lm_config(text: Path, window: int = 8, truncation: int | None = None) -> Run
     )
 
 
-def write_run(folder: Path, config: RunConfig, seed: int = 0) -> Path:
-    """The folder of a run of this configuration, with fresh weights."""
+def write_run(folder: Path, config: RunConfig, seed: int = 0, noise: float = 0.0) -> Path:
+    """The folder of a run of this configuration, with fresh weights; noise on them makes every part count."""
     torch.manual_seed(seed)
     task = config.build_task()
     model = config.build_model(task)
+    if noise:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=noise)
     if model.backbone.norm is not None:
         with (
             torch.no_grad()

@@ -568,7 +568,7 @@ class _LayerSums:
         if not len(active):
             return
         place = np.arange(length)
-        self.rate.add(active.sum() / len(active))
+        self.rate.add(int(active.sum()) / len(active))
         self.active.add(float(active.sum()))
         self.confidence += float(probs[active].sum(dtype=np.float64))
         self.probabilities.add(np.minimum((probs * BINS).astype(np.int64), BINS - 1), active)

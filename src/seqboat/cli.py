@@ -24,6 +24,11 @@ COMMANDS = {
         "seqboat.commands.report",
         "one HTML page: what a run did, token by token; or several runs compared",
     ),
+    "explain": ("seqboat.commands.explain", "what a run makes of one input, and which tokens attended"),
+    "intervene": (
+        "seqboat.commands.intervene",
+        "the score of a run as attention is switched off, layer by layer, or its threshold moves",
+    ),
     "reproduce": (
         "seqboat.commands.reproduce",
         "run the paper's experiments and write the results beside its numbers",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -301,11 +302,13 @@ def evaluate_run(
     progress: Callable[[int, int], None] | None = None,
     reading: Windows | Streaming | None = None,
     device: torch.device | None = None,
+    control: Callable[[nn.Module], AbstractContextManager[None]] | None = None,
 ) -> dict[str, Any]:
     """Score a run's checkpoint; returns what `seqboat eval --json` prints.
 
     Without `reading` the text of a language model is read as in training: in the segments of the task, or with a
     carried state in as many rows as the batch has. `fields` change the data, as arguments `--data.x=value` do.
+    `control` may take decisions of the model by hand, while what it returns is open.
     """
     checkpoint = find_checkpoint(run, which)
     model, config = load_model(checkpoint.path)
@@ -318,17 +321,18 @@ def evaluate_run(
         # about as many tokens at a time as the run itself evaluates
         usual = max(1, usual * task.max_length // reading.window)
     world = World(0, 1, device or torch.device("cpu"))
-    result = evaluate(
-        model.to(world.device),
-        task,
-        split,
-        world,
-        batch_size=batch_size or usual,
-        limit=limit,
-        carry_state=config.training.carry_state,
-        reading=reading,
-        progress=progress,
-    )
+    with nullcontext() if control is None else control(model):
+        result = evaluate(
+            model.to(world.device),
+            task,
+            split,
+            world,
+            batch_size=batch_size or usual,
+            limit=limit,
+            carry_state=config.training.carry_state,
+            reading=reading,
+            progress=progress,
+        )
     read: dict[str, Any] = {}
     if reading is not None:
         tokens = len(task.text(split)) - 1

@@ -8,6 +8,8 @@ import math
 import sys
 from typing import TYPE_CHECKING, Any
 
+from seqboat.commands.control import add_control_arguments, read_control
+
 if TYPE_CHECKING:
     from seqboat.evaluate import Streaming, Windows
 
@@ -38,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data_dir", help="where the prepared data is (default: the run's)")
     parser.add_argument("--device", default="auto", help="auto (default), cpu or cuda")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_control_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -52,6 +55,7 @@ def run(options: argparse.Namespace) -> int:
         if value is not None and value < 1:
             raise ValueError(f"--{name} must be an integer >= 1, got {value}")
     reading = make_reading(options)
+    control = read_control(options)
     result = evaluate_run(
         find_run(options.run),
         options.split,
@@ -62,7 +66,10 @@ def run(options: argparse.Namespace) -> int:
         show_progress if sys.stderr.isatty() else None,
         reading,
         choose_device(options.device, what="--device"),
+        None if control is None else control.applied,
     )
+    if control is not None:
+        result["control"] = control.record()
     if options.json:
         plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in result.items()}
         print(json.dumps(plain))
@@ -71,6 +78,8 @@ def run(options: argparse.Namespace) -> int:
         if "mode" in result:
             what = f"{result['tokens']:,} tokens of {result['split']}, {reading_text(result)}"
         print(f"{result['run']}, step {result['step']}, {what}")
+        if control is not None:
+            print(f"by hand: {control.describe()}")
         print(f"{metric_text(result)}  active % {rate_text(result['activation'])}")
     return 0
 

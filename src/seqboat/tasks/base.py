@@ -283,6 +283,33 @@ class Task(ABC):
         size = np.abs(inputs).max(axis=1) if inputs.ndim > 1 else np.abs(inputs)
         return AMPLITUDE_CLASSES, np.digitize(size, AMPLITUDE_BORDERS).astype(np.int64)
 
+    def read_text(self, text: bytes) -> NDArray[Any]:
+        """Inputs from a text that somebody typed: its bytes, or token ids as numbers."""
+        if self.modality == "bytes":
+            return np.frombuffer(text, np.uint8).astype(np.int64)
+        if self.vocab is None:
+            raise ValueError(f"the task {self.name} reads no text but {self._reads()}")
+        try:
+            ids = np.array([int(word) for word in text.split()], dtype=np.int64)
+        except (ValueError, OverflowError):
+            raise ValueError(
+                f"a text for the task {self.name} must be numbers from 0 to {self.vocab - 1}"
+            ) from None
+        bad = ids[(ids < 0) | (ids >= self.vocab)]
+        require(not len(bad), f"token ids must be from 0 to {self.vocab - 1}, got {bad[:1].tolist()}")
+        return ids
+
+    def read_image(self, pixels: NDArray[np.uint8]) -> NDArray[Any]:
+        """Inputs from a gray image (height, width)."""
+        raise ValueError(f"the task {self.name} reads no images but {self._reads()}")
+
+    def read_wav(self, content: bytes) -> NDArray[Any]:
+        """Inputs from a WAV file."""
+        raise ValueError(f"the task {self.name} reads no sound but {self._reads()}")
+
+    def _reads(self) -> str:
+        return {"bytes": "text", "tokens": "text", "image": "images", "wave": "sound"}[self.modality]
+
     def check_split(self, split: str) -> None:
         """Refuse a split that this task does not have."""
         check_choice("split", split, self.splits)

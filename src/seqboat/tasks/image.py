@@ -66,16 +66,27 @@ class PixelDataset(Dataset):
         return len(self.store[f"{self.name}.labels"])
 
     def __getitem__(self, index: int) -> Example:
-        image = np.asarray(self.store[f"{self.name}.images"][index], dtype=np.float32)
-        if self.pool > 1:
-            small = len(image) // self.pool
-            image = image.reshape(small, self.pool, small, self.pool).mean(axis=(1, 3))
-        pixels = (image.reshape(-1, 1) / 255 - self.mean) / self.std
-        return Example(pixels.astype(np.float32), int(self.store[f"{self.name}.labels"][index]))
+        pixels = to_sequence(self.store[f"{self.name}.images"][index], self.mean, self.std, self.pool)
+        return Example(pixels, int(self.store[f"{self.name}.labels"][index]))
 
     def lengths(self) -> NDArray[np.int64]:
         side = self.store[f"{self.name}.images"].shape[1] // self.pool
         return np.full(len(self), side * side, dtype=np.int64)
+
+
+def to_sequence(image: NDArray[np.uint8], mean: float, std: float, pool: int = 1) -> NDArray[np.float32]:
+    """(pixels, 1): an image (height, width), in squares of `pool` pixels a side, row by row."""
+    pixels = np.asarray(image, dtype=np.float32)
+    if pool > 1:
+        height, width = (side // pool for side in pixels.shape)
+        pixels = pixels.reshape(height, pool, width, pool).mean(axis=(1, 3))
+    return ((pixels.reshape(-1, 1) / 255 - mean) / std).astype(np.float32)
+
+
+def check_image(pixels: NDArray[np.uint8], side: int) -> None:
+    """Refuse an image of another size."""
+    found = " x ".join(str(size) for size in pixels.shape)
+    require(pixels.shape == (side, side), f"the image must be {side} x {side} pixels, got {found}")
 
 
 class ImageTask(StoredTask):
@@ -100,6 +111,10 @@ class ImageTask(StoredTask):
         settings = self.settings
         images = PixelDataset(self.store, part, settings.mean, settings.std, settings.pool)
         return images if split == "test" else hold_out(images, split, settings.holdout)
+
+    def read_image(self, pixels: NDArray[np.uint8]) -> NDArray[Any]:
+        check_image(pixels, SIDE)
+        return to_sequence(pixels, self.settings.mean, self.settings.std, self.settings.pool)
 
     def show(self, example: Example) -> str:
         assert not isinstance(example.target, np.ndarray)

@@ -351,6 +351,9 @@ class ListOpsTask(StoredTask):
     def show(self, example: Example) -> str:
         return f"{' '.join(decode(example.inputs.tolist()))} -> {example.target}"
 
+    def read_text(self, text: bytes) -> NDArray[Any]:
+        return encode(from_source(text.decode("utf-8", errors="replace"))).astype(np.int64)
+
     def token_classes(self, inputs: NDArray[Any]) -> tuple[tuple[str, ...], NDArray[np.int64]]:
         return ("digit", "operator", "bracket"), np.digitize(inputs, (_OPERATOR, _CLOSE)).astype(np.int64)
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +28,7 @@ from seqboat.data import ArrayWriter, Prepared, Progress, Skips, Staging
 from seqboat.sources import Source
 from seqboat.tasks.base import SPLITS, Dataset, Example, Split
 from seqboat.tasks.curves import PathfinderConfig, make_image
-from seqboat.tasks.image import PixelDataset, draw
+from seqboat.tasks.image import PixelDataset, check_image, draw, to_sequence
 from seqboat.tasks.shards import make_parts
 from seqboat.tasks.stored import StoredTask, StoredTaskConfig, shuffled_rows
 
@@ -72,6 +73,7 @@ class PathfinderTask(StoredTask):
     kind = "classify"
     vocab = None
     classes = 2
+    labels = ("two curves", "one curve")
     fixed_length = True
 
     def __init__(self, config: PathfinderTaskConfig | None = None) -> None:
@@ -93,6 +95,10 @@ class PathfinderTask(StoredTask):
             f"{self.store.folder} holds images of size {got}, expected {self.settings.size}",
         )
         return PixelDataset(self.store, split, self.settings.mean, self.settings.std)
+
+    def read_image(self, pixels: NDArray[np.uint8]) -> NDArray[Any]:
+        check_image(pixels, self.settings.size)
+        return to_sequence(pixels, self.settings.mean, self.settings.std)
 
     def show(self, example: Example) -> str:
         return f"{draw(example.inputs[:, 0] * self.settings.std + self.settings.mean)}\n-> {example.target}"

@@ -76,6 +76,7 @@ class RetrievalTask(StoredTask):
     kind = "match"
     vocab = BYTES
     classes = 2
+    labels = ("unrelated", "related")
 
     def __init__(self, config: RetrievalTaskConfig | None = None) -> None:
         config = config or RetrievalTaskConfig()

@@ -66,9 +66,13 @@ class ClipDataset(Dataset):
         return len(self.store["labels"])
 
     def __getitem__(self, index: int) -> Example:
-        samples = self.store["clips"][index].astype(np.float32) / FULL_SCALE
+        return Example(self.to_sequence(self.store["clips"][index]), int(self.store["labels"][index]))
+
+    def to_sequence(self, clip: NDArray[np.int16]) -> NDArray[np.float32]:
+        """(tokens, 1): a clip (samples,), averaged and normalised."""
+        samples = clip.astype(np.float32) / FULL_SCALE
         samples = samples.reshape(-1, self.pool).mean(axis=1, keepdims=True)
-        return Example((samples - self.mean) / self.std, int(self.store["labels"][index]))
+        return (samples - self.mean) / self.std
 
     def lengths(self) -> NDArray[np.int64]:
         return np.full(len(self), SAMPLES // self.pool, dtype=np.int64)
@@ -96,6 +100,11 @@ class SpeechTask(StoredTask):
         else:
             parts = random_parts(np.asarray(self.store["labels"]))
         return Subset(clips, np.flatnonzero(parts == SPLITS.index(split)))
+
+    def read_wav(self, content: bytes) -> NDArray[Any]:
+        clip = read_wav(content)
+        require(len(clip) <= SAMPLES, f"a clip must have at most {SAMPLES} samples, got {len(clip)}")
+        return ClipDataset(self.store, self.settings.pool).to_sequence(np.pad(clip, (0, SAMPLES - len(clip))))
 
     def show(self, example: Example) -> str:
         assert not isinstance(example.target, np.ndarray)

@@ -52,6 +52,7 @@ class TextTask(StoredTask):
     kind = "classify"
     vocab = BYTES
     classes = 2
+    labels = ("negative", "positive")
 
     def __init__(self, config: TextTaskConfig | None = None) -> None:
         config = config or TextTaskConfig()

@@ -1,0 +1,422 @@
+"""`seqboat explain` and decisions by hand: what is shown is what the model did, and input reaches no terminal raw."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import re
+import sys
+import wave
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lm_runs import write_lm_run, write_run
+from seqboat.analysis import load_examples, trace
+from seqboat.cli import main
+from seqboat.commands.control import Control
+from seqboat.commands.explain import use_colour
+from seqboat.evaluate import load_model
+from seqboat.explain import explain, render, subject
+from seqboat.mixers.gau import GAUConfig
+from seqboat.mixers.transformer import TransformerConfig
+from seqboat.reference import under
+from seqboat.tasks import ListOpsTaskConfig, PathfinderTaskConfig, SpeechTaskConfig
+from seqboat.tasks.listops import decode
+from small_runs import ToyConfig, register, small_run
+
+ANSI = re.compile(r"\033\[[0-9;]*m")
+
+
+def toy(folder: Path, mixer: Any = None, **task: Any) -> Path:
+    register()
+    config = small_run(ToyConfig(**task))
+    config = config if mixer is None else config.replace(model={"mixer": mixer})
+    return write_run(folder / "run", config, noise=0.3)
+
+
+def of_task(folder: Path, task: Any) -> Path:
+    return write_run(folder / "run", dataclasses.replace(small_run(), task=task))
+
+
+def out(capsys: Any, *arguments: str) -> str:
+    assert main(["explain", *arguments]) == 0
+    return str(capsys.readouterr().out)
+
+
+def refused(capsys: Any, *arguments: str) -> str:
+    """The message of a command that fails, which is one line."""
+    assert main(list(arguments)) == 2
+    error = str(capsys.readouterr().err)
+    assert error.count("\n") == 1
+    return error
+
+
+def test_marks_lie_below_their_tokens(tmp_path: Path, capsys: Any) -> None:
+    run = of_task(tmp_path, ListOpsTaskConfig(max_length=64))
+    text = "[MAX 2 9 [MIN 4 7 ] 0 ]"
+    shown = out(capsys, str(run), "--text", text).splitlines()
+    found = explain(subject(run, lambda task: (task.read_text(text.encode()),)))
+    words = decode(found.sequences[0].inputs.tolist())
+    assert shown[0] == f"{run}, step 1" and shown[1].startswith(f"prediction: {found.prediction} (")
+    begin = shown.index(" " * 9 + text)
+    for number, layer in enumerate(found.sequences[0].layers):
+        assert layer is not None
+        line, place = shown[begin + 1 + number].ljust(9 + len(text)), 9
+        assert line.startswith(f"layer {number + 1}")
+        for word, active, prob in zip(words, layer.active, layer.probs, strict=True):
+            assert line[place] == (str(int(prob * 10 + 1e-6)) if active else ".")
+            place += len(word) + 1
+
+
+def test_colours_say_the_same_as_marks(tmp_path: Path) -> None:
+    run = of_task(tmp_path, ListOpsTaskConfig(max_length=64))
+    examples = subject(run, lambda task: (task.read_text(b"[MAX 2 9 [MIN 4 7 ] 0 ]"),))
+    found = explain(examples)
+    text = render(found, examples.task, [1], colour=True)
+    layer = found.sequences[0].layers[1]
+    assert layer is not None and layer.active.any() and not layer.active.all()
+    line = text.splitlines()[text.splitlines().index("layer 2") + 1]
+    assert ANSI.sub("", line) == "[MAX 2 9 [MIN 4 7 ] 0 ]"
+    coloured = re.findall(r"38;5;\d+m(\S+?)\033\[0m", line)
+    words = decode(found.sequences[0].inputs.tolist())
+    assert coloured == [word for word, on in zip(words, layer.active, strict=True) if on]
+    assert "layer 1" not in text
+
+
+def test_control_characters_are_spelt(tmp_path: Path, capsys: Any) -> None:
+    run = write_lm_run(tmp_path)
+    file = tmp_path / "input"
+    file.write_bytes("a\033[31mred\x07\u202eé\r\nend".encode() + b"\xff")
+    for colour in ("never", "always"):
+        shown = out(capsys, str(run), "--file", str(file), "--color", colour)
+        plain = ANSI.sub("", shown)
+        assert "a␛[31mred␇⟨202E⟩" in plain and "␍⏎\n" in plain and "end⟨FF⟩" in plain
+        assert not re.search("[\x00-\x09\x0b-\x1f\x7f\u202e]", plain)
+        assert ("\033" in shown) == (colour == "always")
+    assert "bits per token" in plain and plain.splitlines()[1].startswith("next token: ")
+
+
+def test_colours_only_where_they_are_wanted(monkeypatch: Any) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: True))
+    assert use_colour("auto") and not use_colour("never")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not use_colour("auto") and use_colour("always")
+    monkeypatch.delenv("NO_COLOR")
+    monkeypatch.setenv("TERM", "dumb")
+    assert not use_colour("auto")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: False))
+    assert not use_colour("auto")
+
+
+def test_the_record_of_a_language_model(tmp_path: Path, capsys: Any) -> None:
+    run = write_lm_run(tmp_path)
+    record = json.loads(out(capsys, str(run), "--text", "Ein Text", "--json", "--layer", "2"))
+    model, _ = load_model(run)
+    with torch.no_grad():
+        output = model(torch.tensor([list(b"Ein Text")]))
+    probs = torch.softmax(output.logits[0], dim=-1)
+    assert record["prediction"]["class"] == int(probs[-1].argmax()) and len(record["ranked"]) == 5
+    assert record["prediction"]["probability"] == pytest.approx(float(probs[-1].max()), rel=1e-5)
+    known = probs[torch.arange(7), torch.tensor(list(b"in Text"))]
+    assert record["bits_per_token"] == pytest.approx(float(-known.log2().mean()), rel=1e-4)
+    (sequence,) = record["sequences"]
+    assert sequence["tokens"] == list(b"Ein Text")
+    (layer,) = sequence["layers"]
+    active = output.routings[1].active[0, :, 0]
+    assert layer["layer"] == 2 and layer["active"] == active.nonzero()[:, 0].tolist()
+    assert layer["rate"] == pytest.approx(float(active.float().mean()))
+
+
+def test_a_pair_takes_two_inputs(tmp_path: Path, capsys: Any) -> None:
+    run = str(toy(tmp_path, kind="match"))
+    shown = out(capsys, run, "--text", "1 2 3", "--text", "4 5")
+    assert "sequence 1\n" in shown and "sequence 2, layer 2: " in shown
+    assert "takes 2 inputs, got 1" in refused(capsys, "explain", run, "--text", "1 2 3")
+
+
+def test_an_image_and_its_confidences(tmp_path: Path, capsys: Any) -> None:
+    pillow = pytest.importorskip("PIL.Image")
+    run = of_task(tmp_path, PathfinderTaskConfig(size=16))
+    pixels = np.random.default_rng(0).integers(0, 256, (16, 16)).astype(np.uint8)
+    pillow.fromarray(pixels).save(tmp_path / "image.png")
+    pillow.fromarray(pixels[:8]).save(tmp_path / "half.png")
+    lines = out(capsys, str(run), "--image", str(tmp_path / "image.png")).splitlines()
+    examples = subject(run, lambda task: (task.read_image(pixels),))
+    # as the data set would have read it
+    np.testing.assert_allclose(
+        examples.dataset[0].inputs[:, 0], (pixels.reshape(-1) / 255 - 0.5) / 0.5, atol=1e-6
+    )
+    layer = explain(examples).sequences[0].layers[0]
+    assert layer is not None
+    begin = lines.index("layer 1") + 1
+    grid = [line.split() for line in lines[begin : begin + 16]]
+    wanted = [
+        str(int(prob * 10 + 1e-6)) if on else "." for on, prob in zip(layer.active, layer.probs, strict=True)
+    ]
+    assert [mark for row in grid for mark in row] == wanted
+    assert "two curve" in lines[1] or "one curve" in lines[1]
+    message = refused(capsys, "explain", str(run), "--image", str(tmp_path / "half.png"))
+    assert "half.png: the image must be 16 x 16 pixels, got 8 x 16" in message
+    (tmp_path / "no.png").write_bytes(b"\x89PNG nonsense")
+    assert "not an image" in refused(capsys, "explain", str(run), "--image", str(tmp_path / "no.png"))
+    assert "reads no text but images" in refused(capsys, "explain", str(run), "--text", "abc")
+
+
+def test_large_images_are_shown_in_squares(tmp_path: Path) -> None:
+    run = of_task(tmp_path, PathfinderTaskConfig(size=130))
+    examples = subject(run, lambda task: (task.read_image(np.zeros((130, 130), np.uint8)),))
+    sample = explain(examples)
+    layer = sample.sequences[0].layers[0]
+    assert layer is not None
+    active = np.zeros(130 * 130, bool)
+    active[129 * 130 + 129] = True
+    probs = np.where(active, np.float32(0.75), np.float32(0.1))
+    sequence = sample.sequences[0]._replace(layers=(layer._replace(active=active, probs=probs),))
+    lines = render(sample._replace(sequences=(sequence,)), examples.task).splitlines()
+    grid = [line.split() for line in lines[lines.index("layer 1") + 1 :][:44]]
+    assert [len(row) for row in grid] == [44] * 44
+    assert grid[43][43] == "7" and sum(row.count(".") for row in grid) == 44 * 44 - 1
+
+
+def test_sound(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    run = of_task(tmp_path, SpeechTaskConfig(pool=80))
+
+    def write(name: str, rate: int) -> str:
+        buffer = io.BytesIO()
+        with wave.open(buffer, "wb") as clip:
+            clip.setparams((1, 2, rate, 0, "NONE", ""))
+            clip.writeframes((np.sin(np.arange(8000) / 9) * 9000).astype("<i2").tobytes())
+        (tmp_path / name).write_bytes(buffer.getvalue())
+        return str(tmp_path / name)
+
+    message = refused(capsys, "explain", str(run), "--wav", write("slow.wav", 8000))
+    assert "slow.wav: expected 16000 samples per second, got 8000" in message
+    clip = write("fine.wav", 16000)
+    store = SimpleNamespace(manifest={"extra": {"mean": 0.0, "std": 0.1}})
+    monkeypatch.setattr("seqboat.tasks.stored.Store.find", lambda *where: store)
+    for colour in ("never", "always"):
+        lines = ANSI.sub("", out(capsys, str(run), "--wav", clip, "--color", colour)).splitlines()
+        signal = next(line for line in lines if line.startswith("signal"))
+        # half a second of sound, half of silence
+        assert signal[9:40].strip() and not signal[60:].strip()
+        assert re.fullmatch(
+            r"layer 2  [.0-9]{71}", next(line for line in lines if line.startswith("layer 2  "))
+        )
+
+
+def test_a_page_to_look_into(tmp_path: Path, capsys: Any) -> None:
+    run = write_lm_run(tmp_path)
+    page = tmp_path / "page.html"
+    out(capsys, str(run), "--text", "<script>alert(1)</script>", "--html", str(page))
+    text = page.read_text(encoding="utf-8")
+    assert "<script>alert(1)" not in text and "Content-Security-Policy" in text and "next token: " in text
+    out(
+        capsys,
+        str(of_task(tmp_path / "l", ListOpsTaskConfig(max_length=64))),
+        "--text",
+        "[MIN 1 2 ]",
+        "--html",
+        str(page),
+    )
+    assert "predicted" in page.read_text(encoding="utf-8") and ">label<" not in page.read_text(
+        encoding="utf-8"
+    )
+    message = refused(
+        capsys, "explain", str(run), "--text", "a", "--html", str(tmp_path / "no" / "page.html")
+    )
+    assert "there is no folder" in message
+
+
+def test_long_texts_are_cut(tmp_path: Path, capsys: Any) -> None:
+    run = of_task(tmp_path, ListOpsTaskConfig(max_length=4))
+    assert main(["explain", str(run), "--text", "[MAX 2 9 4 0 ]", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == "only the first 4 of 6 tokens are read\n"
+    assert json.loads(captured.out)["sequences"][0]["length"] == 4
+
+
+def test_a_model_without_routers(tmp_path: Path, capsys: Any) -> None:
+    run = str(toy(tmp_path, TransformerConfig(heads=2, d_ff=8)))
+    assert "no layer has a router" in out(capsys, run, "--text", "1 2 3")
+    page = tmp_path / "page.html"
+    out(capsys, run, "--text", "1 2 3", "--html", str(page))
+    assert "no layer has a router" in page.read_text(encoding="utf-8")
+    for flags in (["--off", "1"], ["--threshold", "0.5"]):
+        message = refused(capsys, "explain", run, "--text", "1 2", *flags)
+        assert "no layer of this run has a router" in message
+    assert "layer 1 has no router" in refused(capsys, "explain", run, "--text", "1 2", "--layer", "1")
+    assert "no layer of this run has a router" in refused(capsys, "intervene", run)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give the input: --text, --file, --image or --wav"),
+        (["--text", " "], "--text must not be empty"),
+        (["--text", "9 9"], "token ids must be from 0 to 7, got [9]"),
+        (["--text", "a b"], "must be numbers from 0 to 7"),
+        (["--file", "nowhere"], "--file nowhere cannot be read: No such file or directory"),
+        (["--file", "/dev/null"], "--file /dev/null is empty"),
+        (["--wav", __file__], "reads no sound but text"),
+        (["--text", "1", "--layer", "3"], "--layer must be layers from 1 to 2"),
+        (["--text", "1", "--layer", "two"], "--layer must be layers from 1 to 2"),
+        (["--text", "1", "--off", "0"], "--off must be layers from 1 to 2"),
+        (["--text", "1", "--off", "1", "--on", "1,2"], "must not name the same layer, got 1 in both"),
+        (["--text", "1", "--threshold", "1.5"], "--threshold must be between 0 and 1, got 1.5"),
+        (["--text", "1", "--cap", "-1"], "--cap must be between 0 and 1, got -1"),
+        (["--text", "1", "--mask", "nowhere.npy"], "--mask nowhere.npy cannot be read"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_mistakes(arguments: list[str], message: str, tmp_path: Path, capsys: Any) -> None:
+    assert message in refused(capsys, "explain", str(toy(tmp_path)), *arguments)
+
+
+# decisions by hand
+
+
+def active_of(run: Path, control: Control, count: int = 4) -> list[np.ndarray[Any, Any]]:
+    """(layers, length) of some examples, under control."""
+    examples = load_examples(run, "val", limit=count)
+    with control.applied(examples.model):
+        samples = trace(examples.model, examples.task.kind, examples.batch(range(count)))
+    free = trace(examples.model, examples.task.kind, examples.batch(range(count)))
+    assert any(not layer.active.all() for s in free for layer in s.sequences[0].layers if layer is not None)
+    return [np.stack([layer.active for layer in s.sequences[0].layers if layer is not None]) for s in samples]
+
+
+def test_layers_on_and_off(tmp_path: Path) -> None:
+    run = toy(tmp_path)
+    for active in active_of(run, Control(off="1", on="2")):
+        assert not active[0].any() and active[1].all()
+    for active in active_of(run, Control(on="all")):
+        assert active.all()
+
+
+def test_threshold_cap_and_mask(tmp_path: Path) -> None:
+    run = toy(tmp_path)
+    examples = load_examples(run, "val", limit=4)
+    with Control(off="1").applied(examples.model):
+        # what layer 2 sees depends on layer 1: it stays the same in both
+        samples = trace(examples.model, "classify", examples.batch(range(4)))
+    layers: list[Any] = [sample.sequences[0].layers[1] for sample in samples]
+    probs = [layer.probs for layer in layers]
+    middle = float(np.median(np.concatenate(probs)))
+    for active, prob in zip(active_of(run, Control(off="1", threshold=middle)), probs, strict=True):
+        np.testing.assert_array_equal(active[1], prob > np.float32(middle))
+    for active in active_of(run, Control(threshold=0.0, cap=0.25)):
+        assert active.sum(axis=1).tolist() == [active.shape[1] // 4] * 2
+    rows = np.random.default_rng(0).random((2, 12)) < 0.5
+    np.save(tmp_path / "mask.npy", rows)
+    (tmp_path / "mask.json").write_text(json.dumps(rows[0].astype(int).tolist()))
+    for active in active_of(run, Control(mask=str(tmp_path / "mask.npy"))):
+        np.testing.assert_array_equal(active, rows[:, : active.shape[1]])
+    for active in active_of(run, Control(mask=str(tmp_path / "mask.json"))):
+        np.testing.assert_array_equal(active, rows[[0, 0], : active.shape[1]])
+
+
+def test_other_modules_are_left_alone(tmp_path: Path) -> None:
+    mixer: Any = dataclasses.replace(small_run().model.mixer, ffn=True)  # type: ignore[type-var]
+    examples = load_examples(toy(tmp_path, mixer), "val", limit=1)
+    (tmp_path / "mask.json").write_text(json.dumps([True] * 12))
+    batch = examples.batch([0])
+    free = examples.model(batch.inputs, batch.mask).routings[0].active
+    for control in (Control(on="1"), Control(mask=str(tmp_path / "mask.json"))):
+        with control.applied(examples.model):
+            routing = examples.model(batch.inputs, batch.mask).routings[0]
+        assert routing.active[..., 0].all() and routing.active[..., 1].equal(free[..., 1])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[0, 2]", "must be a file of 0 and 1"),
+        ("[[1], [0], [1]]", "holds int64 of shape (3, 1)"),
+        ("[[1], [0, 1]]", "must be a file of 0 and 1"),
+        ('{"a": 1}', "must be a file of 0 and 1"),
+        ("nonsense", "must be a file of 0 and 1"),
+        ("[1]", "--mask has 1 positions, but a sequence has 3"),
+    ],
+)
+def test_masks_that_do_not_fit(content: str, message: str, tmp_path: Path, capsys: Any) -> None:
+    run = str(toy(tmp_path))
+    (tmp_path / "mask.json").write_text(content)
+    arguments = ["--text", "1 2 3", "--mask", str(tmp_path / "mask.json")]
+    assert message in refused(capsys, "explain", run, *arguments)
+
+
+def test_eval_takes_decisions_by_hand(tmp_path: Path, capsys: Any) -> None:
+    run = str(toy(tmp_path))
+
+    def scores(*flags: str) -> Any:
+        assert main(["eval", run, "--split", "val", "--json", *flags]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    free, quiet = scores(), scores("--off", "all")
+    assert "control" not in free and quiet["control"] == {"off": "all"}
+    assert quiet["activation"] == [0.0, 0.0] != free["activation"] and quiet["loss"] != free["loss"]
+    assert scores()["loss"] == free["loss"]
+    assert main(["eval", run, "--split", "val", "--on", "1"]) == 0
+    assert "by hand: --on 1" in capsys.readouterr().out
+    assert "--threshold must be between 0 and 1" in refused(capsys, "eval", run, "--threshold", "2")
+
+
+# forced decisions against brute force
+
+
+@pytest.mark.parametrize("kind", ["classify", "lm"], ids=["both", "causal"])
+def test_all_off_is_the_state_space_model_alone(kind: Any, tmp_path: Path) -> None:
+    """Every layer: norm(SiLU(H W + b + x)) with H = SiLU(SSM(x)), and nothing else."""
+    examples = load_examples(toy(tmp_path, kind=kind, length=30), "val", limit=3)
+    model: Any = examples.model.double()
+    for number in range(3):
+        inputs = examples.batch([number]).inputs
+        with Control(off="all").applied(model):
+            found = model.backbone(inputs).y[0]
+        x = model.backbone.embedding(inputs)[0]
+        for layer in model.backbone.layers:
+            hidden = torch.nn.functional.silu(layer.ssm(x[None]).y[0])
+            x = layer.norm(torch.nn.functional.silu(layer.linear(hidden) + x))
+        torch.testing.assert_close(found, x, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["classify", "lm"], ids=["both", "causal"])
+@pytest.mark.parametrize("window", [4, 6])
+def test_all_on_is_dense_attention_within_the_window(kind: Any, window: int, tmp_path: Path) -> None:
+    """The same, plus confidence times a gated softmax over all tokens with everything outside the window hidden."""
+    base: Any = small_run(ToyConfig(kind=kind)).model.mixer
+    mixer = dataclasses.replace(base, gau=GAUConfig(d_z=4, d_v=8, window=window, max_positions=16))
+    examples = load_examples(toy(tmp_path, mixer, kind=kind, length=30), "val", limit=3)
+    model: Any = examples.model.double()
+    silu = torch.nn.functional.silu
+    for number in range(3):
+        inputs = examples.batch([number]).inputs
+        with torch.no_grad(), Control(on="all").applied(model):
+            found = model.backbone(inputs).y[0]
+        with torch.no_grad(), Control(off="all").applied(model):
+            assert (found - model.backbone(inputs).y[0]).abs().max() > 0.01
+        x = model.backbone.embedding(inputs)[0]
+        for layer in model.backbone.layers:
+            weights = dict(layer.named_parameters())
+            gau, router = under(weights, "sma.units.gau."), under(weights, "sma.router.")
+            hidden = silu(layer.ssm(x[None]).y[0])
+            logits = hidden @ router["logits.weight"].T + router["logits.bias"]
+            confidence = torch.softmax(logits / router["log_temperature"].exp(), dim=1)[:, 1]
+            query, key, value, gate = layer.sma.units["gau"].project(hidden, torch.arange(len(hidden)))
+            place = torch.arange(len(hidden))
+            apart = place - place[:, None]
+            near = (apart <= 0) & (apart >= -window) if kind == "lm" else apart.abs() <= window // 2
+            scores = query @ key.T / 2 + gau["bias.table"][(apart + 15).clamp(0, 30)]
+            attended = torch.softmax(scores.masked_fill(~near, -torch.inf), dim=1) @ value
+            out = (gate * attended) @ gau["out.weight"].T + gau["out.bias"]
+            x = layer.norm(silu(confidence[:, None] * out + layer.linear(hidden) + x))
+        torch.testing.assert_close(found, x, rtol=0, atol=1e-6)

@@ -1,0 +1,96 @@
+"""`seqboat intervene`: every setting is scored as if it had been forced by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lm_runs import write_lm_run, write_run
+from seqboat.budget import override_activation
+from seqboat.cli import main
+from seqboat.evaluate import evaluate, load_model
+from seqboat.interventions import THRESHOLDS, intervene
+from seqboat.parallel import World
+from small_runs import ToyConfig, register, small_run
+
+
+def toy(folder: Path, **task: Any) -> Path:
+    register()
+    return write_run(folder / "run", small_run(ToyConfig(**task)), noise=0.3)
+
+
+def test_every_setting_is_what_was_forced(tmp_path: Path) -> None:
+    run = toy(tmp_path)
+    calls: list[tuple[int, int]] = []
+    outcomes, metric, examples = intervene(
+        run, "val", 20, thresholds=(0.3, 0.6), progress=lambda _, *done: calls.append(done)
+    )
+    assert metric == "accuracy" and examples == 20 and calls == [(i, 9) for i in range(1, 10)]
+    found = {outcome.setting.name: outcome for outcome in outcomes}
+    forced: dict[str, list[tuple[list[int] | None, dict[str, Any]]]] = {
+        "as it is": [],
+        "layer 1 off": [([0], {"active": False})],
+        "layer 2 off": [([1], {"active": False})],
+        "only layer 1": [([1], {"active": False})],
+        "only layer 2": [([0], {"active": False})],
+        "all off": [(None, {"active": False})],
+        "all on": [(None, {"active": True})],
+        "threshold 0.3": [(None, {"threshold": 0.3})],
+        "threshold 0.6": [(None, {"threshold": 0.6})],
+    }
+    assert list(found) == list(forced)
+    model, config = load_model(run)
+    world = World(0, 1, torch.device("cpu"))
+    for name, overrides in forced.items():
+        layers, decisions = overrides[0] if overrides else (None, {})
+        with override_activation(model, layers, **decisions):
+            wanted = evaluate(model, config.build_task(), "val", world, batch_size=16, limit=20)
+        assert found[name].metrics == wanted.metrics and found[name].activation == wanted.activation
+    assert found["all off"].activation == [0, 0] and found["all on"].activation == [1, 1]
+    assert found["threshold 0.3"].rate >= found["threshold 0.6"].rate
+    assert len({outcome.metrics["loss"] for outcome in outcomes}) > 4
+
+
+def test_the_command(tmp_path: Path, capsys: Any) -> None:
+    pytest.importorskip("matplotlib")
+    run = str(toy(tmp_path))
+    picture = tmp_path / "picture.svg"
+    assert main(["intervene", run, "--split", "val", "--limit", "9", "--plot", str(picture)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{run}, 9 examples of val" and len(lines) == 2 + 7 + len(THRESHOLDS)
+    assert lines[2].startswith("as it is") and lines[7].startswith("all off") and lines[7].endswith("0 0")
+    assert picture.stat().st_size > 1000
+    arguments = ["intervene", run, "--split", "val", "--limit", "9", "--thresholds", "", "--json"]
+    assert main(arguments) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["examples"] == 9 and [o["setting"] for o in record["outcomes"]][-1] == "all on"
+    assert record["outcomes"][0]["accuracy"] == pytest.approx(float(lines[2].split()[3]), abs=1e-4)
+
+
+def test_a_language_model(tmp_path: Path, capsys: Any) -> None:
+    run = str(write_lm_run(tmp_path))
+    assert main(["intervene", run, "--split", "val", "--thresholds", "0.5", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    scores = {outcome["setting"]: outcome["bits"] for outcome in record["outcomes"]}
+    assert record["metric"] == "bits" and scores["threshold 0.5"] == scores["as it is"] != scores["all off"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--limit", "0"], "--limit must be an integer >= 1, got 0"),
+        (["--thresholds", "0.5,x"], "--thresholds must be numbers with commas between them, got '0.5,x'"),
+        (["--thresholds", "0.5,1.2"], "--thresholds must be between 0 and 1, got 1.2"),
+        (["--plot", "a.gif"], "--plot must end with .svg, .pdf or .png, got 'a.gif'"),
+        (["--plot", "nowhere/a.svg"], "there is no folder nowhere"),
+        (["--model.d_model", "3"], "only the data can be changed"),
+    ],
+)
+def test_mistakes(arguments: list[str], message: str, tmp_path: Path, capsys: Any) -> None:
+    assert main(["intervene", str(toy(tmp_path)), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
