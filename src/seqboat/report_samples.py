@@ -31,7 +31,7 @@ from seqboat.tasks.base import IGNORE, Task
 
 PAGE_BYTES = 4_750_000
 """Size that a page keeps below, if fewer weights can bring that about."""
-KEPT = (64, 48, 32, 24, 16, 12, 10, 8, 6, 5, 4, 3, 2, 1, 0)
+KEPT = (128, 96, 64, 48, 32, 24, 16, 12, 10, 8, 6, 5, 4, 3, 2, 1, 0)
 """How many weights of a query may be kept; the most that fits is taken."""
 NOTHING = 0xFFFF
 """Stands for "no token is wanted here"."""
@@ -76,7 +76,7 @@ def sight_of(attention: Attention, most: int = KEPT[0]) -> Sight:
     return Sight(
         (slot - attention.first).astype(np.uint32),
         (attention.end - slot - 1).astype(np.uint32),
-        columns.T.astype(np.uint32),
+        _narrow(columns.T),
         largest.T.astype(np.float32),
         sums.astype(np.float32),
     )
@@ -221,8 +221,8 @@ def pack_layer(pack: _Pack, name: str, layer: LayerTrace, sight: Sight | None, k
     columns, shares = sight.columns[:keep], sight.shares[:keep]
     if len(columns) < keep:
         # all layers have as many rows: the script need not know who has how many
-        empty = np.zeros((keep - len(columns), count))
-        columns, shares = np.concatenate([columns, empty.astype(np.uint32)]), np.concatenate([shares, empty])
+        empty = np.zeros((keep - len(columns), count), np.uint8)
+        columns, shares = np.concatenate([columns, empty]), np.concatenate([shares, empty])
     peak = shares[0]
     ratio = np.sqrt(shares[1:] / np.where(peak > 0, peak, 1))
     pack.arrays[f"{name}.top"] = _narrow(columns).reshape(-1)
@@ -373,18 +373,19 @@ def _start(samples: Sequence[Sample], routed: Sequence[int]) -> list[int]:
 
 
 def _about(packed: Packed, samples: Sequence[Sample]) -> str:
-    seen = any(s is not None for sample in samples for part in sample.sights for s in part)
+    seen = any(s is not None and len(s.before) for sample in samples for part in sample.sights for s in part)
     text = "Colour is the router's confidence where a layer's attention is activated; white is not activated."
     if not seen:
         return text
     if not packed.keep:
         return f"{text} The weights of queries are left out, to keep this page small."
-    if packed.coverage > 0.9995:
+    if packed.coverage > 1 - 1e-6:
         return f"{text} All weights of every query are kept."
     count = "the largest weight" if packed.keep == 1 else f"the {packed.keep} largest weights"
+    share = "more than 99.9 %" if packed.coverage > 0.999 else f"{100 * packed.coverage:.1f} %"
     return (
-        f"{text} Of every query this page keeps {count}, to stay small: on average "
-        f"{100 * packed.coverage:.1f} % of its weight; the rest is not shown."
+        f"{text} Of every query this page keeps {count}, to stay small: on average {share} of its weight; "
+        "the rest is not shown."
     )
 
 

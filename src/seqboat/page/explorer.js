@@ -290,23 +290,42 @@
       const count = to - from, middle = top + 42;
       context.fillStyle = "#fff";
       context.fillRect(0, top, width, 112);
-      for (let x = 0; x < width; x++) {
+      // a line where a sample is wider than a pixel, and otherwise the range of the samples in every column
+      const single = count < width;
+      const height = (i) => middle - ((input(i, 0) - 128) / 128) * 40;
+      if (single) {
+        context.beginPath();
+        for (let i = from; i < to; i++) context.lineTo(((i - from + 0.5) / count) * width, height(i));
+        context.strokeStyle = ink;
+        context.lineWidth = 1.5;
+        context.stroke();
+        for (let i = from; i < to; i++) {
+          if (!colours[i]) continue;
+          context.fillStyle = css(colours[i]);
+          context.fillRect(((i - from) / count) * width, top + 88, width / count, 24);
+          if (state.view !== "overlay") continue;
+          context.beginPath();
+          context.arc(((i - from + 0.5) / count) * width, height(i), 3, 0, 7);
+          context.fill();
+        }
+      }
+      for (let x = 0; x < width && !single; x++) {
         const a = from + Math.floor((x * count) / width), b = Math.max(a + 1, from + Math.floor(((x + 1) * count) / width));
         const colour = column(colours, a, b);
         if (colour) {
           context.fillStyle = css(colour);
           context.fillRect(x, top + 88, 1, 24);
         }
-        let low = 255, high = 0;
+        let low = Infinity, high = -Infinity;
         for (let i = a; i < b; i++) {
-          low = Math.min(low, input(i, 0));
-          high = Math.max(high, input(i, 0));
+          low = Math.min(low, height(i));
+          high = Math.max(high, height(i));
         }
         context.fillStyle = colour && state.view === "overlay" ? css(colour) : ink;
-        const y0 = middle - ((high - 128) / 128) * 40, y1 = middle - ((low - 128) / 128) * 40;
-        context.fillRect(x, y0, 1, Math.max(1.5, y1 - y0));
+        context.fillRect(x, low, 1, Math.max(1.5, high - low));
       }
       context.strokeStyle = "#c4cad1";
+      context.lineWidth = 1;
       context.strokeRect(0.5, top + 87.5, width - 1, 25);
     };
     const drawAll = () => {
@@ -475,7 +494,9 @@
     }
     const from = layer.positions[view.first] + 1, to = layer.positions[view.end - 1] + 1;
     const sees = `Sees ${spell(view.end - view.first)} activated ${view.end - view.first === 1 ? unit : `${unit}s`} at positions ${spell(from)} to ${spell(to)}`;
-    const shown = view.weights.size ? `; coloured: ${view.weights.size === view.end - view.first ? "all" : `the ${view.weights.size} largest weights`}, ${spell(view.shown, "percent")} of its weight` : "; its weights are left out to keep this page small";
+    const which = view.weights.size === view.end - view.first ? "all" : `the ${view.weights.size} largest weights`;
+    let shown = `; coloured: ${which}, ${spell(view.shown, "percent")} of its weight`;
+    if (!view.weights.size) shown = info.keep ? ", but gives all of them the weight zero" : "; its weights are left out to keep this page small";
     return `${sees}${shown}.`;
   }
 
@@ -511,7 +532,7 @@
     const views = shownLayers().map((number) => state.query !== null && seen(number, state.query) !== null);
     const parts = [swatch("#fff", "not activated")];
     if (views.includes(false)) parts.push(scale(CONFIDENCE, `confidence ${info.low}`, "1"));
-    if (views.includes(true)) parts.push(scale(WEIGHT, "small", "large weight"), swatch(css(VISIBLE), "seen, weight not shown"), swatch(css(OUTSIDE), "activated, out of sight"));
+    if (views.includes(true)) parts.push(scale(WEIGHT, "small", "large weight"), swatch(css(VISIBLE), "seen, weight zero or not shown"), swatch(css(OUTSIDE), "activated, out of sight"));
     find("legend").replaceChildren(...parts);
   }
 
