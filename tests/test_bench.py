@@ -250,6 +250,26 @@ def test_memory_is_estimated_and_measured() -> None:
     assert not refused.peak and refused.estimate["training"] > 2**20
 
 
+def test_what_would_take_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    contender, setting = parse_contender("seqboat"), replace(TINY, length=1024, batch=1)
+    quick = bench.measure_memory(contender, setting, ("inference",), 2**40)
+    slow = bench.measure_memory(contender, setting, ("inference",), 2**40, slowest=0.0)
+    assert quick.seconds["inference"] > 0 and "inference" in quick.peak
+    assert slow.seconds["inference"] > 0 and not slow.peak
+    monkeypatch.setattr(bench, "in_child", lambda job, *arguments: job(*arguments))
+    with pytest.raises(ValueError, match=r"seqboat at 1 x 1024 tokens would take about .* for inference"):
+        bench.run_layers([contender], [setting], ("inference",), slowest=0.0)
+
+
+def test_a_width_of_its_own() -> None:
+    layer = bench.build(parse_contender("mega:d_model=6,d_ff=3"), TINY)
+    assert layer.d_model == 6 and TINY.d_model != 6
+    rows = bench.run_layers([parse_contender("mega:d_model=6")], [TINY], rounds=1, memory=False)
+    assert all(row.seconds is not None for row in rows)
+    with pytest.raises(ValueError, match="d_model must be an integer >= 1, got 'wide'"):
+        parse_contender("mega:d_model=wide")
+
+
 def test_what_does_not_fit_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -258,7 +278,7 @@ def test_what_does_not_fit_is_refused(
         bench.run_layers([parse_contender("seqboat")], [replace(TINY, length=2**20)], ("inference",))
     assert main(["bench", "--mixers", "seqboat", "--lengths", str(2**34)]) == 2
     error = capsys.readouterr().err.strip()
-    assert error.startswith("seqboat bench: error: nothing fits in memory: seqboat at 1 x 17179869184 tokens")
+    assert error.startswith("seqboat bench: error: nothing fits: seqboat at 1 x 17179869184 tokens")
     assert "\n" not in error
     assert available_memory() > 2**20
 

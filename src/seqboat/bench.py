@@ -16,6 +16,7 @@ import ast
 import importlib.util
 import math
 import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
@@ -36,6 +37,7 @@ from seqboat.measure import (
     extra_peak,
     extrapolate,
     human_bytes,
+    human_seconds,
     in_child,
     machine,
     spread,
@@ -44,6 +46,7 @@ from seqboat.measure import (
 from seqboat.mixers import MIXERS, Mixer, SeqBoat, SeqBoatConfig
 from seqboat.mixers.base import directions_of
 from seqboat.mixers.gau import GAU, Positions
+from seqboat.mixers.mega import MegaConfig
 from seqboat.mixers.ssm import DiagonalSSM
 from seqboat.routers import AlwaysActive, Router
 from seqboat.sma import Routing
@@ -123,6 +126,7 @@ class Contender(NamedTuple):
     label: str
     name: str
     overrides: dict[str, Any]
+    """by dotted name; d_model is a width of its own instead of the setting's"""
 
 
 def parse_contender(text: str) -> Contender:
@@ -146,7 +150,18 @@ def parse_contender(text: str) -> Contender:
         except (ValueError, SyntaxError):
             overrides[field] = value
     require(not (overrides and name == "floor"), "floor takes no fields: it follows the setting")
+    width = overrides.get("d_model", 1)
+    require(isinstance(width, int) and width >= 1, f"{text}: d_model must be an integer >= 1, got {width!r}")
     return Contender(text, name, overrides)
+
+
+def own_setting(contender: Contender, setting: Setting) -> Setting:
+    """The setting of a contender that has a width of its own.
+
+    >>> own_setting(parse_contender("mega:d_model=96"), Setting()).d_model
+    96
+    """
+    return replace(setting, d_model=contender.overrides.get("d_model", setting.d_model))
 
 
 def configure(contender: Contender, setting: Setting) -> Any:
@@ -154,6 +169,8 @@ def configure(contender: Contender, setting: Setting) -> Any:
     config = MIXERS["seqboat" if contender.name in ("published", "floor") else contender.name]()
     config = _fit(config, setting)
     for path, value in contender.overrides.items():
+        if path == "d_model":
+            continue
         config = _override(config, path.split("."), value, contender.label)
     return config
 
@@ -178,12 +195,16 @@ def _fit(config: Any, setting: Setting) -> Any:
             changes[field.name] = _fit(value, setting)
         elif field.name in shared:
             changes[field.name] = shared[field.name]
+        elif field.name == "max_span":
+            changes[field.name] = min(value, max(setting.length, 2))
     config = replace(config, **changes)
     if isinstance(config, SeqBoatConfig):
         gau = replace(
             config.gau, window=setting.window, attention=setting.attention, positions=setting.positions
         )
         config = replace(config, gau=gau)
+    if isinstance(config, MegaConfig):
+        config = replace(config, attention=setting.attention)
     return config
 
 
@@ -262,6 +283,7 @@ def force_rate(module: nn.Module, rate: float, seed: int = 0) -> None:
 def build(contender: Contender, setting: Setting) -> Mixer:
     """The layer of a contender, with its routers forced if the setting asks for a rate."""
     torch.manual_seed(setting.seed)
+    setting = own_setting(contender, setting)
     config = configure(contender, setting)
     layer = load_published()(setting.d_model, config) if contender.name == "published" else None
     layer = layer or config.build(setting.d_model)
@@ -291,7 +313,7 @@ class LayerRunner(Runner):
     def __init__(self, contender: Contender, setting: Setting) -> None:
         self.layer = build(contender, setting)
         self.parameters = sum(p.numel() for p in self.layer.parameters())
-        self.x = _inputs(setting).requires_grad_()
+        self.x = _inputs(own_setting(contender, setting)).requires_grad_()
         self.above = torch.randn_like(self.x)
 
     def run(self, mode: Mode) -> None:
@@ -415,11 +437,18 @@ class Memory(NamedTuple):
     estimate: dict[str, int]
     """by mode, from shorter sequences"""
     peak: dict[str, int]
-    """by mode, measured; modes that would not fit are missing"""
+    """by mode, measured; modes that would not fit or take too long are missing"""
+    seconds: dict[str, float] = {}  # noqa: RUF012 - never changed
+    """by mode, how long a step should take, from shorter sequences"""
 
 
 def measure_memory(
-    contender: Contender, setting: Setting, modes: Sequence[Mode], available: int, whole: bool = True
+    contender: Contender,
+    setting: Setting,
+    modes: Sequence[Mode],
+    available: int,
+    whole: bool = True,
+    slowest: float = math.inf,
 ) -> Memory:
     """Estimate the memory of each mode, and measure it if it fits.
 
@@ -429,6 +458,7 @@ def measure_memory(
         modes: which.
         available: bytes that may be used.
         whole: whether to measure the whole length after the estimate.
+        slowest: seconds that a step may take, by its estimate.
     """
     # the first call of all loads libraries and starts threads
     tiny = make_runner(contender, replace(setting, length=min(setting.length, SHORTEST), batch=1))
@@ -436,6 +466,7 @@ def measure_memory(
         tiny.run(mode)
     lengths: list[int] = []
     short: dict[str, list[int]] = {mode: [] for mode in modes}
+    times: dict[str, list[float]] = {mode: [] for mode in modes}
     # twice as long again, as long as four times the memory would be a small part of what there is
     while not lengths or 16 * max(sizes[-1] for sizes in short.values()) < available:
         length = 2 * lengths[-1] if lengths else SHORTEST
@@ -444,20 +475,28 @@ def measure_memory(
         lengths.append(length)
         runner = make_runner(contender, replace(setting, length=length))
         for mode in modes:
+            begin = time.perf_counter()
             short[mode].append(extra_peak(partial(runner.run, mode), setting.device))
+            times[mode].append(time.perf_counter() - begin)
         del runner
     estimate: dict[str, int] = {
         mode: extrapolate(lengths[-3:], short[mode][-3:], setting.length)
         for mode in modes
         if len(lengths) >= 3
     }
-    fitting = [mode for mode in modes if estimate.get(mode, 0) <= available]
+    seconds: dict[str, float] = {
+        mode: extrapolate(lengths[-3:], [round(1e9 * t) for t in times[mode][-3:]], setting.length) / 1e9
+        for mode in estimate
+    }
+    fitting = [
+        mode for mode in modes if estimate.get(mode, 0) <= available and seconds.get(mode, 0.0) <= slowest
+    ]
     peak: dict[str, int] = {}
     if whole and fitting:
         runner = make_runner(contender, setting)
         for mode in fitting:
             peak[mode] = extra_peak(partial(runner.run, mode), setting.device)
-    return Memory(estimate, peak)
+    return Memory(estimate, peak, seconds)
 
 
 class Row(NamedTuple):
@@ -496,6 +535,7 @@ def run_layers(
     rounds: int = 5,
     warmup: int = 1,
     memory: bool = True,
+    slowest: float = math.inf,
     progress: Callable[[str], None] = lambda message: None,
 ) -> list[Row]:
     """Measure every contender under every setting in every mode.
@@ -507,6 +547,7 @@ def run_layers(
         rounds: that count.
         warmup: rounds before them.
         memory: whether to measure the peak memory.
+        slowest: seconds that a step may take; what should take longer, going by shorter sequences, is refused.
         progress: is told what comes next.
     """
     for contender in contenders:
@@ -514,11 +555,9 @@ def run_layers(
             if contender.name != "floor":
                 # mistakes in names and widths show before minutes of measuring
                 build(contender, replace(setting, device="cpu", length=min(setting.length, 32)))
-    plans = [_plan(contenders, setting, modes, memory, progress) for setting in settings]
+    plans = [_plan(contenders, setting, modes, memory, slowest, progress) for setting in settings]
     if not any(plan.runners for plan in plans):
-        raise ValueError(
-            "nothing fits in memory: " + "; ".join(n for plan in plans for n in plan.refused.values())
-        )
+        raise ValueError("nothing fits: " + "; ".join(n for plan in plans for n in plan.refused.values()))
     rows = []
     for mode in modes:
         # settings take turns as well: a machine that slows down must not slow the last length alone
@@ -556,6 +595,7 @@ def _plan(
     setting: Setting,
     modes: Sequence[Mode],
     memory: bool,
+    slowest: float,
     progress: Callable[[str], None],
 ) -> _Plan:
     where = f"{setting.batch} x {setting.length} tokens"
@@ -563,7 +603,7 @@ def _plan(
     refused: dict[tuple[str, str], str] = {}
     for contender in contenders:
         progress(f"{where}: memory of {contender.label}")
-        found[contender.label] = _find_memory(contender, setting, modes, memory)
+        found[contender.label] = _find_memory(contender, setting, modes, memory, slowest)
         for mode in modes:
             need = found[contender.label].estimate.get(mode, 0)
             free = available_memory(setting.device)
@@ -571,6 +611,11 @@ def _plan(
                 refused[contender.label, mode] = (
                     f"{contender.label} at {where} would need about {human_bytes(need)} for {mode}, "
                     f"{human_bytes(free)} are available"
+                )
+            elif (long := found[contender.label].seconds.get(mode, 0.0)) > slowest:
+                refused[contender.label, mode] = (
+                    f"{contender.label} at {where} would take about {human_seconds(long)} for {mode}, "
+                    f"{human_seconds(slowest)} are allowed"
                 )
     runners = {
         contender.label: make_runner(contender, setting)
@@ -614,7 +659,9 @@ def _rows(
     return rows
 
 
-def _find_memory(contender: Contender, setting: Setting, modes: Sequence[Mode], measure: bool) -> Memory:
+def _find_memory(
+    contender: Contender, setting: Setting, modes: Sequence[Mode], measure: bool, slowest: float
+) -> Memory:
     if contender.name == "floor":
         return Memory({}, {})
     free = available_memory(setting.device)
@@ -624,7 +671,7 @@ def _find_memory(contender: Contender, setting: Setting, modes: Sequence[Mode], 
         return Memory(dict.fromkeys(modes, least), {})
     if not measure and setting.length < 16 * SHORTEST:
         return Memory({}, {})
-    arguments = (contender, setting, modes, free, measure)
+    arguments = (contender, setting, modes, free, measure, slowest)
     if setting.device == "cpu":
         return in_child(measure_memory, *arguments)
     return measure_memory(*arguments)

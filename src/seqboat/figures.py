@@ -641,6 +641,51 @@ def intervention_figure(
 # files
 
 
+def ratios_figure(
+    panels: Mapping[str, Mapping[str, tuple[float | None, float | None]]],
+    *,
+    reference: str,
+    theme: Theme = "light",
+) -> Figure:
+    """Multiples of a reference, ours as filled marks and the paper's as hollow ones, a line per contender.
+
+    Args:
+        panels: by title and contender, our multiple and the paper's; None where there is none.
+        reference: what has the multiple one.
+        theme: light or dark.
+    """
+    require(len(panels) > 0, "panels must not be empty")
+    style = _style(theme)
+    most = max(len(rows) for rows in panels.values())
+    figure, row = _panels(style, list(panels), 4.6, 1.2 + 0.22 * most)
+    for number, (axes, rows) in enumerate(zip(row, panels.values(), strict=True)):
+        places = np.arange(len(rows))
+        for i, (label, look) in enumerate(
+            (("ours", {"marker": "o"}), ("paper", {"marker": "D", "mfc": "none"}))
+        ):
+            known = [
+                (values[i], place) for place, values in zip(places, rows.values(), strict=True) if values[i]
+            ]
+            axes.plot(
+                [value for value, _ in known],
+                [place for _, place in known],
+                ls="none",
+                ms=5.5,
+                color=_line(style, i)["color"],
+                label=label,
+                **look,
+            )
+        _dress(axes, style)
+        axes.axvline(1, color=style.ink, lw=0.8)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}x")
+        axes.set_yticks(places, list(rows) if number == 0 else [""] * len(rows), fontsize=8)
+        axes.set_ylim(len(rows) - 0.4, -0.6)
+        axes.set_xlabel(f"multiple of {reference}")
+        _legend(axes, style)
+    return figure
+
+
 def save_figure(figure: Figure, path: str | Path) -> None:
     """Write a picture in the format that its name ends with, under a temporary name first: there is never half of it.
 

@@ -14,14 +14,16 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from seqboat.checkpoint import Store, write_atomically
 from seqboat.config import difference
 from seqboat.display import Display
 from seqboat.evaluate import checkpoint_config, evaluate_run, iterate_metrics
-from seqboat.targets import Scale, Target, Trial
+from seqboat.targets import Bench, Scale, Target, Trial
 from seqboat.train import Outcome, train
+
+Part = TypeVar("Part", Trial, Bench)
 
 TEST = "test.json"
 """In a run's folder: its score on held-out data, so that a second call need not wait for it again."""
@@ -50,6 +52,11 @@ class Job(NamedTuple):
         return self.trial.minutes * (1 - self.step / self.steps)
 
 
+def chosen(parts: Sequence[Part], only: Sequence[str]) -> list[Part]:
+    """Those whose names are given or fit a pattern; all of them if there is no name."""
+    return [part for part in parts if not only or any(fnmatchcase(part.name, pattern) for pattern in only)]
+
+
 def plan(
     target: Target, scale: Scale, folder: Path, seeds: int | None = None, only: Sequence[str] = ()
 ) -> list[Job]:
@@ -66,9 +73,7 @@ def plan(
         ValueError: a run in the folder was made with other settings.
     """
     jobs = []
-    for trial in target.trials(scale):
-        if only and not any(fnmatchcase(trial.name, pattern) for pattern in only):
-            continue
+    for trial in chosen(target.trials(scale), only):
         for seed in range(seeds or trial.seeds):
             run = folder / scale / trial.name / f"seed-{seed}"
             step, finished = _progress(run, trial, seed)

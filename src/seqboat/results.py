@@ -7,22 +7,26 @@ from all of them, so that runs of several days and machines add up.
 from __future__ import annotations
 
 import fcntl
+import importlib.util
 import inspect
 import json
 import math
 import os
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from seqboat.checkpoint import write_atomically
+from seqboat.efficiency import MODELS, PUBLISHED_LENGTH, PUBLISHED_MIXERS, TASKS
 from seqboat.recipes import find_recipe
-from seqboat.targets import TARGETS, Scale, Target, Trial
+from seqboat.targets import TARGETS, Bench, Scale, Target, Trial
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+    from seqboat.figures import Theme
 
 Record = dict[str, Any]
 
@@ -95,7 +99,7 @@ def write_page(page: Path, records: Sequence[Record]) -> None:
     for target in TARGETS.values():
         for scale in get_args(Scale):
             mine = [r for r in records if r["target"] == target.name and r["scale"] == scale]
-            if target.trials(scale):
+            if target.names(scale):
                 lines += _section(page, target, scale, mine)
     write_atomically(page, "\n".join(lines).rstrip() + "\n")
 
@@ -111,7 +115,8 @@ def _section(page: Path, target: Target, scale: Scale, records: Sequence[Record]
         "",
     ]
     if not records:
-        return [*lines, f"Not run here. `{command}` runs it: {_commands(trials, command)}.", ""]
+        what = f" runs it: {_commands(trials, command)}." if trials else " measures it."
+        return [*lines, f"Not run here. `{command}`{what}", ""]
     lines += [f"`{command}`", ""]
     if scale == "small" and target.cut:
         lines += [f"Cut: {target.cut}", ""]
@@ -122,6 +127,16 @@ def _section(page: Path, target: Target, scale: Scale, records: Sequence[Record]
         lines += _ablation_tables(trials, by_trial)
     elif target.layout == "tradeoff":
         lines += _tradeoff_tables(trials, by_trial)
+        lines += _draw(page, f"results-tradeoff-{scale}", target.title, _draw_tradeoff(trials, by_trial))
+    elif target.layout == "efficiency":
+        lines += _efficiency_tables(records[0]["parts"])
+        lines += _draw(
+            page, f"results-efficiency-{scale}", target.title, _draw_efficiency(records[0]["parts"])
+        )
+    elif target.layout == "mixers-efficiency":
+        for bench in target.benches(scale):
+            lines += _mixer_efficiency(bench, [r for r in records if r["trial"] == bench.name])
+        lines += _draw(page, f"results-{target.name}-{scale}", target.title, _draw_mixers(target, records))
     else:
         lines += _run_table(trials, by_trial)
         figure = _draw_curves(page, target, scale, records)
@@ -299,11 +314,192 @@ def _cut(trial: Trial) -> str:
     return found[0] if found else ""
 
 
+def _efficiency_tables(parts: Mapping[str, Any]) -> list[str]:
+    """The three blocks of table 6, ours and the paper's ratios to MEGA side by side."""
+    head = [f"{TASKS[task].title} ({TASKS[task].length:,})" for task in parts]
+    lines = _table(
+        ["sizes", *head],
+        [
+            ["batch", *(str(part["setting"]["batch"]) for part in parts.values())],
+            ["active", *(_rate(part["rate"]) for part in parts.values())],
+        ],
+    )
+    for title, mode, kind in BLOCKS:
+        rows = []
+        for number, (model, label) in enumerate(MODELS.items()):
+            cells = [label]
+            for task, part in parts.items():
+                ours = _efficiency_ratio(part["rows"], model, mode, kind)
+                paper = getattr(TASKS[task].published, kind)[number]
+                cells.append(f"{'left out' if ours is None else f'{ours:.2f}x'} ({paper:.2f}x)")
+            rows.append(cells)
+        lines += _table([f"{title}, ours (paper)", *head], rows)
+    seconds = [
+        [
+            MODELS[model],
+            *(_efficiency_seconds(part["rows"], model) for part in parts.values()),
+        ]
+        for model in MODELS
+    ]
+    lines += _table(["ms per step, training / inference", *head], seconds)
+    notes = [row["note"] for part in parts.values() for row in part["rows"] if row["note"]]
+    return lines + [f"- Left out: {note}." for note in dict.fromkeys(notes)]
+
+
+BLOCKS = (
+    ("training speed", "training", "training"),
+    ("training memory", "training", "memory"),
+    ("evaluation speed", "inference", "evaluation"),
+)
+"""Of table 6: title, mode of the benchmark, field of the published numbers."""
+
+
+def _rate(rate: Mapping[str, Any]) -> str:
+    assumed = "" if rate["run"] else ", assumed"
+    return f"{rate['value']:.0%}{assumed}"
+
+
+def _find_row(rows: Sequence[Record], contender: str, mode: str) -> Record:
+    return next(row for row in rows if row["contender"] == contender and row["mode"] == mode)
+
+
+def _efficiency_ratio(rows: Sequence[Record], model: str, mode: str, kind: str) -> float | None:
+    """Speed or memory as a multiple of the first contender's; None where it was not measured."""
+    row = _find_row(rows, model, mode)
+    if kind == "memory":
+        return row["memory_ratio"]
+    return 1 / row["ratio"] if row["ratio"] else None
+
+
+def _efficiency_seconds(rows: Sequence[Record], model: str) -> str:
+    found = [_find_row(rows, model, mode)["seconds"] for mode in ("training", "inference")]
+    return " / ".join("-" if seconds is None else f"{1000 * seconds['median']:.0f}" for seconds in found)
+
+
+def _mixer_efficiency(bench: Bench, records: Sequence[Record]) -> list[str]:
+    """Every mixer at one length."""
+    lines = [f"### {bench.title[0].upper()}{bench.title[1:]}", ""]
+    if not records:
+        return [*lines, "Not measured here.", ""]
+    part = records[0]["parts"]["mixers"]
+    rows, changes = part["rows"], part["changes"]
+    setting = part["setting"]
+    lines += [f"{setting['batch']} x {setting['length']:,} tokens; active: {_rate(part['rate'])}.", ""]
+    table = []
+    for label in dict.fromkeys(row["contender"] for row in rows):
+        training, inference = (_find_row(rows, label, mode) for mode in ("training", "inference"))
+        published = PUBLISHED_MIXERS.get(label) if bench.length == PUBLISHED_LENGTH else None
+        table.append(
+            [
+                label + (f" ({_change(changes[label])})" if _change(changes[label]) else ""),
+                f"{training['parameters']:,}" if training["parameters"] else "-",
+                *_time_cells(training),
+                f"{published[0]:.1f}x" if published else "-",
+                *_memory_cells(training),
+                f"{published[1]:.2f}x" if published else "-",
+                *_time_cells(inference),
+                *_memory_cells(inference),
+            ]
+        )
+    head = ["mixer", "parameters", "training ms", "speed", "paper", "MiB", "memory", "paper", "inference ms"]
+    lines += _table([*head, "speed", "MiB", "memory"], table)
+    notes = dict.fromkeys(row["note"] for row in rows if row["note"])
+    return [*lines, *(f"- Left out: {note}." for note in notes), *([""] if notes else [])]
+
+
+def _change(overrides: Mapping[str, Any]) -> str:
+    """What matching parameters changed."""
+    shown = {name: value for name, value in overrides.items() if name != "implementation"}
+    return ", ".join(f"{name} {value}" for name, value in shown.items())
+
+
+def _time_cells(row: Record) -> list[str]:
+    if row["seconds"] is None:
+        return ["left out", "-"]
+    return [f"{1000 * row['seconds']['median']:.0f}", f"{1 / row['ratio']:.2f}x" if row["ratio"] else "-"]
+
+
+def _memory_cells(row: Record) -> list[str]:
+    if row["memory"] is None:
+        return ["-", "-"]
+    return [f"{row['memory'] / 2**20:.0f}", f"{row['memory_ratio']:.2f}x" if row["memory_ratio"] else "-"]
+
+
+# figures
+
+
+Make = Callable[["Theme"], "Figure"]
+
+
+def _draw(page: Path, name: str, title: str, make: Make | None) -> list[str]:
+    """Write a figure in all its forms to images/ beside the page; returns the lines that show it."""
+    if make is None or not _can_draw():
+        return []
+    from seqboat.figures import write_figure
+
+    write_figure(make, page.parent / "images" / name)
+    return [f"![{title}](images/{name}.svg)", ""]
+
+
+def _can_draw() -> bool:
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def _draw_tradeoff(trials: Sequence[Trial], records: Mapping[str, Sequence[Record]]) -> Make | None:
+    from seqboat.figures import Point, tradeoff_figure
+
+    panels: dict[str, dict[str, list[Point]]] = {}
+    for trial in trials:
+        found = records[trial.name]
+        seconds = _seconds(found)
+        if seconds:
+            scores = [100 * r["test"] for r in found]
+            spread = statistics.stdev(scores) if len(scores) > 1 else None
+            point = Point(trial.size or 0, 1000 * seconds, statistics.mean(scores), spread)
+            panels.setdefault(trial.task, {}).setdefault(trial.title, []).append(point)
+    if not panels:
+        return None
+    return lambda theme: tradeoff_figure(
+        panels, speed="processor ms per update", score="test accuracy, %", faster="low", theme=theme
+    )
+
+
+def _draw_efficiency(parts: Mapping[str, Any]) -> Make:
+    from seqboat.figures import ratios_figure
+
+    panels: dict[str, dict[str, tuple[float | None, float | None]]] = {}
+    for title, mode, kind in BLOCKS:
+        rows = panels.setdefault(title, {})
+        for task, part in parts.items():
+            for number, (model, label) in enumerate(MODELS.items()):
+                if number:
+                    ours = _efficiency_ratio(part["rows"], model, mode, kind)
+                    rows[f"{TASKS[task].title}, {label}"] = ours, getattr(TASKS[task].published, kind)[number]
+    return lambda theme: ratios_figure(panels, reference="MEGA", theme=theme)
+
+
+def _draw_mixers(target: Target, records: Sequence[Record]) -> Make | None:
+    """At the paper's length and equal width."""
+    from seqboat.figures import ratios_figure
+
+    found = [r for r in records if r["trial"] == f"width-{PUBLISHED_LENGTH}"]
+    if not found:
+        return None
+    rows = found[0]["parts"]["mixers"]["rows"]
+    panels: dict[str, dict[str, tuple[float | None, float | None]]] = {
+        "training speed": {},
+        "training memory": {},
+    }
+    for label in dict.fromkeys(row["contender"] for row in rows):
+        published = PUBLISHED_MIXERS.get(label, (None, None))
+        for i, (panel, kind) in enumerate((("training speed", "training"), ("training memory", "memory"))):
+            panels[panel][label] = _efficiency_ratio(rows, label, "training", kind), published[i]
+    return lambda theme: ratios_figure(panels, reference="plain Transformer", theme=theme)
+
+
 def _draw_curves(page: Path, target: Target, scale: Scale, records: Sequence[Record]) -> str | None:
     """The curves of a section as a PNG in images/ beside the page; None without matplotlib."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
+    if not _can_draw():
         return None
     from seqboat.figures import curves_figure, save_figure
 

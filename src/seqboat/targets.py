@@ -23,7 +23,7 @@ from seqboat.mixers.base import directions_of
 from seqboat.recipes import find_recipe
 
 Scale = Literal["small", "paper"]
-Layout = Literal["runs", "mixers", "ablation", "tradeoff"]
+Layout = Literal["runs", "mixers", "ablation", "tradeoff", "efficiency", "mixers-efficiency"]
 """How the page shows a target."""
 
 
@@ -83,6 +83,23 @@ def _configure(recipe: str, arguments: tuple[str, ...], match: bool) -> RunConfi
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Bench:
+    """Something that is measured, not trained (`efficiency.py`)."""
+
+    name: str
+    """unique in its target"""
+    title: str
+    minutes: float | None
+    """on two cores, about; None where it depends on the hardware"""
+    what: Literal["tasks", "mixers"]
+    """the models and tasks of table 6, or every mixer"""
+    length: int | None = None
+    """tokens per row, of mixers"""
+    matched: bool = False
+    """whether mixers have as many parameters as SeqBoat, instead of its width"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Target:
     """A table or figure of the paper."""
 
@@ -95,12 +112,23 @@ class Target:
     cut: str = ""
     """what the small trials leave out beyond their recipes"""
     layout: Layout = "runs"
-    small: tuple[Trial, ...]
-    paper: tuple[Trial, ...]
+    small: tuple[Trial, ...] = ()
+    paper: tuple[Trial, ...] = ()
+    small_benches: tuple[Bench, ...] = ()
+    paper_benches: tuple[Bench, ...] = ()
 
     def trials(self, scale: Scale) -> tuple[Trial, ...]:
-        """The rows at one scale."""
+        """What is trained at one scale."""
         return self.small if scale == "small" else self.paper
+
+    def benches(self, scale: Scale) -> tuple[Bench, ...]:
+        """What is measured at one scale."""
+        return self.small_benches if scale == "small" else self.paper_benches
+
+    def names(self, scale: Scale) -> list[str]:
+        """Of everything that there is to do at one scale."""
+        trials, benches = self.trials(scale), self.benches(scale)
+        return [trial.name for trial in trials] + [bench.name for bench in benches]
 
 
 def _pair(
@@ -303,7 +331,7 @@ def _short(task: str, row: str, title: str, scale: Scale, ablation: bool = False
 
 def _tradeoff(scale: Scale) -> tuple[Trial, ...]:
     """SeqBoat and MEGA-chunk with memories and chunks of several sizes on two tasks."""
-    sizes = (16, 32, 64, 128, 256) if scale == "small" else (16, 32, 64, 128, 256, 512)
+    sizes = (16, 32, 64, 128) if scale == "small" else (16, 32, 64, 128, 256, 512)
     own = 64 if scale == "small" else 256
     trials = []
     for task in ("image", "pathfinder"):
@@ -400,10 +428,54 @@ TARGETS = {
             "split, and processor time per update. The paper finds MEGA-chunk at chance on Pathfinder with chunks "
             "below 128, and SeqBoat near 90 % with a memory of 16.",
             cut=_CUT_SHORT
-            + " Sequences have 256 tokens, so 256 is the largest size; one seed instead of three.",
+            + " Sequences have 256 tokens, so memories of 16 to 128; one seed instead of three.",
             layout="tradeoff",
             small=_tradeoff("small"),
             paper=_tradeoff("paper"),
+        ),
+        Target(
+            name="efficiency",
+            title="Speed and memory by task",
+            where="table 6",
+            about="Speed of a training step, its peak memory, and speed of inference as multiples of MEGA's, at the "
+            "six lengths of the Long Range Arena. One layer of each model with the widths of the task's recipe: all "
+            "layers of a model are alike. In SeqBoat and SeqBoat-full so many tokens attend as in the layers of our "
+            "trained small twin of the task, on average; MEGA-chunk has chunks of 128, SeqBoat the memory of its "
+            "recipe. The paper measured whole models on GPUs with its own batch sizes, over all of training.",
+            cut="batches of 8,192 tokens, or of one sequence if that is longer; one layer instead of 4 to 8; layer "
+            "norms.",
+            layout="efficiency",
+            small_benches=(
+                Bench(name="lra-tasks", title="six tasks, four models", minutes=12, what="tasks"),
+            ),
+            paper_benches=(
+                Bench(name="lra-tasks", title="six tasks, four models", minutes=None, what="tasks"),
+            ),
+        ),
+        Target(
+            name="mixers-efficiency",
+            title="Speed and memory of every mixer",
+            where="columns of table 1, for all mixers and more lengths",
+            about="One layer of each mixer on the sizes of Text (width 128, memory 256), as multiples of a plain "
+            "Transformer (scores and weights in full), measured in turn; "
+            "the paper's multiples are those of its table 1, at 4,096 tokens. "
+            "First all at the same width, then all with as many parameters as SeqBoat. In routed layers so many "
+            "tokens attend as in our Text-small run.",
+            cut="batches of 8,192 tokens, or of one sequence if that is longer; a step that should take more than 15 "
+            "seconds is left out.",
+            layout="mixers-efficiency",
+            small_benches=tuple(
+                Bench(
+                    name=f"{'parameters' if matched else 'width'}-{length}",
+                    title=f"{length:,} tokens, equal {'parameters' if matched else 'width'}",
+                    minutes=7,
+                    what="mixers",
+                    length=length,
+                    matched=matched,
+                )
+                for matched in (False, True)
+                for length in (1024, 4096, 16384)
+            ),
         ),
     )
 }

@@ -6,10 +6,14 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from seqboat.reproduce import Job
+    from seqboat.targets import Bench, Scale, Target
+
+EXIT_DIVERGED = 3
+"""As of `seqboat train`."""
 
 
 EPILOG = """\
@@ -32,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="NAME",
         default=[],
-        help="run only these trials (names as in --dry-run; * and ? stand for anything)",
+        help="only these parts of the targets (names as in --dry-run; * and ? stand for anything)",
     )
     parser.add_argument("--seeds", type=int, metavar="N", help="run so many seeds of everything")
     parser.add_argument(
@@ -41,26 +45,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--page", metavar="FILE", help="page to write (default: results.md in DIR)")
     parser.add_argument("--dry-run", action="store_true", help="say what would run, and stop")
     parser.add_argument(
+        "--again", action="store_true", help="measure anew what the page has already (speed and memory)"
+    )
+    parser.add_argument(
         "--collect", action="store_true", help="run nothing: write down the runs that are finished"
     )
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
-    from seqboat.checkpoint import InUse
-    from seqboat.commands.eval import show_progress
-    from seqboat.reproduce import collect, estimate, plan, refreshed, run_job
-    from seqboat.results import add_records
+    from seqboat.reproduce import chosen, estimate, plan
     from seqboat.targets import TARGETS
-    from seqboat.train import EXIT_DIVERGED
 
     if options.seeds is not None and options.seeds < 1:
         raise ValueError(f"--seeds must be an integer >= 1, got {options.seeds}")
     if not options.target:
         for target in TARGETS.values():
             minutes = sum((trial.minutes or 0) * trial.seeds for trial in target.small)
+            minutes += sum(bench.minutes or 0 for bench in target.small_benches)
             print(
-                f"{target.name:12s} {target.title} ({target.where}): {minutes:.0f} minutes at --scale small"
+                f"{target.name:18s} {target.title} ({target.where}): {minutes:.0f} minutes at --scale small"
             )
         return 0
     unknown = [name for name in options.target if name not in TARGETS]
@@ -69,28 +73,63 @@ def run(options: argparse.Namespace) -> int:
     folder = Path(options.out)
     page = Path(options.page) if options.page else folder / "results.md"
     jobs: list[Job] = []
+    measurements: list[Measurement] = []
     for name in dict.fromkeys(options.target):
-        if not TARGETS[name].trials(options.scale):
+        target = TARGETS[name]
+        if not target.names(options.scale):
             raise ValueError(f"{name} has nothing to run at --scale {options.scale}")
-        jobs += plan(TARGETS[name], options.scale, folder, options.seeds, options.only)
-    if not jobs:
-        known = [t.name for name in options.target for t in TARGETS[name].trials(options.scale)]
-        raise ValueError(
-            f"--only {' '.join(options.only)} fits no trial; there are {', '.join(dict.fromkeys(known))}"
-        )
+        jobs += plan(target, options.scale, folder, options.seeds, options.only)
+        measurements += [
+            Measurement(target, bench, _is_measured(page, target, options.scale, bench) and not options.again)
+            for bench in chosen(target.benches(options.scale), options.only)
+        ]
+    if not jobs and not measurements:
+        known = dict.fromkeys(n for name in options.target for n in TARGETS[name].names(options.scale))
+        raise ValueError(f"--only {' '.join(options.only)} fits nothing; there are {', '.join(known)}")
     if not options.collect:
-        _show_plan(jobs)
+        _show_plan(jobs, measurements)
         minutes, unknown_time = estimate(jobs)
+        left = [m.bench.minutes for m in measurements if not m.done]
+        minutes += sum(m or 0 for m in left)
+        unknown_time += sum(m is None for m in left)
         more = f", and {unknown_time} runs whose time depends on your hardware" if unknown_time else ""
         print(f"about {minutes:.0f} minutes of one core{more}", flush=True)
     if options.dry_run:
         return 0
+    code = _run_jobs(jobs, page, options.collect)
+    if code in (0, EXIT_DIVERGED) and not options.collect:
+        _measure([m for m in measurements if not m.done], page, options.scale, folder)
+    return code
+
+
+class Measurement(NamedTuple):
+    """Something to measure, and whether the page has it already."""
+
+    target: Target
+    bench: Bench
+    done: bool
+
+
+def _is_measured(page: Path, target: Target, scale: str, bench: Bench) -> bool:
+    from seqboat.results import read_records
+
+    key = (target.name, scale, bench.name)
+    return any((r["target"], r["scale"], r["trial"]) == key for r in read_records(page))
+
+
+def _run_jobs(jobs: Sequence[Job], page: Path, collect_only: bool) -> int:
+    """Train what is not finished and write down what is."""
+    from seqboat.checkpoint import InUse
+    from seqboat.commands.eval import show_progress
+    from seqboat.reproduce import collect, refreshed, run_job
+    from seqboat.results import add_records
+
     progress = show_progress if sys.stderr.isatty() else None
     written = diverged = False
     for job in jobs:
         job = refreshed(job)
         if not job.finished:
-            if options.collect:
+            if collect_only:
                 continue
             print(f"{job.trial.title}, seed {job.seed}: {job.folder}", flush=True)
             try:
@@ -112,11 +151,24 @@ def run(options: argparse.Namespace) -> int:
             f"{job.trial.title}, seed {job.seed}: {record['metric']} {record['test']:.4f} on the test split",
             flush=True,
         )
-    print(f"wrote {page}" if written else "nothing is finished, so nothing is written")
+    if jobs:
+        print(f"wrote {page}" if written else "no run is finished, so none is written down")
     return EXIT_DIVERGED if diverged else 0
 
 
-def _show_plan(jobs: Sequence[Job]) -> None:
+def _measure(measurements: Sequence[Measurement], page: Path, scale: Scale, folder: Path) -> None:
+    """Measure, and write down each as it ends."""
+    from seqboat.efficiency import measure
+    from seqboat.results import add_records
+
+    for target, bench, _ in measurements:
+        print(f"{target.title}, {bench.title}", flush=True)
+        record = measure(bench, target.name, scale, folder, lambda message: print(f"  {message}", flush=True))
+        add_records(page, [record])
+        print(f"wrote {page}", flush=True)
+
+
+def _show_plan(jobs: Sequence[Job], measurements: Sequence[Measurement]) -> None:
     for job in jobs:
         if job.finished:
             state = "finished"
@@ -125,3 +177,6 @@ def _show_plan(jobs: Sequence[Job]) -> None:
         else:
             state = f"{job.steps:,} steps"
         print(f"  {job.trial.name}: {job.trial.command(job.seed)}: {state}")
+    for target, bench, done in measurements:
+        state = "on the page already (--again measures anew)" if done else "to measure"
+        print(f"  {bench.name}: {target.title}, {bench.title}: {state}")
