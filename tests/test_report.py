@@ -32,6 +32,7 @@ from seqboat.analysis import (
     trace,
 )
 from seqboat.cli import main
+from seqboat.commands.report import default_page
 from seqboat.mixers.gau import GAUConfig
 from seqboat.mixers.seqboat import SeqBoatConfig
 from seqboat.mixers.transformer import TransformerConfig
@@ -39,6 +40,7 @@ from seqboat.report import Collected, collect, describe_run, report_page, thin
 from seqboat.report_compare import collect_comparison, short_names
 from seqboat.report_page import element, visible
 from seqboat.report_samples import PAGE_BYTES, Sample, pack_sample, pack_samples, sight_of, spell_bytes
+from seqboat.shipped import find_run
 from seqboat.tasks import TASKS
 from seqboat.tasks.base import Dataset, Example, Kind, Split, Task
 from small_runs import ToyConfig, small_run
@@ -427,6 +429,15 @@ def test_a_page_goes_beside_its_run(pages: Pages, capsys: pytest.CaptureFixture[
     assert main(["report", str(checkpoint), "--samples", "1"]) == 0
     assert f"wrote {run / 'report.html'}" in capsys.readouterr().out
     assert set(checkpoint.iterdir()) == files and describe_run(run)["step"] == 1
+
+
+def test_where_pages_go_by_default() -> None:
+    assert (
+        default_page([Path("runs/a")]) == default_page([Path("runs/a/step-20")]) == Path("runs/a/report.html")
+    )
+    assert default_page([Path("a"), Path("b")]) == Path("compare.html")
+    # never into the installed package
+    assert default_page([find_run("enwik8-small")]) == Path("enwik8-small.html")
 
 
 def test_without_routers_there_is_still_a_report(pages: Pages) -> None:

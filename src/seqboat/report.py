@@ -68,6 +68,7 @@ def describe_run(run: Path | str, which: str = "best") -> Numbers:
         "run": str(run),
         "recipe": config.recipe,
         "task": task.name,
+        "kind": task.kind,
         "mixer": to_dict(config)["model"]["mixer"]["name"],
         "layers": config.model.num_layers,
         "d_model": config.model.d_model,
@@ -308,6 +309,8 @@ def _summary(numbers: Numbers) -> Html:
     metric, scores = numbers["metric"], measures["metrics"]
     others = ", ".join(f"{k} {spell(v, score_unit(k))}" for k, v in scores.items() if k != metric)
     examples = f"{spell(measures['examples'])} examples"
+    if numbers["kind"] == "lm":
+        examples += ", each read from nothing"
     items = [
         (
             f"{metric} on {measures['split']}",

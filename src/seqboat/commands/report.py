@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--compare", action="store_true", help="several runs on one page, from what training recorded"
     )
     parser.add_argument(
-        "--out", metavar="FILE", help="page to write (default: report.html in the run's folder)"
+        "--out", metavar="FILE", help="page to write (default: report.html in the run's folder; compare.html)"
     )
     parser.add_argument(
         "--split",
@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
     from seqboat.checkpoint import write_atomically
     from seqboat.commands.eval import show_progress
     from seqboat.parallel import choose_device
-    from seqboat.report import collect, folder_of, report_page
+    from seqboat.report import collect, report_page
     from seqboat.report_compare import collect_comparison, comparison_page
     from seqboat.report_page import finite
     from seqboat.shipped import find_run
@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError("--limit goes with --split when runs are compared: recorded scores are whole")
     runs = [find_run(name) for name in options.run]
     wants_page = not options.json or options.out is not None
-    page = Path(options.out or ("compare.html" if options.compare else folder_of(runs[0]) / "report.html"))
+    page = Path(options.out) if options.out is not None else default_page(runs)
     if wants_page:
         check_page_path(page, runs)
     fields = [*([f"--data.data_dir={options.data_dir}"] if options.data_dir else []), *options.fields]
@@ -99,6 +99,17 @@ def run(options: argparse.Namespace) -> int:
     else:
         print(f"wrote {page} ({len(text.encode()) / 1e6:.1f} MB)")
     return 0
+
+
+def default_page(runs: list[Path]) -> Path:
+    """Beside the run; here if there are several, or if the run came with the package."""
+    from seqboat.report import folder_of
+    from seqboat.shipped import MODELS
+
+    if len(runs) > 1:
+        return Path("compare.html")
+    folder = folder_of(runs[0])
+    return Path(f"{folder.name}.html") if folder.parent == MODELS else folder / "report.html"
 
 
 def check_page_path(page: Path, runs: list[Path]) -> None:
