@@ -31,7 +31,10 @@ from seqboat.analysis import (
 from seqboat.bench import Setting, forward_products
 from seqboat.evaluate import Windows
 from seqboat.mixers.gau import GAU, GAUConfig
+from seqboat.mixers.seqboat import SeqBoatConfig
 from seqboat.mixers.transformer import TransformerConfig
+from seqboat.model import BackboneConfig, Classifier
+from seqboat.routers import AlwaysActiveConfig, GumbelConfig, SigmoidConfig, XMoEConfig
 from seqboat.sma import pack
 from seqboat.tasks import (
     ListOpsTaskConfig,
@@ -185,8 +188,28 @@ def test_the_attention_module_is_shown_first_and_others_beside_it(tmp_path: Path
     assert site is not None and site.temperature == pytest.approx(8**0.5)
 
 
+@pytest.mark.parametrize(
+    ("router", "temperature"),
+    [
+        (GumbelConfig(start=1.5), 1.5),
+        (XMoEConfig(), 0.3),
+        (SigmoidConfig(), None),
+        (AlwaysActiveConfig(), None),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_the_temperature_of_routers_that_have_one(router: Any, temperature: float | None) -> None:
+    config = BackboneConfig(mixer=SeqBoatConfig(router=router), d_model=8, num_layers=1, vocab=5)
+    (site,) = sites(Classifier(config, 2))
+    assert site is not None and site.temperature == (temperature and pytest.approx(temperature))
+
+
 @pytest.mark.parametrize("kind", ["classify", "match", "lm"])
-def test_attention_is_told_in_original_positions(kind: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("at_once", [256, 3])
+def test_attention_is_told_in_original_positions(
+    kind: Any, at_once: int, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("seqboat.analysis.QUERIES_AT_ONCE", at_once)
     examples = load_examples(toy_run(tmp_path, kind=kind), "val", limit=5)
     batch = examples.batch(range(5))
     samples = trace(examples.model, kind, batch)
@@ -242,6 +265,7 @@ class Loop:
         self.weighted: list[float] = []
         self.filled: list[float] = []
         self.final: list[float] = []
+        self.blind = [0, 0]
         self.parts = [[0, 0] for _ in range(BINS)]
         self.places: dict[int, list[int]] = {}
         self.kinds: dict[int, list[int]] = {}
@@ -271,7 +295,9 @@ class Loop:
             distances.append(sum(abs(positions[k] - here) for k in keys) / len(keys))
             weights = [float(w) for w in attention.seen_by(slot)[1]]
             apart = [abs(positions[k] - here) for k in keys]
-            if sum(weights):
+            self.blind[0] += not any(weights)
+            self.blind[1] += 1
+            if any(weights):
                 pairs = zip(weights, apart, strict=True)
                 weighted.append(sum(w * d for w, d in pairs) / sum(weights))
             window = gau.config.window
@@ -297,6 +323,7 @@ class Loop:
         assert_spread(found.rate, self.rates)
         assert_spread(found.active, self.counts)
         assert_spread(found.span, self.spans)
+        assert found.blind == (tuple(self.blind) if self.blind[1] else None)
         assert_spread(found.occupancy, self.filled)
         assert_spread(found.final_occupancy, self.final)
         if self.weighted:
@@ -345,10 +372,24 @@ def check_run(run: Path, split: Any = "val", reading: Windows | None = None, bat
 
 @pytest.mark.parametrize("kind", ["classify", "lm"], ids=["both", "causal"])
 @pytest.mark.parametrize("settings", [setting for setting in SPANS if setting != {"window": 1}], ids=str)
-def test_measures_equal_loops_over_tokens(settings: dict[str, Any], kind: Any, tmp_path: Path) -> None:
+def test_measures_equal_loops_over_tokens(
+    settings: dict[str, Any], kind: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("seqboat.analysis.QUERIES_AT_ONCE", 7)
     mixer: Any = small_run(ToyConfig(kind=kind)).model.mixer
     gau = GAUConfig(d_z=4, d_v=8, max_positions=16, **settings)
     check_run(toy_run(tmp_path, dataclasses.replace(mixer, gau=gau), kind=kind, length=30))
+
+
+def test_queries_that_see_nothing_are_counted(tmp_path: Path) -> None:
+    """Squared ReLU gives no weight to keys whose scores are not positive."""
+    mixer: Any = small_run().model.mixer
+    gau = GAUConfig(d_z=2, d_v=8, window=2, positions="none", attention="relu2")
+    register()
+    config = small_run().replace(model={"mixer": dataclasses.replace(mixer, gau=gau)})
+    measures = check_run(write_run(tmp_path / "run", config, noise=0.5))
+    blind = [layer.blind for layer in measures.layers]
+    assert any(0 < share.active < share.total for share in blind)
 
 
 def test_measures_of_pairs_count_both_sequences(tmp_path: Path) -> None:
@@ -370,7 +411,12 @@ def test_a_layer_that_never_attends(tmp_path: Path) -> None:
         examples.model.backbone.layers[0].sma.router.logits.bias.copy_(torch.tensor([9.0, -9.0]))  # type: ignore
     found = measure(examples, "val").layers[0]
     assert found is not None and found.share.active == 0 and found.rate == Spread(0.0, 0.0, 3)
-    assert found.span is None and found.weighted_span is None and found.confidence is None
+    assert (
+        found.blind is None
+        and found.span is None
+        and found.weighted_span is None
+        and found.confidence is None
+    )
     assert found.occupancy is None and found.final_occupancy == Spread(0.0, 0.0, 3)
 
 

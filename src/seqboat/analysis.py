@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
@@ -48,13 +49,15 @@ from seqboat.evaluate import (
 )
 from seqboat.loader import batches
 from seqboat.mixers.activation import SparseModularActivation
-from seqboat.mixers.gau import GAU
+from seqboat.mixers.gau import GAU, RowWeights
 from seqboat.mixers.seqboat import SeqBoat
 from seqboat.mixers.ssm import DiagonalSSM
 from seqboat.parallel import World
 from seqboat.sma import Packed, Routing
 from seqboat.tasks.base import IGNORE, Batch, Dataset, Kind, Split, Task, draw_subset
 
+QUERIES_AT_ONCE = 256
+"""Queries that are weighed against all keys at a time."""
 RANKED = 5
 """Next tokens of a language model that a trace keeps; of a classifier it keeps all classes."""
 
@@ -376,9 +379,18 @@ def _row(call: _Seen, row: int) -> tuple[Tensor, Tensor]:
 
 
 def _attention(gau: GAU, tokens: Tensor, position: Tensor) -> Attention:
+    parts = list(_weigh(gau, tokens, position))
+    width = max(part.weights.shape[1] for part in parts)
+    weights = [F.pad(part.weights.float(), (0, width - part.weights.shape[1])) for part in parts]
+    first, end = (torch.cat([getattr(part, name) for part in parts]) for name in ("first", "end"))
+    return Attention(_array(position), _array(first), _array(end), _array(torch.cat(weights)))
+
+
+def _weigh(gau: GAU, tokens: Tensor, position: Tensor) -> Iterator[RowWeights]:
+    """Weights of the queries of a row, some at a time: before they are cut to what is seen, all keys are there."""
     query, key, _, _ = gau.project(tokens, position)
-    first, end, weights = gau.weigh(query, key, position)
-    return Attention(_array(position), _array(first), _array(end), _array(weights.float()))
+    for begin in range(0, max(len(position), 1), QUERIES_AT_ONCE):
+        yield gau.weigh(query, key, position, slice(begin, begin + QUERIES_AT_ONCE))
 
 
 # measures of a split
@@ -387,8 +399,6 @@ BINS = 20
 """Bins of relative positions, and of probabilities from 0 to 1."""
 PLACES = 32
 """Bins of absolute positions, at most."""
-QUERIES_AT_ONCE = 256
-"""Queries whose attention weights are held at a time."""
 CURVE_POINTS = 200
 """Points of training that a curve of activation keeps, at most, besides the evaluations."""
 
@@ -421,14 +431,14 @@ class Moments:
 
 
 class Share(NamedTuple):
-    """How many tokens of a kind there were, and how many of them were activated."""
+    """How many tokens of a kind there were, and how many of them were activated (or are what is counted)."""
 
     active: int
     total: int
 
     @property
     def rate(self) -> float | None:
-        """The share that was activated; None where there were no tokens."""
+        """Their share; None where there were no tokens."""
         return self.active / self.total if self.total else None
 
 
@@ -476,6 +486,8 @@ class LayerMeasures:
     """mean distance, in original positions, from a query to the keys it may see; None if there never was a query"""
     weighted_span: Spread | None
     """the same, each key counted by its attention weight; None also if not asked for"""
+    blind: Share | None
+    """queries whose weights are all zero, as squared ReLU can make them: attention gives them a constant"""
     occupancy: Spread | None
     """share of the slots of the working memory that are filled at a query; None if there is no bound"""
     final_occupancy: Spread | None
@@ -557,6 +569,7 @@ class _LayerSums:
         self.rate, self.active = Moments(), Moments()
         self.span, self.weighted, self.filled, self.final = (Moments() for _ in range(4))
         self.confidence = 0.0
+        self.blind: list[int] = [0, 0]
         self.probabilities, self.by_part = _Tally(BINS), _Tally(BINS)
         self.by_place, self.by_class = _Tally(places), _Tally(classes)
         self.others: dict[str, _Tally] = {}
@@ -598,9 +611,11 @@ class _LayerSums:
             self.final.add(_held(gau, count) / gau.window)
         if weighted and bool(asked.any()):
             means = weighted_distance(gau, tokens, position)[asked]
-            means = means[~means.isnan()]
-            if len(means):
-                self.weighted.add(float(means.mean()))
+            sighted = means[~means.isnan()]
+            self.blind[0] += len(means) - len(sighted)
+            self.blind[1] += len(means)
+            if len(sighted):
+                self.weighted.add(float(sighted.mean()))
 
     def measures(self) -> LayerMeasures:
         active, total = (int(n) for n in self.by_part.counts.sum(axis=1))
@@ -621,6 +636,7 @@ class _LayerSums:
             by_class=self.by_class.shares(),
             span=self.span.spread(),
             weighted_span=self.weighted.spread(),
+            blind=Share(*self.blind) if self.blind[1] else None,
             occupancy=self.filled.spread(),
             final_occupancy=self.final.spread(),
             cost=self.products.cost(),
@@ -649,7 +665,7 @@ def mean_distance(position: Tensor, first: Tensor, end: Tensor) -> Tensor:
         position: (active,) float64, increasing.
         first, end: (active,), from `GAU.visible`.
     """
-    sums = torch.nn.functional.pad(position.cumsum(dim=0), (1, 0))
+    sums = F.pad(position.cumsum(dim=0), (1, 0))
     slot = torch.arange(len(position), device=position.device)
     after = torch.minimum(slot + 1, end)
     before = position * (slot - first) - (sums[slot] - sums[first])
@@ -665,15 +681,14 @@ def weighted_distance(gau: GAU, tokens: Tensor, position: Tensor) -> Tensor:
         tokens: (active, d_model), of one row.
         position: (active,).
     """
-    query, key, _, _ = gau.project(tokens, position)
-    found = [position.new_zeros(0, dtype=torch.float64)]
-    for begin in range(0, len(position), QUERIES_AT_ONCE):
-        part = slice(begin, begin + QUERIES_AT_ONCE)
-        first, _, weights = gau.weigh(query, key, position, part)
+    found = []
+    for asking, (first, _, weights) in zip(
+        position.split(QUERIES_AT_ONCE), _weigh(gau, tokens, position), strict=True
+    ):
         weights = weights.double()
         slot = first[:, None] + torch.arange(weights.shape[1], device=position.device)
         # behind the last key weights are zero, whatever the place
-        distance = (position[slot.clamp(max=len(position) - 1)] - position[part][:, None]).abs().double()
+        distance = (position[slot.clamp(max=len(position) - 1)] - asking[:, None]).abs().double()
         found.append((weights * distance).sum(dim=1) / weights.sum(dim=1))
     return torch.cat(found)
 

@@ -205,6 +205,11 @@ class XMoE(Router):
         nn.init.orthogonal_(self.options)
         nn.init.constant_(self.log_temperature, math.log(0.3))
 
+    @property
+    def temperature(self) -> Tensor:
+        """(): of the softmax over the options, kept within exp(-20) and exp(20)."""
+        return torch.exp(self.log_temperature.clamp(-20.0, 20.0))
+
     def route(self, x: Tensor) -> Routing:
         token = F.normalize(self.linear(self.project, x), dim=-1)
         option = F.normalize(self.options.to(x.dtype), dim=-1)
