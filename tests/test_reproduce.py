@@ -8,9 +8,11 @@ import multiprocessing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import seqboat.reproduce as reproduce
+from seqboat.analysis import load_examples, measure_run, trace
 from seqboat.checkpoint import Lock
 from seqboat.cli import main
 from seqboat.config import RunConfig, override
@@ -18,11 +20,11 @@ from seqboat.matching import count_of_run
 from seqboat.mixers import MIXERS
 from seqboat.mixers.base import directions_of
 from seqboat.recipes import RECIPES
-from seqboat.reproduce import Job, collect, estimate, plan, run_job, step_seconds
+from seqboat.reproduce import Job, collect, estimate, observe, plan, run_job, step_seconds
 from seqboat.results import add_records, read_records
 from seqboat.targets import SLOW_CAUSAL, TARGETS, Target, Trial
 from seqboat.tasks import TASKS
-from small_runs import Spy, ToyConfig, small_run
+from small_runs import Spy, Toy, ToyConfig, small_run
 
 
 def toy_small(mixer: Any = None) -> RunConfig:
@@ -97,7 +99,7 @@ def test_every_mixer_is_trained_with_as_many_parameters() -> None:
 
 
 def test_sizes_of_memory_and_chunk_differ_in_nothing_else() -> None:
-    for trials, sizes in ((TARGETS["tradeoff"].small, 5), (TARGETS["tradeoff"].paper, 6)):
+    for trials, sizes in ((TARGETS["tradeoff"].small, 4), (TARGETS["tradeoff"].paper, 6)):
         groups: dict[tuple[str, str], list[Trial]] = {}
         for trial in trials:
             groups.setdefault((trial.task, trial.title), []).append(trial)
@@ -210,6 +212,83 @@ def test_the_page_holds_every_record_and_says_what_was_not_run(target: Target, t
     assert (page.parent / "images" / "results-toys-small.png").stat().st_size > 5000
 
 
+def test_figures_are_drawn_anew_only_for_new_records(target: Target, tmp_path: Path) -> None:
+    page = tmp_path / "results.md"
+    job = plan(target, "small", tmp_path)[2]
+    run_job(job, Spy())
+    record = collect(job)
+    add_records(page, [record])
+    figure = tmp_path / "images" / "results-toys-small.svg"
+    figure.write_text("kept")
+    add_records(page, [{"target": "other", "scale": "small", "trial": "x", "seed": 0}])
+    assert figure.read_text() == "kept" and "images/results-toys-small.svg" in page.read_text()
+    add_records(page, [record])
+    assert figure.read_text() != "kept"
+
+
+def test_layers_of_runs_are_observed(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trials = tuple(dataclasses.replace(trial, task="Toys", size=8, seeds=1) for trial in target.small)
+    for layout in ("activation", "span"):
+        made = dataclasses.replace(target, name=layout, layout=layout, small=trials)
+        monkeypatch.setitem(TARGETS, layout, made)
+    out = ["--out", str(tmp_path), "--only", "toy"]
+    assert main(["reproduce", "activation", "span", *out]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("24 steps") == 2 and "about 1 minutes of one core" in shown, "one run, two figures"
+    activation, span = read_records(tmp_path / "results.md")
+    expected = measure_run(tmp_path / "small" / "toy" / "seed-0", "val", 100, weighted=False)
+    assert activation["rates"] == [[m.rate.mean, m.rate.std] for m in expected.layers if m is not None]
+    assert [s is None for s in span["spans"]] == [m is None or m.span is None for m in expected.layers]
+    text = (tmp_path / "results.md").read_text()
+    assert "| active % | layer 1 | layer 2 | lower half | upper half |" in text
+    assert "| Fast | - | - | not run | - |" in text
+    assert "| Toys, memory | sliding window | layer 1 | layer 2 |" in text and "| 8 | 4 | " in text
+    for name in ("activation", "span"):
+        assert (tmp_path / "images" / f"results-{name}-small-dark.png").stat().st_size > 5000
+
+
+def test_layers_without_attention_are_named(tmp_path: Path) -> None:
+    record = {"scale": "small", "seed": 0, "versions": {"seqboat": "0", "torch": "0"}, "commit": None}
+    rates = [[0.0, 0.0], [0.5, 0.1], None, [0.25, 0.0], [0.75, 0.2]]
+    add_records(
+        tmp_path / "results.md",
+        [
+            {**record, "target": "activation", "trial": "listops", "rates": rates},
+            {**record, "target": "activation", "trial": "image", "rates": [[0.9, 0.0], [0.2, 0.0]]},
+        ],
+    )
+    text = (tmp_path / "results.md").read_text()
+    assert "attends more than the lower one in 1 of 2 tasks: ListOps." in text
+    assert "works alone: ListOps layer 1." in text
+    assert "| ListOps | 0.0 ± 0.0 | 50.0 ± 10.0 | 25.0 ± 0.0 | 75.0 ± 20.0 | - | 25.0 | 50.0 |" in text
+
+
+def test_confidences_are_drawn_over_images(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial = dataclasses.replace(target.small[1], arguments=("--task.length=3",))
+    made = dataclasses.replace(target, name="confidence", layout="confidence", small=(trial,))
+    monkeypatch.setitem(TARGETS, "confidence", made)
+    job = plan(made, "small", tmp_path)[0]
+    run_job(job, Spy())
+    with pytest.raises(ValueError, match="has no images, but toy"):
+        observe(job)
+    monkeypatch.setattr(Toy, "picture", (1, 3))
+    record = observe(job)
+    examples = load_examples(job.folder, "val", 3)
+    for i, picture in enumerate(record["pictures"]):
+        assert picture["input"] == [examples.dataset[i].inputs.tolist()]
+        sample = trace(examples.model, "classify", examples.batch([i]))[0]
+        for seen, layer in zip(picture["layers"], sample.sequences[0].layers, strict=True):
+            assert layer is not None
+            np.testing.assert_allclose(seen, [layer.confidence], atol=6e-4)
+    add_records(tmp_path / "results.md", [record])
+    assert "images/results-confidence-small-fast.svg" in (tmp_path / "results.md").read_text()
+    assert (tmp_path / "images" / "results-confidence-small-fast-dark.svg").stat().st_size > 5000
+
+
 def test_records_that_are_not_records_are_refused(tmp_path: Path) -> None:
     page = tmp_path / "results.md"
     for content in ("[1]", '{"a": 1}', "[", '[{"target": "lra"}]'):
@@ -219,9 +298,14 @@ def test_records_that_are_not_records_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_command(target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["reproduce"]) == 0
-    assert "lra          Long Range Arena (table 1)" in capsys.readouterr().out
     out = ["--out", str(tmp_path / "runs")]
+    assert main(["reproduce", *out]) == 0
+    listed = capsys.readouterr().out
+    assert (
+        "lra                Long Range Arena (table 1): 0 of 6 done at --scale small, 69 minutes left"
+        in listed
+    )
+    assert "toys               Toys (table 0): 0 of 3 done at --scale small, 4 minutes left" in listed
     assert main(["reproduce", "toys", "--dry-run", *out]) == 0
     text = capsys.readouterr().out
     assert "  fast: seqboat train toy-small --optimiser.lr=0.03 --seed=0: 24 steps" in text
@@ -229,12 +313,14 @@ def test_the_command(target: Target, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert not (tmp_path / "runs").exists()
     assert main(["reproduce", "toys", "--seeds", "1", *out]) == 0
     assert "wrote" in capsys.readouterr().out
+    assert main(["reproduce", *out]) == 0
+    assert "Toys (table 0): 2 of 3 done at --scale small, 1 minutes left" in capsys.readouterr().out
     assert main(["reproduce", "toys", *out, "--collect", "--page", str(tmp_path / "page.md")]) == 0
     assert len(read_records(tmp_path / "page.md")) == 2
     for wrong, message in (
         (["reproduce", "lar"], "target 'lar' is unknown; expected some of lra"),
         (["reproduce", "toys", "--seeds", "0"], "--seeds must be an integer >= 1, got 0"),
-        (["reproduce", "toys", "--only", "tay", "f"], "--only tay f fits no trial; there are toy, fast"),
+        (["reproduce", "toys", "--only", "tay", "f"], "--only tay f fits nothing; there are toy, fast"),
         (["reproduce", "diagnostics", "--scale", "paper"], "diagnostics has nothing to run at --scale paper"),
     ):
         assert main([*wrong, *out]) == 2
@@ -248,7 +334,7 @@ def test_part_of_a_target(target: Target, tmp_path: Path, capsys: pytest.Capture
     assert [job.trial.name for job in plan(target, "small", tmp_path, only=["toy"])] == ["toy", "toy"]
     capsys.readouterr()
     assert main(["reproduce", "toys", "--only", "toy", "--collect", *out]) == 0
-    assert "nothing is finished" in capsys.readouterr().out
+    assert "no run is finished" in capsys.readouterr().out
 
 
 def test_a_run_of_another_process_is_left_to_it(

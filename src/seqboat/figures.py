@@ -173,39 +173,6 @@ def demo_figure(
     return figure
 
 
-CURVES_PER_ROW = 3
-_DASHES = ("-", "--", ":", "-.")
-
-
-def curves_figure(panels: Mapping[str, Sequence[Mapping[str, Any]]]) -> Figure:
-    """Held-out scores during training: a panel per experiment, a line per seed.
-
-    Args:
-        panels: by title, runs with their `metric`, `seed` and `curve`, pairs of step and score.
-    """
-    from matplotlib.figure import Figure
-
-    require(len(panels) > 0, "panels must not be empty")
-    columns = min(CURVES_PER_ROW, len(panels))
-    rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(3.9 * columns, 2.7 * rows), layout="constrained")
-    for i, (title, runs) in enumerate(panels.items()):
-        axes = figure.add_subplot(rows, columns, i + 1)
-        for line, record in enumerate(runs):
-            points = np.asarray(record["curve"], dtype=float).reshape(-1, 2)
-            dashes = _DASHES[line % len(_DASHES)]
-            axes.plot(*points.T, dashes, marker="o", ms=3, color="#2c7fb8", label=f"seed {record['seed']}")
-        if len(runs) > 1:
-            axes.legend(fontsize=7, frameon=False)
-        axes.set_title(title, fontsize=10)
-        axes.set_xlabel("updates")
-        axes.set_ylabel(str(runs[0]["metric"]))
-        axes.set_xlim(left=0)
-        axes.grid(alpha=0.3, lw=0.5)
-        axes.spines[["top", "right"]].set_visible(False)
-    return figure
-
-
 # one style
 
 Theme = Literal["light", "dark"]
@@ -545,6 +512,7 @@ def histogram_figure(
                 height=(total - active) / whole, bottom=active / whole, color=style.faint, label="not", **bars
             )
             axes.set_title(f"{axes.get_title()}\n{active.sum() / whole:.1%} active", fontsize=9)
+            axes.set_ylim(0, 1.05 * float(total.max()) / whole or 1)
         _dress(axes, style, "y")
         axes.set_xlim(0, 1)
         axes.set_xlabel("probability of activation")
@@ -639,6 +607,37 @@ def intervention_figure(
 
 
 # files
+
+
+CURVES_PER_ROW = 3
+
+
+def curves_figure(panels: Mapping[str, Sequence[Mapping[str, Any]]], *, theme: Theme = "light") -> Figure:
+    """Held-out scores during training: a panel per experiment, a line per seed.
+
+    Args:
+        panels: by title, runs with their `metric`, `seed` and `curve`, pairs of step and score.
+        theme: light or dark.
+    """
+    require(len(panels) > 0, "panels must not be empty")
+    style = _style(theme)
+    columns = min(CURVES_PER_ROW, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = _new_figure(3.9 * columns, 2.7 * rows, style)
+    for i, (title, runs) in enumerate(panels.items()):
+        axes = figure.add_subplot(rows, columns, i + 1)
+        for number, record in enumerate(runs):
+            points = np.asarray(record["curve"], dtype=float).reshape(-1, 2)
+            look = {**_line(style, number), "ms": 4}
+            axes.plot(*points.T, label=f"seed {record['seed']}", **look)
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel("updates")
+        axes.set_ylabel(str(runs[0]["metric"]))
+        axes.set_xlim(left=0)
+        _dress(axes, style)
+        if len(runs) > 1:
+            _legend(axes, style)
+    return figure
 
 
 def ratios_figure(

@@ -16,7 +16,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+
+from seqboat.analysis import load_examples, measure_run, trace
 from seqboat.checkpoint import Store, write_atomically
+from seqboat.checks import require
 from seqboat.config import difference
 from seqboat.display import Display
 from seqboat.evaluate import checkpoint_config, evaluate_run, iterate_metrics
@@ -102,6 +106,56 @@ def refreshed(job: Job) -> Job:
 def run_job(job: Job, display: Display | None = None) -> Outcome:
     """Train a run to its end, going on where it stopped."""
     return train(job.trial.config(job.seed), job.folder, resume=True, display=display)
+
+
+def observe(job: Job, progress: Callable[[int, int], None] | None = None) -> dict[str, Any]:
+    """What the layers of a finished run do on validation data, as plain data: what the figure of its target shows."""
+    about = json.loads((job.folder / "run.json").read_text(encoding="utf-8"))
+    shown: dict[str, Any]
+    if job.target.layout == "confidence":
+        shown = {"pictures": _confidence(job.folder)}
+    else:
+        measures = measure_run(job.folder, "val", OBSERVED, weighted=False, progress=progress)
+        shown = {
+            "sequences": measures.sequences,
+            "rates": [layer and [layer.rate.mean, layer.rate.std] for layer in measures.layers],
+            "spans": [
+                layer and layer.span and [layer.span.mean, layer.span.std] for layer in measures.layers
+            ],
+        }
+    return {
+        "target": job.target.name,
+        "scale": job.scale,
+        "trial": job.trial.name,
+        "seed": job.seed,
+        "command": job.trial.command(job.seed),
+        **shown,
+        "versions": about["versions"],
+        "commit": about.get("commit"),
+    }
+
+
+OBSERVED = 100
+"""Sequences that figures look at, as in the paper."""
+PICTURES = 3
+"""Images whose confidences are drawn."""
+
+
+def _confidence(run: Path) -> list[dict[str, Any]]:
+    """A few images and the confidence of their pixels in every layer, (height, width) each."""
+    examples = load_examples(run, "val", PICTURES)
+    shape = examples.task.picture
+    require(shape is not None, f"{run} has no images, but {examples.task.name}")
+    found = []
+    for sample in trace(examples.model, examples.task.kind, examples.batch(range(len(examples.dataset)))):
+        (sequence,) = sample.sequences
+        layers = [
+            None if layer is None else layer.confidence.reshape(shape).round(3).tolist()
+            for layer in sequence.layers
+        ]
+        inputs = np.asarray(sequence.inputs, dtype=float).reshape(shape).round(3)
+        found.append({"input": inputs.tolist(), "layers": layers})
+    return found
 
 
 def collect(job: Job, progress: Callable[[int, int], None] | None = None) -> dict[str, Any]:

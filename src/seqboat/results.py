@@ -13,10 +13,10 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from seqboat.checkpoint import write_atomically
 from seqboat.efficiency import MODELS, PUBLISHED_LENGTH, PUBLISHED_MIXERS, TASKS
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from seqboat.figures import Theme
 
 Record = dict[str, Any]
+Make = Callable[["Theme"], "Figure"]
+"""Draws a figure in a theme."""
 
 _KEY = ("target", "scale", "trial", "seed")
 
@@ -77,7 +79,7 @@ def _add_records(page: Path, new: Sequence[Record]) -> list[Record]:
         found.values(), key=lambda r: (order.get(r["target"], len(order)), r["scale"], r["trial"], r["seed"])
     )
     write_atomically(page.with_suffix(".json"), _compact(records))
-    write_page(page, records)
+    write_page(page, records, {(r["target"], r["scale"]) for r in new})
     return records
 
 
@@ -86,8 +88,14 @@ def _compact(records: Sequence[Record]) -> str:
     return "[\n" + ",\n".join(json.dumps(r, ensure_ascii=False) for r in records) + "\n]\n"
 
 
-def write_page(page: Path, records: Sequence[Record]) -> None:
-    """Write the page and its figures."""
+def write_page(page: Path, records: Sequence[Record], changed: Collection[tuple[str, Scale]]) -> None:
+    """Write the page and its figures.
+
+    Args:
+        page: to write.
+        records: all of them.
+        changed: targets and scales with new records; figures of others are drawn only if they are missing.
+    """
     lines = [
         "# Results",
         "",
@@ -100,11 +108,38 @@ def write_page(page: Path, records: Sequence[Record]) -> None:
         for scale in get_args(Scale):
             mine = [r for r in records if r["target"] == target.name and r["scale"] == scale]
             if target.names(scale):
-                lines += _section(page, target, scale, mine)
+                pictures = Pictures(page.parent, (target.name, scale) in changed)
+                lines += _section(pictures, target, scale, mine)
     write_atomically(page, "\n".join(lines).rstrip() + "\n")
 
 
-def _section(page: Path, target: Target, scale: Scale, records: Sequence[Record]) -> list[str]:
+class Pictures(NamedTuple):
+    """Where figures go."""
+
+    folder: Path
+    """of the page"""
+    redraw: bool
+    """whether those that exist are drawn anew"""
+
+    def show(self, name: str, title: str, make: Make | None) -> list[str]:
+        """Draw a figure in all its forms, if need be; returns the lines that show it.
+
+        Args:
+            name: of the files.
+            title: for readers who do not see it.
+            make: draws it in a theme; None if there is nothing to draw.
+        """
+        if make is None or importlib.util.find_spec("matplotlib") is None:
+            return []
+        from seqboat.figures import write_figure
+
+        path = self.folder / "images" / name
+        if self.redraw or not path.with_suffix(".svg").exists():
+            write_figure(make, path)
+        return [f"![{title}](images/{name}.svg)", ""]
+
+
+def _section(pictures: Pictures, target: Target, scale: Scale, records: Sequence[Record]) -> list[str]:
     trials = target.trials(scale)
     command = f"seqboat reproduce {target.name} --scale {scale}"
     size = "small twins on two cores" if scale == "small" else "as published"
@@ -120,28 +155,38 @@ def _section(page: Path, target: Target, scale: Scale, records: Sequence[Record]
     lines += [f"`{command}`", ""]
     if scale == "small" and target.cut:
         lines += [f"Cut: {target.cut}", ""]
-    by_trial = {trial.name: [r for r in records if r["trial"] == trial.name] for trial in trials}
+    found = {trial.name: [r for r in records if r["trial"] == trial.name] for trial in trials}
+    name = f"results-{target.name}-{scale}"
     if target.layout == "mixers":
-        lines += _mixer_table(trials, by_trial)
+        lines += _mixer_table(trials, found)
     elif target.layout == "ablation":
-        lines += _ablation_tables(trials, by_trial)
+        lines += _ablation_tables(trials, found)
     elif target.layout == "tradeoff":
-        lines += _tradeoff_tables(trials, by_trial)
-        lines += _draw(page, f"results-tradeoff-{scale}", target.title, _draw_tradeoff(trials, by_trial))
+        lines += _tradeoff_tables(trials, found)
+        lines += pictures.show(name, target.title, _draw_tradeoff(trials, found))
+    elif target.layout == "activation":
+        lines += _activation_table(trials, found)
+        lines += pictures.show(name, target.title, _draw_activation(trials, found))
+    elif target.layout == "confidence":
+        for trial in trials:
+            if found[trial.name]:
+                lines += [f"### {trial.title}", ""]
+                make = _draw_confidence(found[trial.name][0])
+                lines += pictures.show(f"{name}-{trial.name}", f"{target.title}, {trial.title}", make)
+    elif target.layout == "span":
+        lines += _span_tables(trials, found)
+        lines += pictures.show(name, target.title, _draw_span(trials, found))
     elif target.layout == "efficiency":
         lines += _efficiency_tables(records[0]["parts"])
-        lines += _draw(
-            page, f"results-efficiency-{scale}", target.title, _draw_efficiency(records[0]["parts"])
-        )
+        lines += pictures.show(name, target.title, _draw_efficiency(records[0]["parts"]))
     elif target.layout == "mixers-efficiency":
         for bench in target.benches(scale):
             lines += _mixer_efficiency(bench, [r for r in records if r["trial"] == bench.name])
-        lines += _draw(page, f"results-{target.name}-{scale}", target.title, _draw_mixers(target, records))
+        lines += pictures.show(name, target.title, _draw_mixers(records))
     else:
-        lines += _run_table(trials, by_trial)
-        figure = _draw_curves(page, target, scale, records)
-        if figure is not None:
-            lines += [f"![{target.title}: held-out score during training]({figure})", ""]
+        lines += _run_table(trials, found)
+        title = f"{target.title}: held-out score during training"
+        lines += pictures.show(name, title, _draw_curves(trials, records))
         cuts = [(trial.title, _cut(trial)) for trial in trials if not trial.arguments]
         lines += [f"- **{title}.** {cut}" for title, cut in cuts if cut]
     made = sorted(
@@ -425,26 +470,6 @@ def _memory_cells(row: Record) -> list[str]:
     return [f"{row['memory'] / 2**20:.0f}", f"{row['memory_ratio']:.2f}x" if row["memory_ratio"] else "-"]
 
 
-# figures
-
-
-Make = Callable[["Theme"], "Figure"]
-
-
-def _draw(page: Path, name: str, title: str, make: Make | None) -> list[str]:
-    """Write a figure in all its forms to images/ beside the page; returns the lines that show it."""
-    if make is None or not _can_draw():
-        return []
-    from seqboat.figures import write_figure
-
-    write_figure(make, page.parent / "images" / name)
-    return [f"![{title}](images/{name}.svg)", ""]
-
-
-def _can_draw() -> bool:
-    return importlib.util.find_spec("matplotlib") is not None
-
-
 def _draw_tradeoff(trials: Sequence[Trial], records: Mapping[str, Sequence[Record]]) -> Make | None:
     from seqboat.figures import Point, tradeoff_figure
 
@@ -478,7 +503,7 @@ def _draw_efficiency(parts: Mapping[str, Any]) -> Make:
     return lambda theme: ratios_figure(panels, reference="MEGA", theme=theme)
 
 
-def _draw_mixers(target: Target, records: Sequence[Record]) -> Make | None:
+def _draw_mixers(records: Sequence[Record]) -> Make | None:
     """At the paper's length and equal width."""
     from seqboat.figures import ratios_figure
 
@@ -497,18 +522,114 @@ def _draw_mixers(target: Target, records: Sequence[Record]) -> Make | None:
     return lambda theme: ratios_figure(panels, reference="plain Transformer", theme=theme)
 
 
-def _draw_curves(page: Path, target: Target, scale: Scale, records: Sequence[Record]) -> str | None:
-    """The curves of a section as a PNG in images/ beside the page; None without matplotlib."""
-    if not _can_draw():
-        return None
-    from seqboat.figures import curves_figure, save_figure
+def _draw_curves(trials: Sequence[Trial], records: Sequence[Record]) -> Make:
+    """Held-out scores during training."""
+    from seqboat.figures import curves_figure
 
-    name = f"images/results-{target.name}-{scale}.png"
-    titles = {trial.name: trial.title for trial in target.trials(scale)}
+    titles = {trial.name: trial.title for trial in trials}
     panels: dict[str, list[Mapping[str, Any]]] = {}
     for record in records:
         panels.setdefault(titles.get(str(record["trial"]), str(record["trial"])), []).append(record)
-    figure: Figure = curves_figure(panels)
-    (page.parent / "images").mkdir(exist_ok=True)
-    save_figure(figure, page.parent / name)
-    return name
+    return lambda theme: curves_figure(panels, theme=theme)
+
+
+IDLE = 0.001
+"""Share of active tokens below which a layer counts as working without attention."""
+
+
+def _activation_table(trials: Sequence[Trial], records: Mapping[str, Sequence[Record]]) -> list[str]:
+    """Rates of all layers, and whether the upper ones attend more than the lower ones."""
+    layers = max(len(r["rates"]) for found in records.values() for r in found)
+    rows, idle, upward = [], [], []
+    for trial in trials:
+        if not records[trial.name]:
+            rows.append([trial.title, *("-" for _ in range(layers)), "not run", "-"])
+            continue
+        rates = [rate for rate in records[trial.name][0]["rates"] if rate is not None]
+        half = len(rates) // 2
+        lower, upper = (
+            statistics.mean(r[0] for r in part) for part in (rates[:half], rates[len(rates) - half :])
+        )
+        shown = [f"{100 * mean:.1f} ± {100 * spread:.1f}" for mean, spread in rates]
+        rows.append(
+            [trial.title, *shown, *["-"] * (layers - len(shown)), f"{100 * lower:.1f}", f"{100 * upper:.1f}"]
+        )
+        idle += [f"{trial.title} layer {i}" for i, (mean, _) in enumerate(rates, start=1) if mean < IDLE]
+        if upper > lower:
+            upward.append(trial.title)
+    head = ["active %", *(f"layer {i}" for i in range(1, layers + 1)), "lower half", "upper half"]
+    ran = sum(bool(found) for found in records.values())
+    return [
+        *_table(head, rows),
+        f"- The upper half of the layers attends more than the lower one in {len(upward)} of {ran} tasks"
+        + (f": {', '.join(upward)}." if upward else "."),
+        "- Layers in which fewer than one token in a thousand attends, so that the state-space layer works alone: "
+        + (f"{', '.join(idle)}." if idle else "none."),
+        "",
+    ]
+
+
+def _draw_activation(trials: Sequence[Trial], records: Mapping[str, Sequence[Record]]) -> Make:
+    from seqboat.figures import activation_figure
+
+    tasks = {}
+    for trial in trials:
+        if records[trial.name]:
+            rates = [rate or (None, None) for rate in records[trial.name][0]["rates"]]
+            tasks[trial.title] = [mean for mean, _ in rates], [spread for _, spread in rates]
+    return lambda theme: activation_figure(tasks, theme=theme)
+
+
+LAST = 4
+"""Layers whose confidences are drawn, at most."""
+
+
+def _draw_confidence(record: Record) -> Make:
+    from seqboat.figures import confidence_maps_figure
+
+    pictures = record["pictures"]
+    layers = len(pictures[0]["layers"])
+    maps = {
+        f"layer {number + 1}": [picture["layers"][number] for picture in pictures]
+        for number in range(max(0, layers - LAST), layers)
+        if pictures[0]["layers"][number] is not None
+    }
+    return lambda theme: confidence_maps_figure([p["input"] for p in pictures], maps, theme=theme)
+
+
+def _span_tables(trials: Sequence[Trial], records: Mapping[str, Sequence[Record]]) -> list[str]:
+    """A table for each task: a row for every size of memory."""
+    lines = []
+    for task in dict.fromkeys(trial.task for trial in trials):
+        own = [trial for trial in trials if trial.task == task]
+        layers = max((len(r["spans"]) for trial in own for r in records[trial.name]), default=0)
+        rows = []
+        for trial in own:
+            assert trial.size is not None
+            cells = [str(trial.size), f"{trial.size / 2:g}"]
+            found = records[trial.name]
+            spans = found[0]["spans"] if found else ["not run"] * layers
+            rows.append([*cells, *(_span(value) for value in spans)])
+        head = [f"{task}, memory", "sliding window", *(f"layer {i}" for i in range(1, layers + 1))]
+        lines += _table(head, rows)
+    return lines
+
+
+def _span(value: Any) -> str:
+    """Mean and deviation; a dash where nothing attends."""
+    if isinstance(value, str):
+        return value
+    return "-" if value is None else f"{value[0]:.1f} ± {value[1]:.1f}"
+
+
+def _draw_span(trials: Sequence[Trial], records: Mapping[str, Sequence[Record]]) -> Make:
+    from seqboat.figures import span_figure
+
+    panels: dict[str, dict[int, list[float | None]]] = {}
+    for trial in trials:
+        if records[trial.name]:
+            assert trial.size is not None
+            spans = [value and value[0] for value in records[trial.name][0]["spans"]]
+            panels.setdefault(trial.task, {})[trial.size] = spans
+    local = {trial.size: trial.size / 2 for trial in trials if trial.size is not None}
+    return lambda theme: span_figure(panels, local=local, theme=theme)

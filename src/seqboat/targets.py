@@ -23,7 +23,17 @@ from seqboat.mixers.base import directions_of
 from seqboat.recipes import find_recipe
 
 Scale = Literal["small", "paper"]
-Layout = Literal["runs", "mixers", "ablation", "tradeoff", "efficiency", "mixers-efficiency"]
+Layout = Literal[
+    "runs",
+    "mixers",
+    "ablation",
+    "tradeoff",
+    "efficiency",
+    "mixers-efficiency",
+    "activation",
+    "confidence",
+    "span",
+]
 """How the page shows a target."""
 
 
@@ -124,6 +134,11 @@ class Target:
     def benches(self, scale: Scale) -> tuple[Bench, ...]:
         """What is measured at one scale."""
         return self.small_benches if scale == "small" else self.paper_benches
+
+    @property
+    def observed(self) -> bool:
+        """Whether it shows what trained models do, not how well."""
+        return self.layout in ("activation", "confidence", "span")
 
     def names(self, scale: Scale) -> list[str]:
         """Of everything that there is to do at one scale."""
@@ -432,6 +447,38 @@ TARGETS = {
             layout="tradeoff",
             small=_tradeoff("small"),
             paper=_tradeoff("paper"),
+        ),
+        Target(
+            name="activation",
+            title="Activation by layer and task",
+            where="figure 3",
+            about="Share of the tokens that attend in each layer: mean and standard deviation over 100 sequences of "
+            "the validation split. The paper shows SeqBoat-full; these are the SeqBoat runs of the tables above.",
+            layout="activation",
+            small=(*(small for small, _ in _LRA), _SPEECH[0], _ENWIK8[0]),
+            paper=(*(full for _, full in _LRA), _SPEECH[1], _ENWIK8[1]),
+        ),
+        Target(
+            name="confidence",
+            title="Confidence over images",
+            where="figure 4",
+            about="Confidence of activation of every pixel in the last layers, for three images of the validation "
+            "split; white where a pixel does not attend. The paper shows Pathfinder.",
+            layout="confidence",
+            small=tuple(small for small, _ in _LRA if small.name in ("image", "pathfinder")),
+            paper=tuple(full for _, full in _LRA if full.name in ("image", "pathfinder")),
+        ),
+        Target(
+            name="span",
+            title="Attention span by layer and memory",
+            where="figure 6",
+            about="Mean distance, in tokens of the original sequence, from a query to the keys that it may see, over "
+            "100 sequences of the validation split: the SeqBoat runs of speed against accuracy. A window that "
+            "slides over all tokens would reach half its size. The paper shows Pathfinder and enwik8.",
+            cut=_CUT_SHORT,
+            layout="span",
+            small=tuple(trial for trial in _tradeoff("small") if trial.title == "SeqBoat"),
+            paper=tuple(trial for trial in _tradeoff("paper") if trial.title == "SeqBoat"),
         ),
         Target(
             name="efficiency",

@@ -61,17 +61,13 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"--seeds must be an integer >= 1, got {options.seeds}")
     if not options.target:
         for target in TARGETS.values():
-            minutes = sum((trial.minutes or 0) * trial.seeds for trial in target.small)
-            minutes += sum(bench.minutes or 0 for bench in target.small_benches)
-            print(
-                f"{target.name:18s} {target.title} ({target.where}): {minutes:.0f} minutes at --scale small"
-            )
+            print(_state(target, Path(options.out), _page(options)), flush=True)
         return 0
     unknown = [name for name in options.target if name not in TARGETS]
     if unknown:
         raise ValueError(f"target {unknown[0]!r} is unknown; expected some of {', '.join(TARGETS)}")
     folder = Path(options.out)
-    page = Path(options.page) if options.page else folder / "results.md"
+    page = _page(options)
     jobs: list[Job] = []
     measurements: list[Measurement] = []
     for name in dict.fromkeys(options.target):
@@ -102,6 +98,26 @@ def run(options: argparse.Namespace) -> int:
     return code
 
 
+def _page(options: argparse.Namespace) -> Path:
+    return Path(options.page) if options.page else Path(options.out) / "results.md"
+
+
+def _state(target: Target, folder: Path, page: Path) -> str:
+    """A line about the small runs of a target: how many are done, and the minutes of the others."""
+    from seqboat.reproduce import estimate, plan
+
+    line = f"{target.name:18s} {target.title} ({target.where})"
+    try:
+        jobs = plan(target, "small", folder)
+    except ValueError as error:
+        return f"{line}: {error}"
+    left = [bench for bench in target.small_benches if not _is_measured(page, target, "small", bench)]
+    minutes = estimate(jobs)[0] + sum(bench.minutes or 0 for bench in left)
+    everything = len(jobs) + len(target.small_benches)
+    done = sum(job.finished for job in jobs) + len(target.small_benches) - len(left)
+    return f"{line}: {done} of {everything} done at --scale small, {minutes:.0f} minutes left"
+
+
 class Measurement(NamedTuple):
     """Something to measure, and whether the page has it already."""
 
@@ -121,7 +137,7 @@ def _run_jobs(jobs: Sequence[Job], page: Path, collect_only: bool) -> int:
     """Train what is not finished and write down what is."""
     from seqboat.checkpoint import InUse
     from seqboat.commands.eval import show_progress
-    from seqboat.reproduce import collect, refreshed, run_job
+    from seqboat.reproduce import collect, observe, refreshed, run_job
     from seqboat.results import add_records
 
     progress = show_progress if sys.stderr.isatty() else None
@@ -144,13 +160,15 @@ def _run_jobs(jobs: Sequence[Job], page: Path, collect_only: bool) -> int:
             if outcome.exit_code:
                 print(f"{job.folder}: {outcome.message}; the same command goes on", file=sys.stderr)
                 return outcome.exit_code
-        record = collect(job, progress)
+        record = observe(job, progress) if job.target.observed else collect(job, progress)
         add_records(page, [record])
         written = True
-        print(
-            f"{job.trial.title}, seed {job.seed}: {record['metric']} {record['test']:.4f} on the test split",
-            flush=True,
+        what = (
+            "observed"
+            if job.target.observed
+            else f"{record['metric']} {record['test']:.4f} on the test split"
         )
+        print(f"{job.trial.title}, seed {job.seed}: {what}", flush=True)
     if jobs:
         print(f"wrote {page}" if written else "no run is finished, so none is written down")
     return EXIT_DIVERGED if diverged else 0
