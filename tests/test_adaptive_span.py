@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from against import around, by_head, check_against, enlarge
+from seqboat import tasks
 from seqboat.mixers import AdaptiveSpan, AdaptiveSpanConfig
-from seqboat.mixers.adaptive_span import span_loss
+from seqboat.mixers.base import auxiliary_loss
 from seqboat.model import BackboneConfig, Classifier
 from seqboat.state import state_bytes
+from seqboat.train import add_auxiliary_gradients, train
+from small_runs import Spy, ToyConfig, small_run
 
 BASE = AdaptiveSpanConfig(heads=2, max_span=9, ramp=3)
 
@@ -103,18 +108,42 @@ def test_spans_stay_in_their_range_and_keep_their_gradient() -> None:
     assert layer.span.grad is not None and layer.span.grad[0] != 0
 
 
-def test_span_loss_is_the_mean_span_of_all_heads() -> None:
-    model = Classifier(BackboneConfig(mixer=BASE, d_model=6, num_layers=2, vocab=5), 2)
+def test_long_spans_have_a_price() -> None:
+    config = dataclasses.replace(BASE, span_weight=0.1)
+    model = Classifier(BackboneConfig(mixer=config, d_model=6, num_layers=2, vocab=5), 2)
     layers = [layer for layer in model.modules() if isinstance(layer, AdaptiveSpan)]
     with torch.no_grad():
         layers[0].span.copy_(torch.tensor([1.0, 2.0]))
         layers[1].span.copy_(torch.tensor([4.0, 5.0]))
-    loss = span_loss(model, weight=0.1)
-    torch.testing.assert_close(loss, torch.tensor(0.3))
-    loss.backward()
-    torch.testing.assert_close(layers[1].span.grad, torch.full((2,), 0.025))
-    with pytest.raises(ValueError, match="Linear has no layer with adaptive spans"):
-        span_loss(torch.nn.Linear(2, 2))
+    loss = auxiliary_loss(model)
+    assert loss is not None
+    torch.testing.assert_close(loss, torch.tensor(0.1 * (1.5 + 4.5)))
+    layers[0].span.grad = torch.tensor([1.0, 2.0])
+    add_auxiliary_gradients(model)
+    torch.testing.assert_close(layers[0].span.grad, torch.tensor([1.05, 2.05]))
+    torch.testing.assert_close(layers[1].span.grad, torch.full((2,), 0.05))
+    assert all(p.grad is None for name, p in model.named_parameters() if not name.endswith(".span"))
+    assert auxiliary_loss(torch.nn.Linear(2, 2)) is None
+    free = AdaptiveSpan(6, dataclasses.replace(BASE, span_weight=0.0))
+    assert auxiliary_loss(free) is None
+    with pytest.raises(ValueError, match="span_weight must be at least 0, got -1"):
+        AdaptiveSpanConfig(span_weight=-1)
+
+
+def test_training_pays_for_spans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(tasks.TASKS, "toy", ToyConfig)
+    spans = {}
+    for weight in (0.0, 1.0):
+        mixer = AdaptiveSpanConfig(heads=2, max_span=9, ramp=3, first_span=5.0, span_weight=weight)
+        config = small_run(model={"mixer": mixer}, optimiser={"lr": 0.1})
+        found: list[torch.Tensor] = []
+
+        def keep(step: int, model: torch.nn.Module, found: list[torch.Tensor] = found) -> None:
+            found[:] = [p.detach().clone() for name, p in model.named_parameters() if name.endswith(".span")]
+
+        train(config, tmp_path / str(weight), display=Spy(), on_step=keep)
+        spans[weight] = torch.cat(found)
+    assert (spans[1.0] < spans[0.0] - 0.2).all() and (spans[1.0] < 4.5).all()
 
 
 def test_dropout_only_in_training() -> None:

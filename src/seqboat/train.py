@@ -39,6 +39,7 @@ from seqboat.config import RunConfig, difference, to_dict, to_yaml
 from seqboat.display import Display, make_display
 from seqboat.evaluate import activation_sums, apply_model, checkpoint_config, evaluate, iterate_metrics, rates
 from seqboat.loader import Loaded, Part, Plan, batches, share
+from seqboat.mixers.base import auxiliary_loss
 from seqboat.optim import build_optimiser, learning_rate, set_learning_rate
 from seqboat.parallel import World, join, spread
 from seqboat.routers import set_training_step
@@ -654,10 +655,12 @@ class Run:
 
     def _finish_gradients(self, scale: float) -> float:
         """Turn averages over processes of sums into the average over all targets, clip, and return the norm."""
+        for parameter in self.module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale)
+        add_auxiliary_gradients(self.module)
         parameters = [p for p in self.module.parameters() if p.grad is not None]
         gradients = [p.grad for p in parameters if p.grad is not None]
-        for gradient in gradients:
-            gradient.mul_(scale)
         norm = torch.nn.utils.get_total_norm(gradients)
         limit = self.config.optimiser.clip
         # a norm that is not finite would spread to every gradient, and hide where it came from
@@ -693,6 +696,22 @@ class Run:
             if gradient is not None and not bool(ck.whole(gradient).isfinite().all()):
                 return f"the gradient of {name} is not finite"
         return "the loss is not finite, though every output of the model is"
+
+
+def add_auxiliary_gradients(model: nn.Module) -> None:
+    """Add the gradient of what layers ask for besides the task (`mixers.base.auxiliary_loss`).
+
+    It depends on no data, so it is the same in all processes and takes no part in their averages.
+    """
+    loss = auxiliary_loss(model)
+    if loss is None:
+        return
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # not backward(): hooks that average over processes must not see it
+    found = torch.autograd.grad(loss, parameters, allow_unused=True)
+    for parameter, gradient in zip(parameters, found, strict=True):
+        if gradient is not None:
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
 
 class Step(NamedTuple):

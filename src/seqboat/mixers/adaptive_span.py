@@ -3,7 +3,7 @@
     m_z(x) = clamp((R + z - x) / R, 0, 1)                     the mask of a head with span z, at distance x
     a_tr   = m_z(|t - r|) exp(s_tr) / sum_q m_z(|t - q|) exp(s_tq)
     s_tr   = q_t^T (k_r + p_{t-r}) / sqrt(d_head)             p: learned embeddings of distances
-    loss   = ... + weight / heads * sum of z over all heads   `span_loss`
+    loss   = ... + weight / heads * sum of z over all heads   `auxiliary_loss`, which training adds for every layer
 
 Only the distances that some head of the layer sees are computed and remembered, so time and memory follow the longest
 span of the layer. The paper's models look back only; looking ahead as far as back is the obvious other form.
@@ -37,6 +37,8 @@ class AdaptiveSpanConfig(BlockConfig):
     """Tokens over which the mask falls from one to zero."""
     first_span: float = 0.0
     """The span of every head at the beginning of training."""
+    span_weight: float = 2e-6
+    """The price of a span, per token of it: the paper's for its small model of enwik8."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -46,6 +48,7 @@ class AdaptiveSpanConfig(BlockConfig):
             0 <= self.first_span <= self.max_span,
             f"first_span must be in 0..max_span = {self.max_span}, got {self.first_span}",
         )
+        require(self.span_weight >= 0, f"span_weight must be at least 0, got {self.span_weight}")
 
     def build(self, d_model: int) -> AdaptiveSpan:
         return AdaptiveSpan(d_model, self)
@@ -78,6 +81,10 @@ class AdaptiveSpan(RecurrentMixer):
     def spans(self) -> Tensor:
         """(heads,): the span z of each head."""
         return self.span.clamp(0, self.config.max_span)
+
+    def auxiliary_loss(self) -> Tensor | None:
+        """The price of the layer's spans: weight / heads * sum of the spans."""
+        return self.config.span_weight * self.spans().mean() if self.config.span_weight else None
 
     def reach(self) -> int:
         """The largest distance that a head sees now."""
@@ -189,15 +196,3 @@ class AdaptiveSpan(RecurrentMixer):
         attended = weights.to(query.dtype) @ values.to(query.dtype)
         y = self.block.close(x, join_heads(attended)[:, 0], mask)
         return MixerOutput(keep_rows(mask, y), after)
-
-
-def span_loss(model: nn.Module, weight: float = 2e-6) -> Tensor:
-    """The paper's price of long spans, to be added to the loss: weight / heads * sum of the spans of all heads.
-
-    Args:
-        model: any module with layers of adaptive spans in it.
-        weight: the paper's for its small model of enwik8 is 2e-6.
-    """
-    layers = [part for part in model.modules() if isinstance(part, AdaptiveSpan)]
-    require(bool(layers), f"{type(model).__name__} has no layer with adaptive spans")
-    return weight * torch.cat([layer.spans() for layer in layers]).mean()

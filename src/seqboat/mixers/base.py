@@ -105,6 +105,10 @@ class Mixer(nn.Module, ABC):
         """The norm that a stack of such mixers ends with, if it needs one."""
         return None
 
+    def auxiliary_loss(self) -> Tensor | None:
+        """What the layer adds to the loss of a model that is trained, a function of its parameters; or None."""
+        return None
+
     def follow(self) -> None:
         """Become a layer of a stack: take the second stream from the front of the sequence, not an own one."""
         raise NotImplementedError(f"{self.name} has no second stream")
@@ -134,6 +138,13 @@ class Mixer(nn.Module, ABC):
     def name(self) -> str:
         """How messages call this mixer."""
         return type(self).__name__
+
+
+def auxiliary_loss(model: nn.Module) -> Tensor | None:
+    """What all layers of a model together add to the loss per target; None if they add nothing."""
+    terms = [part.auxiliary_loss() for part in model.modules() if isinstance(part, Mixer)]
+    found = [term for term in terms if term is not None]
+    return torch.stack(found).sum() if found else None
 
 
 class RecurrentMixer(Mixer):
