@@ -140,7 +140,10 @@ def comparison_page(numbers: Numbers) -> str:
         class_="card",
     )
     differ = numbers["settings_that_differ"]
-    rows = [[name, *map(spell_setting, values)] for name, values in differ.items()]
+    rows = [
+        [name, *(spell_setting(r["settings"][name]) if name in r["settings"] else "-" for r in runs)]
+        for name in differ
+    ]
     columns = range(1, len(names) + 1)
     shared = {k: v for k, v in runs[0]["settings"].items() if k not in differ}
     settings = element(

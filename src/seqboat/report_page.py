@@ -234,7 +234,7 @@ def spell_setting(value: object) -> str:
         return "none"
     if isinstance(value, list):
         return ", ".join(map(str, value)) or "none"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return str(value).lower() if isinstance(value, bool) else str(value) or '""'
 
 
 # the frame

@@ -421,5 +421,5 @@ def _title(sequence: SequenceTrace, task: Task, facts: Sequence[Sequence[str]]) 
     if words is None:
         return " ".join(f"{name} {value}" for name, value, *_ in facts[:2])
     text = ("" if task.modality == "bytes" else " ").join(w for w in words if w != "·")
-    text = " ".join(text.replace("⏎", " ").split())
+    text = " ".join(text.replace("⏎", " ").split()) or "(nothing to read)"
     return text if len(text) <= TITLE else text[: TITLE - 1] + "…"

@@ -236,13 +236,15 @@
       context.imageSmoothingEnabled = false;
       context.drawImage(raster(last.colours, state.view === "overlay"), 0, 0, width, size * rows);
       const ring = (i, colour, grow) => {
-        const x = (i % columns) * size, y = Math.floor(i / columns) * size;
-        context.lineWidth = 3;
-        context.strokeStyle = "#fff";
-        context.strokeRect(x - grow, y - grow, size + 2 * grow, size + 2 * grow);
-        context.lineWidth = 1.6;
-        context.strokeStyle = colour;
-        context.strokeRect(x - grow, y - grow, size + 2 * grow, size + 2 * grow);
+        // around the pixel, but never beyond the picture
+        const x = Math.max(1, (i % columns) * size - grow), y = Math.max(1, Math.floor(i / columns) * size - grow);
+        const right = Math.min(width - 1, ((i % columns) + 1) * size + grow);
+        const bottom = Math.min(size * rows - 1, (Math.floor(i / columns) + 1) * size + grow);
+        for (const [thick, ink] of [[3, "#fff"], [1.6, colour]]) {
+          context.lineWidth = thick;
+          context.strokeStyle = ink;
+          context.strokeRect(x, y, right - x, bottom - y);
+        }
       };
       if (state.query !== null) ring(state.query, "#d01c8b", 3);
       ring(state.cursor, "#111", 1.5);
@@ -390,6 +392,12 @@
     home.replaceChildren();
     home.classList.toggle("single", numbersShown.length < 2);
     home.classList.toggle("pictures", info.modality === "image");
+    if (!sequence().length) {
+      panels = [];
+      home.append(make("p", { class: "caption" }, "This sequence is empty."));
+      for (const id of ["status", "legend", "inspector"]) find(id).replaceChildren();
+      return;
+    }
     if (info.modality === "image") {
       const size = `${info.picture[0]} by ${info.picture[1]} pixels, read row by row`;
       const box = make("div", { class: "panel" }, make("h3", {}, "input"), make("p", { class: "caption" }, size));
@@ -494,13 +502,14 @@
     }
     const from = layer.positions[view.first] + 1, to = layer.positions[view.end - 1] + 1;
     const sees = `Sees ${spell(view.end - view.first)} activated ${view.end - view.first === 1 ? unit : `${unit}s`} at positions ${spell(from)} to ${spell(to)}`;
-    const which = view.weights.size === view.end - view.first ? "all" : `the ${view.weights.size} largest weights`;
-    let shown = `; coloured: ${which}, ${spell(view.shown, "percent")} of its weight`;
+    let shown = `; coloured: the ${view.weights.size} largest weights, ${spell(view.shown, "percent")} of all`;
+    if (view.weights.size === view.end - view.first) shown = "; all coloured by their weight";
     if (!view.weights.size) shown = info.keep ? ", but gives all of them the weight zero" : "; its weights are left out to keep this page small";
     return `${sees}${shown}.`;
   }
 
   function refresh() {
+    if (!panels.length) return;
     for (const panel of panels) {
       const painted = paint(state.layers[panel.index]);
       panel.caption.textContent = caption(state.layers[panel.index], painted.view);
