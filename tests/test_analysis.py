@@ -21,6 +21,8 @@ from seqboat.analysis import (
     attention_weights,
     linear_flops,
     load_examples,
+    local_span,
+    mean_distance,
     measure,
     measure_run,
     place_bins,
@@ -469,6 +471,16 @@ def test_a_record_is_plain_data_and_batches_do_not_matter(tmp_path: Path) -> Non
         assert a is not None and b is not None and b.weighted_span is None
         assert a.by_part == b.by_part and a.by_class == b.by_class and a.cost == b.cost
     assert activation_curve(run / "step-1") == []
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["both", "causal"])
+@pytest.mark.parametrize("window", [1, 6, 7])
+def test_the_span_of_a_sliding_window(window: int, causal: bool) -> None:
+    gau = make_gau(causal, window=window)
+    first, end = gau.visible(torch.arange(60), 60)
+    spans = mean_distance(torch.arange(60.0, dtype=torch.float64), first, end)
+    middle = [sum(abs(key - 30) for key in loop_sees(gau, 60, 30)) / len(loop_sees(gau, 60, 30))]
+    assert spans[30].item() == pytest.approx(middle[0]) == pytest.approx(local_span(window, causal))
 
 
 def test_moments_and_bins() -> None:

@@ -673,6 +673,18 @@ def mean_distance(position: Tensor, first: Tensor, end: Tensor) -> Tensor:
     return (before + behind) / (end - first)
 
 
+def local_span(window: int, causal: bool) -> float:
+    """The span of a window that slides over all tokens, away from the ends of a sequence.
+
+    >>> local_span(64, causal=True), round(local_span(64, causal=False), 2)
+    (32.0, 16.25)
+    """
+    if causal:
+        return window / 2
+    side = window // 2
+    return side * (side + 1) / (2 * side + 1)
+
+
 def weighted_distance(gau: GAU, tokens: Tensor, position: Tensor) -> Tensor:
     """(active,) float64: mean distance to the keys, weighted by attention; nan where all weights are zero.
 

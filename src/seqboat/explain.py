@@ -178,7 +178,7 @@ def explain_page(examples: Examples, run: str) -> str:
     task = examples.task
     samples = collect_samples(examples, 1)
     found = samples[0].trace
-    facts = [prediction_text(found, task), *_rate_lines(found, None)]
+    facts = [*prediction_text(found, task).splitlines(), *_rate_lines(found, None)]
     about = element("section", *(element("p", line) for line in facts), id="prediction", class_="card")
     sections = [("prediction", "Prediction", about)]
     explored, texts = None, []
@@ -196,11 +196,15 @@ def explain_page(examples: Examples, run: str) -> str:
 def prediction_text(found: SampleTrace, task: Task) -> str:
     """What the model says, in a line or two."""
     record = as_record(found, task, [])
-    first, *others = record["ranked"][:5]
-    what = "next token" if task.kind == "lm" else "prediction"
-    line = f"{what}: {first['name']} ({first['probability']:.1%})"
+    lm = task.kind == "lm"
+    # a space would not be seen otherwise
+    first, *others = [
+        f"{repr(item['name']) if lm else item['name']} ({item['probability']:.1%})"
+        for item in record["ranked"][:5]
+    ]
+    line = f"{'next token' if lm else 'prediction'}: {first}"
     if others:
-        line += "; then " + ", ".join(f"{other['name']} ({other['probability']:.1%})" for other in others)
+        line += f"; then {', '.join(others)}"
     if record.get("bits_per_token") is not None:
         line += f"\n{record['bits_per_token']:.3f} bits per token of the text after its first"
     return line
