@@ -623,6 +623,7 @@ def _span(value: Any) -> str:
 
 
 def _draw_span(trials: Sequence[Trial], records: Mapping[str, Sequence[Record]]) -> Make:
+    from seqboat.analysis import local_span
     from seqboat.figures import span_figure
 
     panels: dict[str, dict[int, list[float | None]]] = {}
@@ -631,5 +632,9 @@ def _draw_span(trials: Sequence[Trial], records: Mapping[str, Sequence[Record]])
             assert trial.size is not None
             spans = [value and value[0] for value in records[trial.name][0]["spans"]]
             panels.setdefault(trial.task, {})[trial.size] = spans
-    local = {trial.size: trial.size / 2 for trial in trials if trial.size is not None}
+    local = {
+        trial.size: local_span(trial.size, trial.config(0).model.mixer.causal)  # type: ignore[attr-defined]
+        for trial in trials
+        if trial.size is not None
+    }
     return lambda theme: span_figure(panels, local=local, theme=theme)
