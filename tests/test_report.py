@@ -449,6 +449,14 @@ def test_without_routers_there_is_still_a_report(pages: Pages) -> None:
     assert "accuracy on test" in text
 
 
+def test_other_modules_are_told(tmp_path: Path) -> None:
+    mixer = SeqBoatConfig(gau=GAUConfig(d_z=4, d_v=8, window=4), ffn=True)
+    run = write_run(tmp_path / "run", small_run(ToyConfig(count=5), model={"mixer": mixer}))
+    found = collect(run)
+    share = found.numbers["measures"]["layers"][0]["others"]["ffn"]["rate"]
+    assert f"gau, ffn {100 * share:.1f} %" in report_page(found)
+
+
 def test_no_samples_no_explorer(pages: Pages, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     assert main(["report", str(pages.run("bytes")), "--samples", "0", "--out", str(page)]) == 0
@@ -800,6 +808,33 @@ def test_pixels_and_waves(pages: Pages, browser: Browser, name: str) -> None:
         assert browser.text("#status").startswith(f"row {row + 1}, column {column + 1}")
         assert browser.one("#back").is_displayed()
     assert browser.complaints() == []
+
+
+@pytest.mark.parametrize("name", ["bytes", "image", "compare"])
+def test_screen_readers_find_names(pages: Pages, browser: Browser, name: str) -> None:
+    """Everything that can be used or seen has a name in the tree that screen readers get."""
+    browser.open(pages.page(name))
+    tree = browser.driver.execute_cdp_cmd("Accessibility.getFullAXTree", {})["nodes"]
+    roles = (
+        "button",
+        "checkbox",
+        "combobox",
+        "listbox",
+        "link",
+        "application",
+        "image",
+        "region",
+        "table",
+        "heading",
+    )
+    found = [
+        (node["role"]["value"], node.get("name", {}).get("value"))
+        for node in tree
+        if not node.get("ignored") and node.get("role", {}).get("value") in roles
+    ]
+    kinds = {role for role, _ in found}
+    assert {"heading", "link", "image", "region"} <= kinds
+    assert not [role for role, label in found if not label]
 
 
 def test_pairs_and_texts_of_language_models(pages: Pages, browser: Browser) -> None:

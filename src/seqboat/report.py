@@ -360,7 +360,12 @@ def _layer_table(measures: Numbers, layers: Sequence[str]) -> Html:
         rows.append(
             [
                 name,
-                layer["module"],
+                ", ".join(
+                    [
+                        layer["module"],
+                        *(f"{k} {spell(v['rate'], 'percent')}" for k, v in layer["others"].items()),
+                    ]
+                ),
                 rate,
                 spell(layer["active"]["mean"]),
                 spell(layer["confidence"]),

@@ -31,7 +31,7 @@ from seqboat.tasks.base import IGNORE, Task
 
 PAGE_BYTES = 4_750_000
 """Size that a page keeps below, if fewer weights can bring that about."""
-KEPT = (128, 96, 64, 48, 32, 24, 16, 12, 10, 8, 6, 5, 4, 3, 2, 1, 0)
+KEPT = (128, 96, 64, 48, 32, 24, 20, 16, 14, 12, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0)
 """How many weights of a query may be kept; the most that fits is taken."""
 NOTHING = 0xFFFF
 """Stands for "no token is wanted here"."""

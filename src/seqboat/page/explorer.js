@@ -560,7 +560,7 @@
       return make("tr", { class: active ? "on" : "" }, make("th", { scope: "row" }, name), make("td", {}, layer ? (active ? "activated" : "not activated") : "no router"), make("td", { class: "number" }, layer ? layer.prob(i).toFixed(2) : "-"), make("td", {}, layer ? meter(layer.prob(i), active ? "blue" : "grey") : ""));
     });
     const head = make("tr", {}, ...["layer", "decision", "probability", ""].map((t) => make("th", { scope: "col" }, t)));
-    const token = make("div", { class: "inspect" }, make("h3", {}, text === null ? place(i) : `“${text}” at ${place(i)}`), make("table", {}, make("thead", {}, head), make("tbody", {}, ...rows)));
+    const token = make("div", { class: "inspect" }, make("h3", {}, text === null ? place(i) : `“${text}” at ${place(i)}`), make("table", { "aria-label": "What every layer decided" }, make("thead", {}, head), make("tbody", {}, ...rows)));
     const values = state.sample.array[`${state.part}.values`];
     if (values) token.append(make("p", { class: "caption" }, `input, from 0 to 255: ${Array.from({ length: sequence().channels }, (_, c) => input(i, c)).join(", ")}`));
     const next = state.sample.array["next"];
@@ -601,7 +601,7 @@
       });
       return make("tr", {}, make("th", { scope: "row" }, jump), make("td", { class: "number" }, distance > 0 ? `+${distance}` : String(distance)), make("td", { class: "number" }, spell(weight, "percent")), make("td", {}, meter(weight / view.most, "orange")));
     });
-    box.append(make("table", {}, make("thead", {}, head), make("tbody", {}, ...rows)));
+    box.append(make("table", { "aria-label": `Largest weights in ${name}` }, make("thead", {}, head), make("tbody", {}, ...rows)));
     const left = sorted.length - rows.length;
     const notes = [];
     if (left > 0) notes.push(`${left} more are coloured`);
