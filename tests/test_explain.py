@@ -224,7 +224,7 @@ def test_a_page_to_look_into(tmp_path: Path, capsys: Any) -> None:
     out(capsys, str(listops), "--text", "[MIN 1 2 ]", "--html", str(page))
     text = page.read_text(encoding="utf-8")
     # nobody said what it is
-    assert "<p>prediction: " in text and '"predicted"' in text and '"label"' not in text
+    assert "<p>prediction: " in text and '["predicted"' in text and '["label"' not in text
     message = refused(
         capsys, "explain", str(run), "--text", "a", "--html", str(tmp_path / "no" / "page.html")
     )
