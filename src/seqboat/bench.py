@@ -266,10 +266,12 @@ class ForcedRate(Router):
     def _step(self, batch: int) -> Tensor:
         """(batch,): evenly over the steps, rows at different times."""
         # the golden section spreads any number of rows evenly
-        phase = torch.arange(batch, dtype=torch.float64) * (math.sqrt(5) - 1) / 2
-        before = torch.floor(self._steps * self.rate + phase)
+        phases = [row * (math.sqrt(5) - 1) / 2 for row in range(batch)]
+        before = self._steps * self.rate
         self._steps += 1
-        return torch.floor(self._steps * self.rate + phase) > before
+        after = self._steps * self.rate
+        # plain numbers: the time of a step should be the layer's, not ours
+        return torch.tensor([math.floor(after + phase) > math.floor(before + phase) for phase in phases])
 
 
 def force_rate(module: nn.Module, rate: float, seed: int = 0) -> None:

@@ -93,7 +93,9 @@ class _Linear(torch.autograd.Function):
 
 def affine(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """x W^T + b on (..., dim), all of one type."""
-    return _Linear.apply(x.reshape(-1, x.shape[-1]), weight, bias).view(*x.shape[:-1], weight.shape[0])
+    flat = x.reshape(-1, x.shape[-1])
+    y = _Linear.apply(flat, weight, bias) if torch.is_grad_enabled() else torch.addmm(bias, flat, weight.t())
+    return y.view(*x.shape[:-1], weight.shape[0])
 
 
 def linear(layer: nn.Module, x: Tensor) -> Tensor:
@@ -249,6 +251,14 @@ def norm_of_silu(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return _NormOfSilu.apply(x, weight, bias, eps)
 
 
+def _make_gates(before: Tensor, gamma: Tensor, beta: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Query, key, value, gate and z from the projection before its activation."""
+    d_z = gamma.shape[1]
+    d_v = (before.shape[1] - d_z) // 2
+    z, gate, value = F.silu(before).split([d_z, d_v, d_v], dim=1)
+    return torch.addcmul(beta[0], z, gamma[0]), torch.addcmul(beta[1], z, gamma[1]), value, gate, z
+
+
 class _Gates(torch.autograd.Function):
     """SiLU(x W^T + b) split in z, gate and value; query and key from z. One buffer forward, one backward."""
 
@@ -256,14 +266,9 @@ class _Gates(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, gamma: Tensor, beta: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        d_z = gamma.shape[1]
-        d_v = (weight.shape[0] - d_z) // 2
         before = torch.addmm(bias, x, weight.t())
-        after = F.silu(before)
-        z, gate, value = after.split([d_z, d_v, d_v], dim=1)
+        query, key, value, gate, z = _make_gates(before, gamma, beta)
         ctx.save_for_backward(x, weight, before, z, gamma)
-        query = torch.addcmul(beta[0], z, gamma[0])
-        key = torch.addcmul(beta[1], z, gamma[1])
         return query, key, value, gate
 
     @staticmethod
@@ -297,7 +302,10 @@ def gates(layer: nn.Linear, x: Tensor, gamma: Tensor, beta: Tensor) -> tuple[Ten
     if is_plain(layer) and layer.bias is not None:
         parts = in_autocast(x, layer.weight, layer.bias, gamma, beta)
         with torch.autocast(x.device.type, enabled=False):
-            return _Gates.apply(*parts)
+            if torch.is_grad_enabled():
+                return _Gates.apply(*parts)
+            x, weight, bias, gamma, beta = parts
+            return _make_gates(torch.addmm(bias, x, weight.t()), gamma, beta)[:4]
     d_z = gamma.shape[1]
     d_v = (layer.out_features - d_z) // 2
     z, gate, value = F.silu(layer(x)).split([d_z, d_v, d_v], dim=-1)

@@ -137,7 +137,9 @@ class DiagonalSSM(StateSpace):
         It is made anew if a weight was replaced or changed in place, and for every new sequence: changes through
         `.data` leave no trace.
         """
-        weights = list(self.parameters())
+        # the layer's own, without the walk through modules that it does not have
+        own = self.parameters() if self._modules else self._parameters.values()
+        weights = [weight for weight in own if weight is not None]
         if (
             torch.is_grad_enabled()
             or torch.compiler.is_compiling()
