@@ -27,6 +27,7 @@ from seqboat.report_page import (
     Chart,
     Html,
     asset,
+    day_text,
     element,
     figure,
     join,
@@ -120,11 +121,13 @@ def _training(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         return [r[name] for r in records if isinstance(r.get(name), int | float)]
 
     speed, memory = values("tokens_per_s"), values("memory_mb")
+    # both count from the beginning of the run
+    clock, processor = values("elapsed"), values("processor")
     return {
         "tokens_per_s": statistics.median(speed) if speed else None,
         "memory_mb": max(memory) if memory else None,
-        "minutes": max(values("elapsed"), default=None) and max(values("elapsed")) / 60,
-        "processor_minutes": max(values("processor"), default=None) and max(values("processor")) / 60,
+        "minutes": max(clock) / 60 if clock else None,
+        "processor_minutes": max(processor) / 60 if processor else None,
     }
 
 
@@ -296,7 +299,7 @@ def _title(numbers: Numbers) -> str:
 
 
 def _lead(numbers: Numbers) -> str:
-    day = datetime.fromisoformat(numbers["date"]).strftime("%-d %B %Y")
+    day = day_text(datetime.fromisoformat(numbers["date"]))
     return (
         f"{numbers['mixer']}, {numbers['layers']} layers of width {numbers['d_model']} · "
         f"{spell(numbers['parameters'])} parameters · seed {numbers['seed']} · "

@@ -121,6 +121,15 @@ def spell(value: Any, unit: str | None = None) -> str:
     return f"{value:.3g}" if abs(value) >= 1e-3 else f"{value:.1e}"
 
 
+def day_text(moment: datetime) -> str:
+    """A day.
+
+    >>> day_text(datetime(2023, 12, 1))
+    '1 December 2023'
+    """
+    return f"{moment.day} {moment:%B %Y}"
+
+
 def score_unit(metric: str) -> str | None:
     """The unit in which a score is told."""
     return "percent" if metric == "accuracy" else None
@@ -277,7 +286,8 @@ def write_page(
     )
     links = join(element("a", name, href=f"#{anchor}") for anchor, name, _ in sections)
     numbers = {"charts": charts, "explorer": explorer}
-    written = datetime.now(UTC).strftime("%-d %B %Y, %H:%M UTC")
+    now = datetime.now(UTC)
+    written = f"{day_text(now)}, {now:%H:%M} UTC"
     body = join(
         [
             element(
