@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import re
 import shutil
 import sys
@@ -107,6 +108,8 @@ def show_run(folder: Path, modality: Any = "bytes", seed: int = 0, **changes: An
     lines = []
     for step in range(1, 7):
         common = {"step": step, "loss": 1 / step, "accuracy": step / 10, "activation": [0.5, None, step / 6]}
+        if step == 2:
+            common["loss"] = math.nan
         lines.append({**common, "split": "train", "tokens_per_s": 1000.0 + step, "memory_mb": 10.0 * step})
         if step % 3 == 0:
             lines.append({**common, "split": "val", "elapsed": 60.0 * step, "processor": 30.0 * step})

@@ -35,22 +35,25 @@ def rate_text(activation: list[float | None]) -> str:
     return " ".join("-" if rate is None else f"{100 * rate:.0f}" for rate in activation)
 
 
+NO_SCORES = (
+    "step",
+    "split",
+    "epoch",
+    "activation",
+    "lr",
+    "grad_norm",
+    "tokens_per_s",
+    "memory_mb",
+    "seconds",
+    "elapsed",
+    "processor",
+)
+"""What a record of metrics holds besides scores."""
+
+
 def metric_text(record: Mapping[str, Any]) -> str:
     """All scores of a record."""
-    skip = (
-        "step",
-        "split",
-        "epoch",
-        "activation",
-        "lr",
-        "grad_norm",
-        "tokens_per_s",
-        "memory_mb",
-        "seconds",
-        "elapsed",
-        "processor",
-    )
-    return "  ".join(f"{k} {v:.4f}" for k, v in record.items() if k not in skip and isinstance(v, float))
+    return "  ".join(f"{k} {v:.4f}" for k, v in record.items() if k not in NO_SCORES and isinstance(v, float))
 
 
 class PlainDisplay(Display):

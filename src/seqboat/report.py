@@ -22,6 +22,7 @@ from seqboat.analysis import activation_curve, load_examples, measure
 from seqboat.checkpoint import MODEL, STATE, Checkpoint
 from seqboat.checks import check_positive
 from seqboat.config import to_dict
+from seqboat.display import NO_SCORES
 from seqboat.evaluate import checkpoint_config, find_checkpoint, iterate_metrics
 from seqboat.report_page import (
     Chart,
@@ -129,20 +130,6 @@ def _training(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "minutes": max(clock) / 60 if clock else None,
         "processor_minutes": max(processor) / 60 if processor else None,
     }
-
-
-NO_SCORES = (
-    "step",
-    "epoch",
-    "lr",
-    "grad_norm",
-    "tokens_per_s",
-    "memory_mb",
-    "seconds",
-    "elapsed",
-    "processor",
-)
-"""Numbers of a record that are no scores."""
 
 
 def _scores(record: Mapping[str, Any]) -> dict[str, float]:

@@ -172,7 +172,9 @@
   const DASHES = ["", "7 3", "2 3", "9 3 2 3"];
 
   function lines(spec, holder) {
-    const series = spec.series.filter((one) => one.points.length);
+    // a loss that was no number has no place
+    const known = spec.series.map((one) => ({ ...one, points: one.points.filter((p) => p[1] !== null) }));
+    const series = known.filter((one) => one.points.length);
     const [svg, width] = canvas(holder, 250);
     if (!series.length) return;
     const points = series.flatMap((one) => one.points);
