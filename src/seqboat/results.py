@@ -605,14 +605,21 @@ def _span_tables(trials: Sequence[Trial], records: Mapping[str, Sequence[Record]
         layers = max((len(r["spans"]) for trial in own for r in records[trial.name]), default=0)
         rows = []
         for trial in own:
-            assert trial.size is not None
-            cells = [str(trial.size), f"{trial.size / 2:g}"]
+            cells = [str(trial.size), f"{_local_span(trial):.3g}"]
             found = records[trial.name]
             spans = found[0]["spans"] if found else ["not run"] * layers
             rows.append([*cells, *(_span(value) for value in spans)])
         head = [f"{task}, memory", "sliding window", *(f"layer {i}" for i in range(1, layers + 1))]
         lines += _table(head, rows)
     return lines
+
+
+def _local_span(trial: Trial) -> float:
+    """The span of a window of the trial's size that slides over all tokens."""
+    from seqboat.analysis import local_span
+
+    mixer: Any = trial.config(0).model.mixer
+    return local_span(trial.size or 0, mixer.causal)
 
 
 def _span(value: Any) -> str:
@@ -623,7 +630,6 @@ def _span(value: Any) -> str:
 
 
 def _draw_span(trials: Sequence[Trial], records: Mapping[str, Sequence[Record]]) -> Make:
-    from seqboat.analysis import local_span
     from seqboat.figures import span_figure
 
     panels: dict[str, dict[int, list[float | None]]] = {}
@@ -632,9 +638,5 @@ def _draw_span(trials: Sequence[Trial], records: Mapping[str, Sequence[Record]])
             assert trial.size is not None
             spans = [value and value[0] for value in records[trial.name][0]["spans"]]
             panels.setdefault(trial.task, {})[trial.size] = spans
-    local = {
-        trial.size: local_span(trial.size, trial.config(0).model.mixer.causal)  # type: ignore[attr-defined]
-        for trial in trials
-        if trial.size is not None
-    }
+    local = {trial.size: _local_span(trial) for trial in trials if trial.size is not None}
     return lambda theme: span_figure(panels, local=local, theme=theme)
