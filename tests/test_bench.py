@@ -261,6 +261,14 @@ def test_what_would_take_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         bench.run_layers([contender], [setting], ("inference",), slowest=0.0)
 
 
+def test_forms_with_a_window_of_their_own_keep_it() -> None:
+    windows = {
+        name: bench.configure(parse_contender(name), replace(TINY, window=7)).gau.window
+        for name in ("seqboat", "seqboat-local", "seqboat-mem32", "seqboat-local32")
+    }
+    assert windows == {"seqboat": 7, "seqboat-local": 7, "seqboat-mem32": 32, "seqboat-local32": 32}
+
+
 def test_a_width_of_its_own() -> None:
     layer = bench.build(parse_contender("mega:d_model=6,d_ff=3"), TINY)
     assert layer.d_model == 6 and TINY.d_model != 6

@@ -199,9 +199,9 @@ def _fit(config: Any, setting: Setting) -> Any:
             changes[field.name] = min(value, max(setting.length, 2))
     config = replace(config, **changes)
     if isinstance(config, SeqBoatConfig):
-        gau = replace(
-            config.gau, window=setting.window, attention=setting.attention, positions=setting.positions
-        )
+        gau = replace(config.gau, attention=setting.attention, positions=setting.positions)
+        if gau.window == SeqBoatConfig().gau.window:  # or else a window of its own is what the form is about
+            gau = replace(gau, window=setting.window)
         config = replace(config, gau=gau)
     if isinstance(config, MegaConfig):
         config = replace(config, attention=setting.attention)
