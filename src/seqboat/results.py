@@ -7,6 +7,7 @@ from all of them, so that runs of several days and machines add up.
 from __future__ import annotations
 
 import fcntl
+import html
 import importlib.util
 import inspect
 import json
@@ -136,7 +137,8 @@ class Pictures(NamedTuple):
         path = self.folder / "images" / name
         if self.redraw or not path.with_suffix(".svg").exists():
             write_figure(make, path)
-        return [f"![{title}](images/{name}.svg)", ""]
+        dark = f'<source media="(prefers-color-scheme: dark)" srcset="images/{name}-dark.svg">'
+        return [f'<picture>{dark}<img alt="{html.escape(title)}" src="images/{name}.svg"></picture>', ""]
 
 
 def _section(pictures: Pictures, target: Target, scale: Scale, records: Sequence[Record]) -> list[str]:
