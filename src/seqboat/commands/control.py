@@ -140,7 +140,8 @@ def read_mask(path: Path, layers: int) -> NDArray[np.bool_]:
         if size > MAX_MASK:
             raise ValueError(f"{wanted}; {path} is too large: {size:,} bytes")
         if path.suffix == ".npy":
-            values = np.load(path, allow_pickle=False)
+            with open(path, "rb") as file:
+                values = np.lib.format.read_array(file, allow_pickle=False)
         else:
             values = np.array(json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
