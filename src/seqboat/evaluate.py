@@ -36,10 +36,13 @@ def apply_model(model: nn.Module, kind: Kind, batch: Batch, state: Any = None) -
 
 
 @torch.no_grad()
-def activation_sums(routings: Sequence[Routing | None], batch: Batch) -> Tensor:
+def activation_sums(
+    routings: Sequence[Routing | None], batch: Batch, modules: Sequence[int | None] | None = None
+) -> Tensor:
     """How many tokens each layer activated, and how many it saw: (layers, 2) in float64.
 
-    A layer without a router counts no tokens. Of a pair of sequences both count.
+    A layer without a router counts no tokens. Of a pair of sequences both count. Where a layer has several modules
+    the mean over them is counted, or the one whose place `modules` names.
     """
     halves = [(routings, batch.inputs, batch.mask)]
     if batch.second is not None:
@@ -53,7 +56,9 @@ def activation_sums(routings: Sequence[Routing | None], batch: Batch) -> Tensor:
         real = float(inputs.shape[0] * inputs.shape[1] if mask is None else mask.sum())
         for layer, routing in enumerate(half):
             if routing is not None:
-                active = routing.active if mask is None else routing.active & mask[..., None]
+                place = None if modules is None else modules[layer]
+                active = routing.active if place is None else routing.active[..., place : place + 1]
+                active = active if mask is None else active & mask[..., None]
                 sums[layer, 0] += float(active.sum()) / active.shape[-1]
                 sums[layer, 1] += real
     return sums
@@ -151,6 +156,7 @@ def evaluate(
     carry_state: bool = False,
     reading: Windows | Streaming | None = None,
     progress: Callable[[int, int], None] | None = None,
+    modules: Sequence[int | None] | None = None,
 ) -> Evaluation:
     """Score a model.
 
@@ -167,6 +173,7 @@ def evaluate(
         reading: how to cut a long text instead of as the task does and `carry_state` says; a limit then counts
             tokens at its beginning. More than one row of a `Streaming` read parts of the text side by side.
         progress: called with the batches done and all.
+        modules: place of the module of each layer whose activation is counted; the mean over all by default.
     """
     task.check_split(split)
     if reading is None:
@@ -195,7 +202,7 @@ def evaluate(
                 output = apply_model(model, task.kind, batch, state)
             if carry_state:
                 state = output.state
-            sums = activation_sums(output.routings, batch) * part.counted
+            sums = activation_sums(output.routings, batch, modules) * part.counted
             routed = sums if routed is None else routed + sums
             for name, value in task.score(output, batch).items():
                 value = value.cpu() * part.counted
@@ -354,14 +361,14 @@ def evaluate_run(
 
 
 def iterate_metrics(path: Path | str) -> Iterator[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl; a line that was cut off by a crash is left out."""
+    """The lines of a run's metrics.jsonl; a line that a crash cut off or damaged is left out."""
     import json
 
-    with open(path, encoding="utf-8") as file:
+    with open(path, encoding="utf-8", errors="replace") as file:
         for line in file:
             try:
                 record = json.loads(line)
             except ValueError:
                 continue
-            if isinstance(record, dict):
+            if isinstance(record, dict) and isinstance(record.get("step"), int):
                 yield record

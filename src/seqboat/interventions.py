@@ -45,7 +45,7 @@ class Outcome(NamedTuple):
     setting: Setting
     metrics: dict[str, float]
     activation: list[float | None]
-    """activation rate of each layer"""
+    """activation rate of the attention of each layer"""
 
     @property
     def rate(self) -> float:
@@ -144,6 +144,7 @@ def intervene(
                 batch_size=batch_size or config.evaluation.batch_size,
                 limit=limit,
                 carry_state=config.training.carry_state,
+                modules=[None if site is None else site.column for site in found],
             )
         examples = result.examples
         outcomes.append(Outcome(setting, result.metrics, result.activation))

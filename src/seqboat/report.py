@@ -45,6 +45,9 @@ from seqboat.tasks.base import Split, Task, draw_subset
 POINTS = 160
 """Points of a curve; longer ones are averaged in groups of neighbours."""
 
+MODULES = ", the mean over the modules of a layer."
+"""What training records of layers that have more than their attention to activate."""
+
 Numbers = dict[str, Any]
 
 
@@ -180,7 +183,7 @@ def _held_out(records: Sequence[Mapping[str, Any]], step: int) -> dict[str, Any]
         "split": last["split"],
         "step": last["step"],
         "scores": _scores(last),
-        "activation": last.get("activation"),
+        "activation": last["activation"] if isinstance(last.get("activation"), list) else None,
     }
 
 
@@ -531,6 +534,7 @@ def _curve_charts(numbers: Numbers, layers: Sequence[str]) -> dict[str, Chart]:
             }
     training = numbers["measures"]["training"]
     records = [r for r in training if r["split"] != "train"] or training
+    several = any(layer is not None and layer["others"] for layer in numbers["measures"]["layers"])
     series = []
     for i, name in enumerate(layers):
         values = [[r["step"], r["activation"][i]] for r in records if i < len(r["activation"])]
@@ -541,8 +545,9 @@ def _curve_charts(numbers: Numbers, layers: Sequence[str]) -> dict[str, Chart]:
         charts["curve-activation"] = {
             "type": "lines",
             "title": "Activation during training",
-            "about": "Share of tokens that attend, "
-            + ("of held-out data." if records is not training else "of training batches."),
+            "about": "Share of tokens that are active "
+            + ("in held-out data" if records is not training else "in training batches")
+            + (MODULES if several else "."),
             "xlabel": "step",
             "unit": "percent",
             "least": 0,

@@ -17,7 +17,7 @@ import torch
 from seqboat.checks import require
 from seqboat.display import rate_text
 from seqboat.evaluate import evaluate_run
-from seqboat.report import Numbers, describe_run
+from seqboat.report import MODULES, Numbers, describe_run
 from seqboat.report_page import (
     Chart,
     element,
@@ -209,7 +209,7 @@ def _comparison_bars(runs: Sequence[Numbers], names: Sequence[str]) -> dict[str,
         charts["activation"] = {
             "type": "matrix",
             "title": "Activation per layer",
-            "about": "Share of held-out tokens that attend, in percent.",
+            "about": f"Share of held-out tokens that are active, in percent{MODULES}",
             "label": "run",
             "unit": "percent",
             "rows": list(names),
