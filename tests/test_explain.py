@@ -225,10 +225,6 @@ def test_a_page_to_look_into(tmp_path: Path, capsys: Any) -> None:
     text = page.read_text(encoding="utf-8")
     # nobody said what it is
     assert "<p>prediction: " in text and '["predicted"' in text and '["label"' not in text
-    message = refused(
-        capsys, "explain", str(run), "--text", "a", "--html", str(tmp_path / "no" / "page.html")
-    )
-    assert "there is no folder" in message
 
 
 def test_long_texts_are_cut(tmp_path: Path, capsys: Any) -> None:
@@ -252,6 +248,13 @@ def test_a_model_without_routers(tmp_path: Path, capsys: Any) -> None:
     assert "no layer of this run has a router" in refused(capsys, "intervene", run)
 
 
+def test_a_model_that_diverged(tmp_path: Path, capsys: Any) -> None:
+    register()
+    run = str(write_run(tmp_path / "run", small_run(), noise=1e30))
+    assert "no prediction: what the model computed is not a number" in out(capsys, run, "--text", "1 2")
+    assert json.loads(out(capsys, run, "--text", "1 2", "--json"))["prediction"]["probability"] is None
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -269,6 +272,8 @@ def test_a_model_without_routers(tmp_path: Path, capsys: Any) -> None:
         (["--text", "1", "--threshold", "1.5"], "--threshold must be between 0 and 1, got 1.5"),
         (["--text", "1", "--cap", "-1"], "--cap must be between 0 and 1, got -1"),
         (["--text", "1", "--mask", "nowhere.npy"], "--mask nowhere.npy cannot be read"),
+        (["--text", "1", "--html", "."], "--html . is a folder: it must be a file"),
+        (["--text", "1", "--html", "nowhere/page.html"], "the folder nowhere does not exist"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -347,6 +352,20 @@ def test_masks_that_do_not_fit(content: str, message: str, tmp_path: Path, capsy
     (tmp_path / "mask.json").write_text(content)
     arguments = ["--text", "1 2 3", "--mask", str(tmp_path / "mask.json")]
     assert message in refused(capsys, "explain", run, *arguments)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"PK\x03\x04", b"0 1 1", "archive"], ids=["empty", "zip", "text", "npz"]
+)
+def test_masks_that_are_no_arrays(content: bytes | str, tmp_path: Path, capsys: Any) -> None:
+    path = tmp_path / "mask.npy"
+    if isinstance(content, str):
+        with open(path, "wb") as file:
+            np.savez(file, mask=np.ones(3))
+    else:
+        path.write_bytes(content)
+    arguments = [str(toy(tmp_path)), "--text", "1 2 3", "--mask", str(path)]
+    assert "must be a file of 0 and 1" in refused(capsys, "explain", *arguments)
 
 
 def test_eval_takes_decisions_by_hand(tmp_path: Path, capsys: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,15 @@ def test_every_setting_is_what_was_forced(tmp_path: Path) -> None:
     assert len({outcome.metrics["loss"] for outcome in outcomes}) > 4
 
 
+def test_of_several_modules_the_attention_is_counted(tmp_path: Path) -> None:
+    register()
+    mixer: Any = dataclasses.replace(small_run().model.mixer, ffn=True)  # type: ignore[type-var]
+    run = write_run(tmp_path / "run", small_run().replace(model={"mixer": mixer}), noise=0.3)
+    outcomes, _, _ = intervene(run, "val", 4, thresholds=())
+    found = {outcome.setting.name: outcome.activation for outcome in outcomes}
+    assert found["all off"] == [0, 0] and found["all on"] == [1, 1]
+
+
 def test_the_command(tmp_path: Path, capsys: Any) -> None:
     pytest.importorskip("matplotlib")
     run = str(toy(tmp_path))
@@ -86,7 +96,7 @@ def test_a_language_model(tmp_path: Path, capsys: Any) -> None:
         (["--thresholds", "0.5,x"], "--thresholds must be numbers with commas between them, got '0.5,x'"),
         (["--thresholds", "0.5,1.2"], "--thresholds must be between 0 and 1, got 1.2"),
         (["--plot", "a.gif"], "--plot must end with .svg, .pdf or .png, got 'a.gif'"),
-        (["--plot", "nowhere/a.svg"], "there is no folder nowhere"),
+        (["--plot", "nowhere/a.svg"], "the folder nowhere does not exist"),
         (["--model.d_model", "3"], "only the data can be changed"),
     ],
 )
@@ -94,3 +104,21 @@ def test_mistakes(arguments: list[str], message: str, tmp_path: Path, capsys: An
     assert main(["intervene", str(toy(tmp_path)), *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+def test_a_picture_needs_matplotlib(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["intervene", "nowhere", "--plot", str(tmp_path / "a.svg")]) == 2
+    assert "--plot needs matplotlib: pip install 'seqboat[report]'" in capsys.readouterr().err
+
+
+def test_scores_that_are_no_numbers_are_null(tmp_path: Path, capsys: Any) -> None:
+    register()
+    run = write_run(tmp_path / "run", small_run(), noise=1e30)
+    assert main(["intervene", str(run), "--split", "val", "--limit", "2", "--thresholds", "", "--json"]) == 0
+
+    def refuse(word: str) -> None:
+        pytest.fail(f"{word} is not JSON")
+
+    record = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert record["outcomes"][0]["loss"] is None

@@ -44,7 +44,7 @@ from seqboat.report_samples import PAGE_BYTES, Sample, pack_sample, pack_samples
 from seqboat.shipped import find_run
 from seqboat.tasks import TASKS
 from seqboat.tasks.base import Dataset, Example, Kind, Split, Task
-from small_runs import ToyConfig, small_run
+from small_runs import ToyConfig, register, small_run
 
 ATTACK = "<script>alert(1)</script>"
 BIDI, ESCAPE = "\u202e", "\x1b[31m"
@@ -458,6 +458,33 @@ def test_other_modules_are_told(tmp_path: Path) -> None:
     found = collect(run)
     share = found.numbers["measures"]["layers"][0]["others"]["ffn"]["rate"]
     assert f"gau, ffn {100 * share:.1f} %" in report_page(found)
+
+
+def test_a_run_that_diverged(tmp_path: Path) -> None:
+    register()
+    found = collect(write_run(tmp_path / "run", small_run(), noise=1e30), "val", 2, 4)
+    layer = found.numbers["measures"]["layers"][0]
+    assert layer["share"]["total"] > 0 == sum(share["total"] for share in layer["probabilities"])
+    assert "explorer" in report_page(found)
+
+
+def test_damaged_lines_of_the_record_are_left_out(tmp_path: Path) -> None:
+    register()
+    run = write_run(tmp_path / "run", small_run())
+    good = {"step": 1, "split": "val", "loss": 2.0, "activation": [0.5, None]}
+    lines = [
+        json.dumps(good).encode(),
+        b'{"step": 2, "split": "val", "loss": NaN, "activation": 5}',
+        b'{"split": "val", "loss": 7.0}',
+        b"\xff\xfe",
+        b"[1]",
+        b'{"step": 3, "spl',
+    ]
+    (run / "metrics.jsonl").write_bytes(b"\n".join(lines))
+    found = collect(run, "val", 0, 4)
+    assert [point[0] for point in found.numbers["curves"]["loss"]["val"]] == [1, 2]
+    assert [record["step"] for record in found.numbers["measures"]["training"]] == [1]
+    assert "curve-loss" in report_page(found)
 
 
 def test_no_samples_no_explorer(pages: Pages, tmp_path: Path) -> None:

@@ -584,7 +584,8 @@ class _LayerSums:
         self.rate.add(int(active.sum()) / len(active))
         self.active.add(float(active.sum()))
         self.confidence += float(probs[active].sum(dtype=np.float64))
-        self.probabilities.add(np.minimum((probs * BINS).astype(np.int64), BINS - 1), active)
+        known = np.isfinite(probs)  # those of a model that diverged are in no bin
+        self.probabilities.add(np.minimum((probs[known] * BINS).astype(np.int64), BINS - 1), active[known])
         self.by_part.add((place * BINS // length)[counted], active)
         last = self.by_place.counts.shape[1] - 1
         self.by_place.add(np.minimum(place // self.place_width, last)[counted], active)
@@ -858,7 +859,7 @@ def activation_curve(run: Path | str) -> list[dict[str, Any]]:
     path = Path(run) / "metrics.jsonl"
     if not path.is_file():
         return []  # a checkpoint that was packed or named itself has no record
-    lines = [record for record in iterate_metrics(path) if "activation" in record and "step" in record]
+    lines = [record for record in iterate_metrics(path) if isinstance(record.get("activation"), list)]
     train = [record for record in lines if record.get("split") == "train"]
     every = max(1, -(-len(train) // CURVE_POINTS))
     kept = {id(record) for record in train[every - 1 :: every]}

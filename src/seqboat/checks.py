@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
@@ -34,6 +37,13 @@ def check_steps(dt_min: float, dt_max: float) -> None:
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """Refuse a word that is not one of the choices."""
     require(value in choices, f"{name} must be one of {', '.join(choices)}; got {value!r}")
+
+
+def check_output(name: str, path: Path) -> None:
+    """Refuse a file that could not be written, before work is done for it."""
+    require(not path.is_dir(), f"{name} {path} is a folder: it must be a file")
+    require(path.parent.is_dir(), f"{name} {path}: the folder {path.parent} does not exist")
+    require(os.access(path.parent, os.W_OK), f"{name} {path}: the folder {path.parent} cannot be written to")
 
 
 def check_sequence(x: Tensor, d_model: int, name: str = "x") -> None:

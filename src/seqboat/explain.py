@@ -11,6 +11,7 @@ and a dot that it was not activated. Nothing of the input reaches a terminal as 
 
 from __future__ import annotations
 
+import math
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -197,6 +198,8 @@ def prediction_text(found: SampleTrace, task: Task) -> str:
     """What the model says, in a line or two."""
     record = as_record(found, task, [])
     lm = task.kind == "lm"
+    if not math.isfinite(record["ranked"][0]["probability"]):
+        return "no prediction: what the model computed is not a number"
     # a space would not be seen otherwise
     first, *others = [
         f"{repr(item['name']) if lm else item['name']} ({item['probability']:.1%})"

@@ -227,7 +227,7 @@ def pack_layer(pack: _Pack, name: str, layer: LayerTrace, sight: Sight | None, k
     ratio = np.sqrt(shares[1:] / np.where(peak > 0, peak, 1))
     pack.arrays[f"{name}.top"] = _narrow(columns).reshape(-1)
     pack.arrays[f"{name}.share"] = to_bytes(ratio).reshape(-1)
-    pack.arrays[f"{name}.peak"] = np.rint(np.clip(peak, 0, 1) * 65535).astype(np.uint16)
+    pack.arrays[f"{name}.peak"] = np.rint(np.clip(np.nan_to_num(peak), 0, 1) * 65535).astype(np.uint16)
     if np.abs(sight.sums - 1).max(initial=0) > 1e-3:
         pack.arrays[f"{name}.sum"] = sight.sums
 

@@ -61,10 +61,14 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError("give the input: --text, --file, --image or --wav")
 
     from seqboat.analysis import sites
+    from seqboat.checks import check_output
     from seqboat.explain import as_record, explain, longest, render, subject
+    from seqboat.report_page import finite
     from seqboat.shipped import find_run
 
     folder = find_run(options.run)
+    if options.html is not None:
+        check_output("--html", Path(options.html))
     fields = [f"--data.data_dir={options.data_dir}"] if options.data_dir else []
     lengths: list[int] = []
 
@@ -88,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
     by_hand = {} if control is None else {"control": control.record()}
     if options.json:
         head = {"run": str(folder), "step": examples.step, "task": examples.task.name, **by_hand}
-        print(json.dumps(head | as_record(sample, examples.task, layers)))
+        print(json.dumps(finite(head | as_record(sample, examples.task, layers))))
         return 0
     lines = [f"{folder}, step {examples.step}"]
     if control is not None:
@@ -161,7 +165,9 @@ def read_pixels(content: bytes) -> Any:
     try:
         with Image.open(io.BytesIO(content)) as image:
             return np.asarray(image.convert("L"))
-    except (UnidentifiedImageError, OSError, SyntaxError, Image.DecompressionBombError) as error:
+    except UnidentifiedImageError as error:
+        raise ValueError("not an image of a known format") from error
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(f"not an image that can be read: {error}") from error
 
 
@@ -170,6 +176,4 @@ def write_html(path: Path, examples: Examples, run: str) -> None:
     from seqboat.checkpoint import write_atomically
     from seqboat.explain import explain_page
 
-    if not path.parent.is_dir():
-        raise ValueError(f"--html {path}: there is no folder {path.parent}")
     write_atomically(path, explain_page(examples, run))

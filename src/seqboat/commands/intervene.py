@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import math
 import sys
@@ -55,6 +56,7 @@ def run(options: argparse.Namespace) -> int:
 
     from seqboat.interventions import THRESHOLDS, intervene
     from seqboat.parallel import choose_device
+    from seqboat.report_page import finite
     from seqboat.shipped import find_run
 
     folder = find_run(options.run)
@@ -79,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
             "metric": metric,
             "outcomes": [outcome.as_record() for outcome in outcomes],
         }
-        print(json.dumps(record))
+        print(json.dumps(finite(record)))
     else:
         print(f"{folder}, {examples:,} examples of {options.split}")
         print("\n".join(table(outcomes, metric)))
@@ -102,10 +104,13 @@ def read_thresholds(text: str | None) -> tuple[float, ...] | None:
 
 def check_plot(path: Path) -> None:
     """Refuse what could not be written at the end."""
+    from seqboat.checks import check_output
+
     if path.suffix.lower() not in (".svg", ".pdf", ".png"):
         raise ValueError(f"--plot must end with .svg, .pdf or .png, got {path.name!r}")
-    if not path.parent.is_dir():
-        raise ValueError(f"--plot {path}: there is no folder {path.parent}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib: pip install 'seqboat[report]'")
+    check_output("--plot", path)
 
 
 def table(outcomes: Sequence[Outcome], metric: str) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -114,14 +113,11 @@ def default_page(runs: list[Path]) -> Path:
 
 def check_page_path(page: Path, runs: list[Path]) -> None:
     """Refuse a place where no page can be written, before work is done for it."""
+    from seqboat.checks import check_output
+
     for path in runs:
         if not path.is_dir():
             raise ValueError(f"{path} is not the folder of a run")
-    if page.is_dir():
-        raise ValueError(f"{page} is a folder: --out must be a file")
-    if not page.parent.is_dir():
-        raise ValueError(f"{page}: the folder {page.parent} does not exist")
+    check_output("--out", page)
     if page.parent.name.startswith("step-"):
         raise ValueError(f"{page}: a checkpoint's folder must stay as it is; choose another --out")
-    if not os.access(page.parent, os.W_OK):
-        raise ValueError(f"{page}: the folder {page.parent} cannot be written to; choose another --out")
