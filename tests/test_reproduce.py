@@ -322,9 +322,23 @@ def test_the_command(target: Target, tmp_path: Path, capsys: pytest.CaptureFixtu
         (["reproduce", "toys", "--seeds", "0"], "--seeds must be an integer >= 1, got 0"),
         (["reproduce", "toys", "--only", "tay", "f"], "--only tay f fits nothing; there are toy, fast"),
         (["reproduce", "diagnostics", "--scale", "paper"], "diagnostics has nothing to run at --scale paper"),
+        (["reproduce", "toys", "--page", str(tmp_path)], f"--page {tmp_path} must be a file"),
+        (["reproduce", "toys", "--page", "results.json"], "--page results.json must be a file such as"),
     ):
         assert main([*wrong, *out]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_a_run_of_several_targets_is_planned_once(
+    target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(TARGETS, "again", dataclasses.replace(target, name="again"))
+    assert main(["reproduce", "toys", "again", "--dry-run", "--out", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert text.count("  fast: ") == 1 and "about 4 minutes of one core" in text
+    (tmp_path / "file").touch()
+    assert main(["reproduce", "toys", "--dry-run", "--out", str(tmp_path / "file")]) == 2
+    assert "file must be a folder, got a file" in capsys.readouterr().err
 
 
 def test_part_of_a_target(target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

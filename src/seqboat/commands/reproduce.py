@@ -24,12 +24,14 @@ The same command in two terminals shares the work: each process takes the next r
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
     parser.epilog = EPILOG
-    parser.add_argument("target", nargs="*", help="tables to run (default: list them)")
+    parser.add_argument(
+        "target", nargs="*", help="tables and figures to make (default: list them all, and what is done)"
+    )
     parser.add_argument(
         "--scale",
         choices=("small", "paper"),
         default="small",
-        help="small twins, or the recipes as published",
+        help="small twins (default), or the recipes as published",
     )
     parser.add_argument(
         "--only",
@@ -68,6 +70,13 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"target {unknown[0]!r} is unknown; expected some of {', '.join(TARGETS)}")
     folder = Path(options.out)
     page = _page(options)
+    # hours may pass before something is written
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--out {folder} must be a folder, got a file")
+    if page.is_dir() or page.suffix == ".json":
+        raise ValueError(
+            f"--page {page} must be a file such as results.md: results.json beside it has the numbers"
+        )
     jobs: list[Job] = []
     measurements: list[Measurement] = []
     for name in dict.fromkeys(options.target):
@@ -187,7 +196,8 @@ def _measure(measurements: Sequence[Measurement], page: Path, scale: Scale, fold
 
 
 def _show_plan(jobs: Sequence[Job], measurements: Sequence[Measurement]) -> None:
-    for job in jobs:
+    # a run that belongs to several targets is run once
+    for job in {job.folder: job for job in jobs}.values():
         if job.finished:
             state = "finished"
         elif job.step:
