@@ -21,9 +21,15 @@ TAKES_FIELDS = True
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
     parser.epilog = "Settings of the data can be changed: seqboat eval runs/classify --data.test new.csv"
-    parser.add_argument("run", help="folder of a run, or one checkpoint (step-N) in it")
-    parser.add_argument("--split", choices=("train", "val", "test"), default="test", help="what to score")
-    parser.add_argument("--which", choices=("best", "latest"), default="best", help="which checkpoint")
+    parser.add_argument(
+        "run", help="folder of a run, one checkpoint (step-N) in it, or a model of this package: enwik8-small"
+    )
+    parser.add_argument(
+        "--split", choices=("train", "val", "test"), default="test", help="what to score (default: test)"
+    )
+    parser.add_argument(
+        "--which", choices=("best", "latest"), default="best", help="which checkpoint (default: best)"
+    )
     parser.add_argument("--batch_size", type=int, help="examples at a time (default: the run's)")
     parser.add_argument(
         "--limit", type=int, help="score only so many examples; with --mode, so many tokens at the beginning"

@@ -45,7 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--image", action="append", default=[], metavar="PNG", help="the input: an image")
     parser.add_argument("--wav", action="append", default=[], help="the input: sound")
     parser.add_argument("--layer", metavar="LAYERS", help="show only these: numbers such as 2 or 1,3")
-    parser.add_argument("--which", choices=("best", "latest"), default="best", help="which checkpoint")
+    parser.add_argument(
+        "--which", choices=("best", "latest"), default="best", help="which checkpoint (default: best)"
+    )
     parser.add_argument("--data_dir", help="where the prepared data is (default: the run's)")
     parser.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="default: auto")
     parser.add_argument("--html", metavar="FILE", help="write a page to look into it, too")

@@ -30,9 +30,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
-    parser.add_argument("run", nargs="?", help="folder of a run (default: the model of this package)")
-    parser.add_argument("--split", choices=("train", "val", "test"), default="test", help="what to score")
-    parser.add_argument("--which", choices=("best", "latest"), default="best", help="which checkpoint")
+    parser.add_argument(
+        "run", nargs="?", help="folder of a run, or one checkpoint in it (default: the model of this package)"
+    )
+    parser.add_argument(
+        "--split", choices=("train", "val", "test"), default="test", help="what to score (default: test)"
+    )
+    parser.add_argument(
+        "--which", choices=("best", "latest"), default="best", help="which checkpoint (default: best)"
+    )
     parser.add_argument("--limit", type=int, default=500, help="examples to score (default: 500)")
     parser.add_argument("--batch_size", type=int, help="examples at a time (default: the run's)")
     parser.add_argument(

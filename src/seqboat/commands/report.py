@@ -14,7 +14,11 @@ TAKES_FIELDS = True
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
     parser.epilog = "Settings of the data can be changed: seqboat report runs/classify --data.test new.csv"
-    parser.add_argument("run", nargs="+", help="folder of a run, or one checkpoint (step-N) in it")
+    parser.add_argument(
+        "run",
+        nargs="+",
+        help="folder of a run, one checkpoint (step-N) in it, or a model of this package: enwik8-small",
+    )
     parser.add_argument(
         "--compare", action="store_true", help="several runs on one page, from what training recorded"
     )
@@ -26,7 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("train", "val", "test"),
         help="what to look at (default: test; with --compare: the recorded scores)",
     )
-    parser.add_argument("--which", choices=("best", "latest"), default="best", help="which checkpoint")
+    parser.add_argument(
+        "--which", choices=("best", "latest"), default="best", help="which checkpoint (default: best)"
+    )
     parser.add_argument("--samples", type=int, help="examples in the explorer (default: 20)")
     parser.add_argument("--limit", type=int, help="measure only so many examples")
     parser.add_argument("--data_dir", help="where the prepared data is (default: the run's)")
