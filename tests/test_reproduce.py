@@ -236,7 +236,7 @@ def test_layers_of_runs_are_observed(
     out = ["--out", str(tmp_path), "--only", "toy"]
     assert main(["reproduce", "activation", "span", *out]) == 0
     shown = capsys.readouterr().out
-    assert shown.count("24 steps") == 2 and "about 1 minutes of one core" in shown, "one run, two figures"
+    assert shown.count("24 steps") == 1 and "about 1 minutes of one core" in shown, "one run, two figures"
     activation, span = read_records(tmp_path / "results.md")
     expected = measure_run(tmp_path / "small" / "toy" / "seed-0", "val", 100, weighted=False)
     assert activation["rates"] == [[m.rate.mean, m.rate.std] for m in expected.layers if m is not None]
