@@ -57,16 +57,20 @@ def _as_pairs(s: Tensor) -> Tensor:
     return torch.view_as_real(s).flatten(-2) if s.is_complex() else s
 
 
-def _carry_serial(u: Tensor, decay: Tensor, start: Tensor | None, reverse: bool, states: Tensor) -> Tensor:
+def _carry_serial(
+    u: Tensor, decay: Tensor, states: Tensor, start: Tensor | None = None, reverse: bool = False, axis: int = 1
+) -> Tensor:
     """Fill the states that enter each block, one block after the other; returns what leaves the last."""
-    blocks = u.shape[2]
-    order = list(range(blocks - 1, -1, -1) if reverse else range(blocks))
-    if not order:
-        return u.new_zeros(u.shape[:2] + u.shape[3:]) if start is None else start
-    states[:, :, order[0]] = 0 if start is None else start
-    for k, following in pairwise(order):
-        torch.addcmul(u[:, :, k], decay, states[:, :, k], out=states[:, :, following])
-    return torch.addcmul(u[:, :, order[-1]], decay, states[:, :, order[-1]])
+    if u.shape[axis] == 0:
+        return u.sum(dim=axis) if start is None else start
+    # all views at once: indexing costs as much as the sum
+    entering, filled = u.unbind(axis), states.unbind(axis)
+    if reverse:
+        entering, filled = entering[::-1], filled[::-1]
+    filled[0].copy_(start) if start is not None else filled[0].zero_()
+    for added, (before, after) in zip(entering, pairwise(filled), strict=False):
+        torch.addcmul(added, decay, before, out=after)
+    return torch.addcmul(entering[-1], decay, filled[-1])
 
 
 def _carry(
@@ -78,46 +82,52 @@ def _carry(
     from group to group, so that the number of small operations grows with the root of the length.
 
     Args:
-        u: (dim, batch, blocks, states), real or complex.
-        decay: (dim, 1, states).
+        u: (batch, blocks, dim, states), real or complex.
+        decay: (dim, states).
         states: as u, to be filled.
-        start: (dim, batch, states) or None for zeros.
+        start: (batch, dim, states) or None for zeros.
         reverse: from the last block to the first.
     """
-    blocks = u.shape[2]
+    blocks = u.shape[1]
     if blocks <= SERIAL_BLOCKS:
-        return _carry_serial(u, decay, start, reverse, states)
+        return _carry_serial(u, decay, states, start, reverse)
     group = 1 << (blocks.bit_length() // 2)
     whole = blocks // group * group
     # blocks that fill no group come last, one by one
     many, few = (slice(blocks - whole, None), slice(0, blocks - whole))
     if not reverse:
         many, few = slice(0, whole), slice(whole, None)
-    grouped = u[:, :, many].unflatten(2, (whole // group, group))
-    local = states[:, :, many].unflatten(2, (whole // group, group))
-    order = list(range(group - 1, -1, -1) if reverse else range(group))
-    local[:, :, :, order[0]] = 0
-    keep = decay[:, :, None]
-    for j, following in pairwise(order):
-        torch.addcmul(grouped[:, :, :, j], keep, local[:, :, :, j], out=local[:, :, :, following])
-    state = torch.addcmul(grouped[:, :, :, order[-1]], keep, local[:, :, :, order[-1]])
-    heads = torch.empty_like(state)
-    final = _carry_serial(state, decay**group, start, reverse, heads)
-    ages = torch.arange(group, device=u.device)
-    powers = decay[:, :, None] ** (ages.flip(0) if reverse else ages)[:, None]  # (dim, 1, group, states)
-    local.addcmul_(powers[:, :, None], heads[:, :, :, None])
-    return _carry_serial(u[:, :, few], decay, final, reverse, states[:, :, few])
+    grouped = u[:, many].unflatten(1, (whole // group, group))
+    local = states[:, many].unflatten(1, (whole // group, group))
+    leaving = _carry_serial(grouped, decay, local, reverse=reverse, axis=2)
+    heads = torch.empty_like(leaving)
+    powers = decay.expand(group, *decay.shape).cumprod(dim=0)  # decay to the power of 1, 2, .. group
+    final = _carry_serial(leaving, powers[-1], heads, start, reverse)
+    first, rest = (slice(-1, None), slice(0, -1)) if reverse else (slice(0, 1), slice(1, None))
+    local[:, :, first] += heads[:, :, None]
+    local[:, :, rest].addcmul_(powers[:-1].flip(0) if reverse else powers[:-1], heads[:, :, None])
+    return _carry_serial(u[:, few], decay, states[:, few], final, reverse)
+
+
+def _by_block(u: Tensor, batch: int) -> Tensor:
+    """(dim, batch * blocks, states) to (batch, blocks, dim, states), where the states of a block lie together."""
+    return u.transpose(0, 1).contiguous().unflatten(0, (batch, u.shape[1] // max(batch, 1)))
+
+
+def _by_channel(states: Tensor) -> Tensor:
+    """(batch, blocks, dim, states) as (dim, batch * blocks, states)."""
+    return states.flatten(0, 1).transpose(0, 1)
 
 
 def _carry_both(u: Tensor, decay: Tensor, start: Tensor | None, bidirectional: bool) -> Tensor:
     """States that enter each block: from the left, and in the second half of the states from the right."""
-    u, keep = _as_states(u, decay), decay[:, None]
+    u = _as_states(u, decay)
     states = torch.empty_like(u)
     half = decay.shape[-1] // 2 if bidirectional else decay.shape[-1]
     first = None if start is None else _as_states(start, decay)
-    _carry(u[..., :half], keep[..., :half], states[..., :half], first)
+    _carry(u[..., :half], decay[:, :half], states[..., :half], first)
     if bidirectional:
-        _carry(u[..., half:], keep[..., half:], states[..., half:], reverse=True)
+        _carry(u[..., half:], decay[:, half:], states[..., half:], reverse=True)
     return _as_pairs(states)
 
 
@@ -127,9 +137,9 @@ def _to_channels(x: Tensor, block: int) -> Tensor:
     blocks = -(-time // block)
     if blocks * block != time:
         x = F.pad(x, (0, 0, 0, blocks * block - time))
-    # a two-dimensional transpose is twice as fast as a permuted copy; always a copy, never a view of x
-    turned = x.reshape(-1, dim).t().clone(memory_format=torch.contiguous_format)
-    return turned.view(dim, batch * blocks, block)
+    # block by block: in the cache of a core, and by all of them, unlike a transpose of the whole; never a view of x
+    turned = x.reshape(-1, block, dim).transpose(1, 2).clone(memory_format=torch.contiguous_format)
+    return turned.transpose(0, 1)
 
 
 @torch.library.custom_op("seqboat::block_scan", mutates_args=())
@@ -144,15 +154,13 @@ def _block_scan(
     bidirectional: bool,
 ) -> tuple[Tensor, Tensor]:
     batch, time, dim = x.shape
-    block, width = enter.shape[1:]
+    block = enter.shape[1]
     blocks = -(-time // block)
     inputs = _to_channels(x, block)
-    entered = torch.bmm(inputs, enter).view(dim, batch, blocks, width)
-    states = _carry_both(entered, decay, start, bidirectional)
+    states = _carry_both(_by_block(torch.bmm(inputs, enter), batch), decay, start, bidirectional)
     outputs = torch.bmm(inputs, mix)
-    outputs.baddbmm_(states.reshape(dim, batch * blocks, width), leave)
-    outputs = outputs.view(dim, batch, blocks * block)[:, :, :time].contiguous()
-    return outputs, states.contiguous()
+    outputs.baddbmm_(_by_channel(states), leave)
+    return outputs.view(dim, batch, blocks * block)[:, :, :time].contiguous(), states
 
 
 @_block_scan.register_fake
@@ -160,7 +168,7 @@ def _(x, mix, enter, leave, decay, start, bidirectional):  # type: ignore[no-unt
     batch, time, dim = x.shape
     block = mix.shape[1]
     blocks = -(-time // block)
-    return x.new_empty(dim, batch, time), x.new_empty(dim, batch, blocks, leave.shape[1])
+    return x.new_empty(dim, batch, time), x.new_empty(batch, blocks, dim, leave.shape[1])
 
 
 @torch.library.custom_op("seqboat::block_scan_backward", mutates_args=())
@@ -176,7 +184,7 @@ def _block_scan_backward(
     decay: Tensor,
     bidirectional: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    dim, batch, blocks, width = states.shape
+    batch, blocks, dim, _ = states.shape
     block = mix.shape[1]
     time = grad_outputs.shape[2]
     # gradients may come token by token: matrix products need them channel by channel
@@ -184,30 +192,27 @@ def _block_scan_backward(
         grad = grad_outputs.view(dim, batch * blocks, block)
     else:
         grad = _to_channels(grad_outputs.permute(1, 2, 0), block)
-    flat = states.view(dim, batch * blocks, width)
     # turned again: the tokens themselves are often alive anyway, a turned copy never is
     inputs = _to_channels(x, block)
     grad_mix = torch.bmm(inputs.transpose(1, 2), grad)
-    grad_leave = torch.bmm(flat.transpose(1, 2), grad)
-    grad_flat = torch.bmm(grad, leave.transpose(1, 2)).view(dim, batch, blocks, width)
+    grad_leave = torch.bmm(_by_channel(states).transpose(1, 2), grad)
+    toward = _by_block(torch.bmm(grad, leave.transpose(1, 2)), batch)
     if grad_states is not None:
-        grad_flat = grad_flat + grad_states
+        toward = toward + grad_states
     # the adjoint of a carry is a carry in the other direction, with the conjugate decay
-    seen = _as_states(states, decay)
-    toward = _as_states(grad_flat, decay)
-    keep = decay.conj().resolve_conj()[:, None]
+    seen, toward = _as_states(states, decay), _as_states(toward, decay)
+    keep = decay.conj().resolve_conj()
     half = decay.shape[-1] // 2 if bidirectional else decay.shape[-1]
     back = torch.empty_like(toward)
-    first = _carry(toward[..., :half], keep[..., :half], back[..., :half], reverse=True)
+    first = _carry(toward[..., :half], keep[:, :half], back[..., :half], reverse=True)
     if bidirectional:
-        _carry(toward[..., half:], keep[..., half:], back[..., half:])
-    grad_decay = (back * seen.conj()).sum(dim=(1, 2))
-    grad_entered = _as_pairs(back).reshape(dim, batch * blocks, width)
+        _carry(toward[..., half:], keep[:, half:], back[..., half:])
+    grad_decay = (back * seen.conj()).sum(dim=(0, 1))
+    grad_entered = _by_channel(_as_pairs(back))
     grad_enter = torch.bmm(inputs.transpose(1, 2), grad_entered)
     grad_x = torch.bmm(grad, mix.transpose(1, 2))
     grad_x.baddbmm_(grad_entered, enter.transpose(1, 2))
-    grad_x = grad_x.view(dim, batch, blocks * block)[:, :, :time]
-    grad_x = grad_x.reshape(dim, batch * time).t().contiguous().view(batch, time, dim)
+    grad_x = grad_x.view(dim, batch, blocks * block)[:, :, :time].permute(1, 2, 0).contiguous()
     return grad_x, grad_mix, grad_enter, grad_leave, grad_decay, _as_pairs(first).contiguous()
 
 
@@ -222,7 +227,7 @@ def _(grad_outputs, grad_states, x, states, mix, enter, leave, decay, bidirectio
         enter.new_empty(enter.shape),
         leave.new_empty(leave.shape),
         decay.new_empty(decay.shape),
-        grad_outputs.new_empty(dim, batch, width),
+        grad_outputs.new_empty(batch, dim, width),
     )
 
 
@@ -305,10 +310,9 @@ def scan(
 
     Returns:
         y: (batch, time, dim), laid out channel by channel in memory.
-        states: (dim, batch, blocks, states), the states that enter each block.
+        states: (batch, blocks, dim, states), the states that enter each block.
     """
-    first = None if start is None else start.transpose(0, 1).contiguous()
-    y, states = _block_scan(x, *tables, first, bidirectional)
+    y, states = _block_scan(x, *tables, start, bidirectional)
     return y.permute(1, 2, 0), states
 
 
@@ -345,8 +349,7 @@ def final_state(
     tail = x.gather(1, places[..., None].expand(-1, -1, dim))
     tail = torch.where((age <= inside[:, None])[..., None], tail, x.new_zeros(()))
     added = torch.einsum("bld,dln->bdn", tail, tables.enter.flip(1))
-    index = (last // block)[None, :, None, None].expand(dim, -1, 1, width)
-    entered = states.gather(2, index)[:, :, 0].transpose(0, 1)
+    entered = states[torch.arange(batch, device=x.device), last // block]
     keep = torch.exp(log_decay * (inside + 1)[:, None, None])
     carried = _as_pairs(_as_states(entered, keep) * keep)
     return torch.where((lengths > 0)[:, None, None], carried + added, before)
