@@ -203,6 +203,11 @@ class BandScores:
     ) -> None:
         self.band, self.scale, self.table = band, scale, table
         self.group = group.to(torch.int32)
+        self.mixed = None
+        """blocks in which the group of the keys changes, where looking costs no wait: most lie inside one group"""
+        if group.device.type == "cpu":
+            seen = band.keys(self.group, 0, band.blocks, -1)
+            self.mixed = (seen[:, 1:] != seen[:, :-1]).any(dim=1).nonzero().squeeze(1).tolist()
         distance = band.distance(group.device)
         self.inside = (distance >= -band.left) & (distance <= band.right)
         static = torch.zeros(distance.shape, dtype=dtype, device=group.device)
@@ -231,22 +236,23 @@ class BandScores:
             if self.clamped:
                 index.clamp_(0, 2 * self.reach)
             scores += self.table.index_select(0, index.view(-1)).view(index.shape)
-        # padding belongs to no group: -1 among the keys, -2 among the queries
-        query_group = self.band.queries(self.group, begin, end, -2)
-        _hide_other_groups(scores, query_group, self.band.keys(self.group, begin, end, -1))
+        self._hide_other_groups(scores, begin, end)
         return scores, index
 
-
-def _hide_other_groups(scores: Tensor, query_group: Tensor, key_group: Tensor) -> None:
-    """Write HIDDEN where query and key belong to different groups."""
-    if scores.device.type != "cpu":
-        scores.masked_fill_(query_group[:, :, None] != key_group[:, None, :], HIDDEN)
-        return
-    # most blocks lie inside one group: only those in which the group of the keys changes need a look
-    mixed = (key_group[:, 1:] != key_group[:, :-1]).any(dim=1).nonzero().squeeze(1)
-    for block in mixed.tolist():
-        other = query_group[block, :, None] != key_group[block]
-        scores[block].masked_fill_(other, HIDDEN)
+    def _hide_other_groups(self, scores: Tensor, begin: int, end: int) -> None:
+        """Write HIDDEN where query and key belong to different groups."""
+        mixed = None if self.mixed is None else [block for block in self.mixed if begin <= block < end]
+        if mixed is not None and not mixed:
+            return
+        # padding belongs to no group: -1 among the keys, -2 among the queries
+        query_group = self.band.queries(self.group, begin, end, -2)
+        key_group = self.band.keys(self.group, begin, end, -1)
+        if mixed is None:
+            scores.masked_fill_(query_group[:, :, None] != key_group[:, None, :], HIDDEN)
+            return
+        for block in mixed:
+            other = query_group[block - begin, :, None] != key_group[block - begin]
+            scores[block - begin].masked_fill_(other, HIDDEN)
 
 
 @torch.library.custom_op("seqboat::banded", mutates_args=())

@@ -237,7 +237,8 @@ class _NormOfSilu(torch.autograd.Function):
         dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
             grad, F.silu(x), x.shape[-1:], mean, inverse, weight, bias, needed
         )
-        return _silu_backward(dx, x), dweight, dbias, None
+        _silu_backward.grad_input(dx, x, grad_input=dx)
+        return dx, dweight, dbias, None
 
 
 def norm_of_silu(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:

@@ -79,10 +79,12 @@ def _gated(
     for begin, end in band.parts():
         part = _Blocks(band, before, gamma, beta, begin, end)
         scores, _ = score(begin, end, part.queries, part.keys)
-        rows = torch.bmm(attention_weights(scores, kind), part.values).flatten(0, 1)
-        rows = rows[: part.gate.shape[0]]
-        summed[part.rows] = rows
-        torch.addmm(out_bias, rows.mul_(part.gate), out_weight.t(), out=y[part.rows])
+        weights, rows = attention_weights(scores, kind), summed[part.rows]
+        if len(rows) == (end - begin) * band.size:
+            torch.bmm(weights, part.values, out=rows.unflatten(0, (end - begin, band.size)))
+        else:
+            rows.copy_(torch.bmm(weights, part.values).flatten(0, 1)[: len(rows)])
+        torch.addmm(out_bias, part.gate.mul_(rows), out_weight.t(), out=y[part.rows])
     return y, before, summed
 
 
@@ -120,7 +122,9 @@ def _gated_backward(
     band = Band(x.shape[0], left, right, scores_at_once(x))
     score = BandScores(band, group, position, table, scale, x.dtype)
     of_z, of_gate, of_value = slice(0, d_z), slice(d_z, d_z + d_v), slice(d_z + d_v, None)
-    dx, dweight, dbias = torch.empty_like(x), torch.zeros_like(weight), weight.new_zeros(weight.shape[0])
+    # channel by channel, as the scan is: whoever puts the tokens back among all others adds along the channels
+    dx = x.new_empty(x.shape[1], x.shape[0])
+    dweight, dbias = torch.zeros_like(weight), weight.new_zeros(weight.shape[0])
     dgamma, dbeta = torch.zeros_like(gamma), torch.zeros_like(beta)
     dout_weight, dout_bias = torch.zeros_like(out_weight), grad.sum(dim=0)
     # gradients of queries, keys and values exist for the blocks at hand and those around them
@@ -132,9 +136,9 @@ def _gated_backward(
         """Take the gradient of an activation through it and through the projection."""
         below = _silu_backward(above, before[rows, columns])
         if first:
-            torch.mm(below, weight[columns], out=dx[rows])
+            torch.mm(weight[columns].t(), below.t(), out=dx[:, rows])
         else:
-            dx[rows].addmm_(below, weight[columns])
+            dx[:, rows].addmm_(weight[columns].t(), below.t())
         dweight[columns].addmm_(below.t(), x[rows])
         dbias[columns] += below.sum(dim=0)
 
@@ -188,7 +192,7 @@ def _gated_backward(
     finish(done, band.blocks)
     if table is not None and position is None:
         dtable.index_add_(0, score.distance[score.inside], dstatic[score.inside])
-    return dx, dweight, dbias, dgamma, dbeta, dout_weight, dout_bias, dtable
+    return dx.t(), dweight, dbias, dgamma, dbeta, dout_weight, dout_bias, dtable
 
 
 @_gated_backward.register_fake
@@ -196,7 +200,7 @@ def _(  # type: ignore[no-untyped-def]
     grad, before, summed, x, weight, bias, gamma, beta, out_weight, group, position, table, *rest
 ):
     return (
-        torch.empty_like(x),
+        x.new_empty(x.shape[1], x.shape[0]).t(),
         torch.empty_like(weight),
         weight.new_empty(weight.shape[0]),
         torch.empty_like(gamma),
