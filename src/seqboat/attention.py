@@ -174,9 +174,9 @@ class RollingSums:
         """Add weights^T rows of the blocks at hand, as `Band.add_by_key` does."""
         self.band.add_by_key(self.buffer, 0, weights, rows, scale)
 
-    def set(self, blocks: Tensor) -> None:
-        """Write (blocks, size, dim) at the blocks at hand themselves."""
-        self.buffer[self.band.before : self.band.before + len(blocks)] = blocks
+    def at_hand(self, count: int) -> Tensor:
+        """The sums of the blocks at hand themselves, (blocks, size, dim)."""
+        return self.buffer[self.band.before : self.band.before + count]
 
     def rows(self, rows: slice) -> Tensor:
         """Some rows of the packed array, as a view; they must lie in the buffer."""

@@ -407,13 +407,21 @@ class FloorRunner(Runner):
         self._operands: dict[tuple[int, ...], Tensor] = {}
         self._device, self._dtype = setting.device, getattr(torch, setting.dtype)
 
+    def products(self, mode: Mode) -> list[Product]:
+        """What is multiplied in a step."""
+        return self.forward + self.backward if mode == "training" else self.forward
+
     def run(self, mode: Mode) -> None:
-        products = self.forward + self.backward if mode == "training" else self.forward
+        for product in self.products(mode):
+            self.multiply(product)
+
+    def multiply(self, product: Product) -> None:
+        """One batch of products."""
+        _, batch, rows, inner, columns = product
         with torch.no_grad():
-            for _, batch, rows, inner, columns in products:
-                left = self._operand(batch, rows, inner, 0)
-                right = self._operand(batch, inner, columns, 1)
-                torch.bmm(left, right, out=self._operand(batch, rows, columns, 2))
+            left = self._operand(batch, rows, inner, 0)
+            right = self._operand(batch, inner, columns, 1)
+            torch.bmm(left, right, out=self._operand(batch, rows, columns, 2))
 
     def _operand(self, batch: int, rows: int, columns: int, role: int) -> Tensor:
         key = (batch, rows, columns, role)
@@ -424,8 +432,7 @@ class FloorRunner(Runner):
 
     def flops(self, mode: Mode) -> int:
         """Of all products."""
-        products = self.forward + self.backward if mode == "training" else self.forward
-        return sum(product.flops for product in products)
+        return sum(product.flops for product in self.products(mode))
 
 
 def make_runner(contender: Contender, setting: Setting) -> Runner:

@@ -115,7 +115,7 @@ class _Combine(torch.autograd.Function):
         ctx: Any, x: Tensor, h: Tensor, weight: Tensor, bias: Tensor, rows: Tensor, y: Tensor
     ) -> Tensor:
         ctx.save_for_backward(h, weight, rows)
-        return torch.addmm(bias, h, weight.t()).add_(x).index_add_(0, rows, y)
+        return torch.add(x, bias).addmm_(h, weight.t()).index_add_(0, rows, y)
 
     @staticmethod
     @once_differentiable

@@ -8,6 +8,8 @@ weighted sums. The mathematics is that of `GAU` and `attention.banded`, and is t
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -26,21 +28,38 @@ from seqboat.precision import full_precision
 _silu_backward = torch.ops.aten.silu_backward
 
 
+Z, GATE, VALUE = range(3)
+
+
+class _Columns(NamedTuple):
+    """What belongs to z, gate and value."""
+
+    z: Tensor
+    gate: Tensor
+    value: Tensor
+
+
+def _columns(x: Tensor, d_z: int, dim: int) -> _Columns:
+    """Views of the parts of a projection, or of its weights."""
+    d_v = (x.shape[dim] - d_z) // 2
+    return _Columns(*x.split([d_z, d_v, d_v], dim=dim))
+
+
 class _Blocks:
     """Queries, keys, values and gates of some blocks, from the projection before its activation."""
 
-    def __init__(self, band: Band, before: Tensor, gamma: Tensor, beta: Tensor, begin: int, end: int) -> None:
-        d_z = gamma.shape[1]
-        d_v = (before.shape[1] - d_z) // 2
+    def __init__(
+        self, band: Band, before: _Columns, gamma: Tensor, beta: Tensor, begin: int, end: int
+    ) -> None:
         size, tokens = band.size, band.tokens
         first, last = (begin - band.before) * size, (end + band.after) * size
         low, high = max(first, 0), min(last, tokens)
         self.rows = slice(begin * size, min(end * size, tokens))
-        z = F.silu(before[low:high, :d_z])
+        z = F.silu(before.z[low:high])
         key = torch.addcmul(beta[1], z, gamma[1])
-        value = F.silu(before[low:high, d_z + d_v :])
+        value = F.silu(before.value[low:high])
         query = torch.addcmul(beta[0], z[self.rows.start - low : self.rows.stop - low], gamma[0])
-        self.gate = F.silu(before[self.rows, d_z : d_z + d_v])
+        self.gate = F.silu(before.gate[self.rows])
         around = (0, 0, low - first, last - high)
         self.keys = band.windows(F.pad(key, around) if any(around) else key, end - begin)
         self.values = band.windows(F.pad(value, around) if any(around) else value, end - begin)
@@ -76,8 +95,9 @@ def _gated(
     score = BandScores(band, group, position, table, scale, x.dtype)
     summed = x.new_empty(tokens, d_v)
     y = x.new_empty(tokens, out_weight.shape[0])
+    columns = _columns(before, gamma.shape[1], 1)
     for begin, end in band.parts():
-        part = _Blocks(band, before, gamma, beta, begin, end)
+        part = _Blocks(band, columns, gamma, beta, begin, end)
         scores, _ = score(begin, end, part.queries, part.keys)
         weights, rows = attention_weights(scores, kind), summed[part.rows]
         if len(rows) == (end - begin) * band.size:
@@ -121,10 +141,11 @@ def _gated_backward(
     d_z, d_v = gamma.shape[1], out_weight.shape[1]
     band = Band(x.shape[0], left, right, scores_at_once(x))
     score = BandScores(band, group, position, table, scale, x.dtype)
-    of_z, of_gate, of_value = slice(0, d_z), slice(d_z, d_z + d_v), slice(d_z + d_v, None)
+    columns, weights_of = _columns(before, d_z, 1), _columns(weight, d_z, 0)
     # channel by channel, as the scan is: whoever puts the tokens back among all others adds along the channels
     dx = x.new_empty(x.shape[1], x.shape[0])
     dweight, dbias = torch.zeros_like(weight), weight.new_zeros(weight.shape[0])
+    dweights_of, dbiases_of = _columns(dweight, d_z, 0), _columns(dbias, d_z, 0)
     dgamma, dbeta = torch.zeros_like(gamma), torch.zeros_like(beta)
     dout_weight, dout_bias = torch.zeros_like(out_weight), grad.sum(dim=0)
     # gradients of queries, keys and values exist for the blocks at hand and those around them
@@ -132,15 +153,13 @@ def _gated_backward(
     dstatic = torch.zeros_like(score.static)
     dtable = x.new_zeros(0 if table is None else table.shape[0])
 
-    def project_back(rows: slice, columns: slice, above: Tensor, first: bool) -> None:
-        """Take the gradient of an activation through it and through the projection."""
-        below = _silu_backward(above, before[rows, columns])
-        if first:
-            torch.mm(weight[columns].t(), below.t(), out=dx[:, rows])
-        else:
-            dx[:, rows].addmm_(weight[columns].t(), below.t())
-        dweight[columns].addmm_(below.t(), x[rows])
-        dbias[columns] += below.sum(dim=0)
+    def project_back(rows: slice, which: int, above: Tensor) -> None:
+        """Take the gradient of an activation through it and through the projection; the gate's comes first."""
+        below = _silu_backward(above, columns[which][rows])
+        place, beta = dx[:, rows], 0 if which == GATE else 1
+        place.addmm_(weights_of[which].t(), below.t(), beta=beta)
+        dweights_of[which].addmm_(below.t(), x[rows])
+        dbiases_of[which].add_(below.sum(dim=0))
 
     def finish(first: int, last: int) -> None:
         """Blocks first .. last of the keys have met all their queries."""
@@ -148,22 +167,22 @@ def _gated_backward(
         if rows.stop <= rows.start:
             return
         dquery, dkey, dvalue = (sums.rows(rows) for sums in (dqueries, dkeys, dvalues))
-        z = F.silu(before[rows, of_z])
+        z = F.silu(columns.z[rows])
         for i, above in enumerate((dquery, dkey)):
-            dbeta[i] += above.sum(dim=0)
-            dgamma[i] += torch.linalg.vecdot(above, z, dim=0)
+            dbeta[i].add_(above.sum(dim=0))
+            dgamma[i].add_(torch.linalg.vecdot(above, z, dim=0))
         dz = torch.addcmul(dquery * gamma[0], dkey, gamma[1])
-        project_back(rows, of_z, dz, first=False)
-        project_back(rows, of_value, dvalue, first=False)
+        project_back(rows, Z, dz)
+        project_back(rows, VALUE, dvalue)
 
     def meet(begin: int, end: int) -> None:
         """Queries of blocks begin .. end meet their keys; a function, so that nothing of it outlives it."""
-        part = _Blocks(band, before, gamma, beta, begin, end)
+        part = _Blocks(band, columns, gamma, beta, begin, end)
         above = grad[part.rows]
         rows = summed[part.rows]
         dgated = torch.mm(above, out_weight)
         dout_weight.addmm_(above.t(), part.gate * rows)
-        project_back(part.rows, of_gate, dgated * rows, first=True)
+        project_back(part.rows, GATE, dgated * rows)
         dsummed = part.in_blocks(dgated.mul_(part.gate), band)
         del part.gate
         scores, index = score(begin, end, part.queries, part.keys)
@@ -180,7 +199,7 @@ def _gated_backward(
         dvalues.add(weights, dsummed)
         del weights
         dkeys.add(dscores, part.queries, scale)
-        dqueries.set(torch.bmm(dscores, part.keys).mul_(scale))
+        dqueries.at_hand(end - begin).baddbmm_(dscores, part.keys, beta=0, alpha=scale)
 
     done = 0
     for begin, end in band.parts():

@@ -104,7 +104,7 @@ def _carry(
     powers = decay.expand(group, *decay.shape).cumprod(dim=0)  # decay to the power of 1, 2, .. group
     final = _carry_serial(leaving, powers[-1], heads, start, reverse)
     first, rest = (slice(-1, None), slice(0, -1)) if reverse else (slice(0, 1), slice(1, None))
-    local[:, :, first] += heads[:, :, None]
+    local[:, :, first].add_(heads[:, :, None])
     local[:, :, rest].addcmul_(powers[:-1].flip(0) if reverse else powers[:-1], heads[:, :, None])
     return _carry_serial(u[:, few], decay, states[:, few], final, reverse)
 
