@@ -18,11 +18,12 @@ Complex states (S4D) travel as pairs of real numbers; only their carry from bloc
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from seqboat.precision import full_precision
 
@@ -252,6 +253,85 @@ def _backward(ctx, grad_outputs, grad_states):  # type: ignore[no-untyped-def]
 _block_scan.register_autograd(_backward, setup_context=_save)
 
 
+class _Tables(torch.autograd.Function):
+    """The tables of a block, with a backward pass of few operations: autograd's took as long as a scan."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, log_decay: Tensor, drive: Tensor, read: Tensor, skip: Tensor, block: int
+    ) -> tuple[Tensor, ...]:
+        steps = torch.arange(block + 1, device=log_decay.device)
+        powers = torch.exp(log_decay[..., None] * steps)  # (directions, dim, states, block + 1)
+        ctx.save_for_backward(drive, read, powers)
+        enter = (drive[..., None] * powers[..., :-1]).transpose(-1, -2)
+        leave = read[..., None] * powers[..., 1:]
+        kernel = torch.einsum("...n,...nl->...l", read * drive, powers[..., :-1])
+        if log_decay.is_complex():
+            # states as (real, imaginary) pairs; Re(read * s) takes the imaginary part with a minus
+            enter = torch.view_as_real(enter).flatten(-2)
+            leave = torch.stack([leave.real, -leave.imag], dim=-2).flatten(-3, -2)
+            kernel = kernel.real
+        # lags -(block - 1) .. block - 1: the second direction runs from right to left
+        ahead = kernel[0]
+        if len(kernel) == 2:
+            centre = ahead[:, :1] + kernel[1][:, :1] + skip[:, None]
+            behind = kernel[1][:, 1:].flip(-1)
+            enter = torch.cat([enter[0].flip(1), enter[1]], dim=-1)
+            leave = torch.cat([leave[0], leave[1].flip(-1)], dim=1)
+            decay = torch.cat([powers[0, ..., -1], powers[1, ..., -1]], dim=-1)
+        else:
+            centre = ahead[:, :1] + skip[:, None]
+            behind = torch.zeros_like(ahead[:, 1:])
+            enter, leave, decay = enter[0].flip(1), leave[0].contiguous(), powers[0, ..., -1].clone()
+        return toeplitz(torch.cat([behind, centre, ahead[:, 1:]], dim=-1)), enter, leave, decay
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, dmix: Tensor, denter: Tensor, dleave: Tensor, ddecay: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
+        drive, read, powers = ctx.saved_tensors
+        block, both = powers.shape[-1] - 1, len(powers) == 2
+        dtaps = _sum_diagonals(dmix)
+        dkernel = torch.stack([dtaps[:, block - 1 :], dtaps[:, :block].flip(-1)][: len(powers)])
+        # undo the order of the tables: all of them by rising powers, (directions, dim, states, block)
+        if both:
+            left, right = denter.chunk(2, dim=-1)
+            denter = torch.stack([left.flip(1), right])
+            left, right = dleave.chunk(2, dim=1)
+            dleave = torch.stack([left, right.flip(-1)])
+            ddecay = torch.stack(ddecay.chunk(2, dim=-1))
+        else:
+            denter, dleave, ddecay = denter.flip(1)[None], dleave[None], ddecay[None]
+        if powers.is_complex():
+            denter = torch.view_as_complex(denter.unflatten(-1, (-1, 2)).contiguous())
+            real, imaginary = dleave.unflatten(2, (-1, 2)).unbind(3)
+            dleave = torch.complex(real, -imaginary)
+            dkernel = torch.complex(dkernel, torch.zeros_like(dkernel))
+        drive, read, powers = drive.conj(), read.conj(), powers.conj()
+        # sums over the powers l, plain and times l
+        steps = torch.arange(block + 1, device=powers.device).to(powers.dtype)
+        low, high = (torch.stack([torch.ones_like(l), l], dim=-1) for l in (steps[:-1], steps[1:]))
+        entered = (powers[..., :-1] * denter.transpose(-1, -2)) @ low
+        left = (powers[..., 1:] * dleave) @ high
+        mixed = powers[..., :-1] @ (dkernel[..., None] * low)
+        ddrive = entered[..., 0] + read * mixed[..., 0]
+        dread = left[..., 0] + drive * mixed[..., 0]
+        dlog = drive * entered[..., 1] + read * left[..., 1] + read * drive * mixed[..., 1]
+        dlog = torch.addcmul(dlog, powers[..., -1], ddecay, value=block)
+        return dlog, ddrive, dread, dtaps[:, block - 1], None
+
+
+def _sum_diagonals(x: Tensor) -> Tensor:
+    """The adjoint of `toeplitz`: (dim, C, C) to (dim, 2 C - 1).
+
+    >>> _sum_diagonals(torch.tensor([[[1.0, 2.0], [4.0, 8.0]]])).tolist()
+    [[4.0, 9.0, 2.0]]
+    """
+    dim, size, _ = x.shape
+    return torch.ops.aten.unfold_backward(x.flip(1), [dim, 2 * size - 1], 1, size, 1)
+
+
 def block_tables(log_decay: Tensor, drive: Tensor, read: Tensor, skip: Tensor, block: int) -> BlockTables:
     """Tables of a layer with states s_t = q * s_{t-1} + drive * x_t and output Re(read . s_t) + skip * x_t.
 
@@ -262,29 +342,7 @@ def block_tables(log_decay: Tensor, drive: Tensor, read: Tensor, skip: Tensor, b
         skip: (dim,).
         block: tokens per block.
     """
-    steps = torch.arange(block + 1, device=log_decay.device)
-    powers = torch.exp(log_decay[..., None] * steps)  # (directions, dim, states, block + 1)
-    enter = (drive[..., None] * powers[..., :-1].flip(-1)).transpose(-1, -2)
-    leave = read[..., None] * powers[..., 1:]
-    kernel = torch.einsum("...n,...nl->...l", read * drive, powers[..., :-1])
-    if log_decay.is_complex():
-        # states as (real, imaginary) pairs; Re(read * s) takes the imaginary part with a minus
-        enter = torch.view_as_real(enter).flatten(-2)
-        leave = torch.stack([leave.real, -leave.imag], dim=-2).flatten(-3, -2)
-        kernel = kernel.real
-    # lags -(block - 1) .. block - 1: the second direction runs from right to left
-    ahead = kernel[0]
-    if len(kernel) == 2:
-        centre = ahead[:, :1] + kernel[1][:, :1] + skip[:, None]
-        behind = kernel[1][:, 1:].flip(-1)
-        enter = torch.cat([enter[0], enter[1].flip(1)], dim=-1)
-        leave = torch.cat([leave[0], leave[1].flip(-1)], dim=1)
-        decay = torch.cat([powers[0, ..., -1], powers[1, ..., -1]], dim=-1)
-    else:
-        centre = ahead[:, :1] + skip[:, None]
-        behind = torch.zeros_like(ahead[:, 1:])
-        enter, leave, decay = enter[0], leave[0], powers[0, ..., -1]
-    return BlockTables(toeplitz(torch.cat([behind, centre, ahead[:, 1:]], dim=-1)), enter, leave, decay)
+    return BlockTables(*_Tables.apply(log_decay, drive, read, skip, block))
 
 
 def toeplitz(taps: Tensor) -> Tensor:
