@@ -18,6 +18,7 @@ import torch
 from seqboat import bench
 from seqboat.bench import Contender, Setting, parse_contender, sweep
 from seqboat.bench_decode import LanguageModelSize, run_decode, run_decode_lm
+from seqboat.bench_profile import PartShare, Profile, profiled_events, run_profile
 from seqboat.cli import main
 from seqboat.evaluate import find_checkpoint, iterate_metrics
 from seqboat.measure import available_memory, extrapolate, in_child, spread, time_rounds
@@ -341,6 +342,59 @@ def test_command_writes_table_json_and_plot(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "out.png"]
 
 
+def test_profile_attributes_every_moment() -> None:
+    training, inference, other = run_profile(
+        [parse_contender("seqboat")], TINY, ("training", "inference"), rounds=2
+    ) + run_profile([parse_contender("transformer")], TINY, ("training",), rounds=1)
+    for found in (training, inference, other):
+        assert sum(share.forward + share.backward for share in found.parts) == pytest.approx(1)
+        assert sum(share.share for share in found.kinds) == pytest.approx(1)
+        assert {"matrix products", "elementwise", "between operations"} <= {
+            share.kind for share in found.kinds
+        }
+    parts = {share.part: share for share in training.parts}
+    for name in ("ssm", "sma.units.gau", "sma.router", "norm", "sma", "the layer itself"):
+        assert parts[name].forward > 0 and parts[name].backward > 0, name
+    assert all(share.backward == 0 for share in inference.parts)
+    assert training.floor_ratio == training.seconds.median / training.floor_seconds.median  # type: ignore[union-attr]
+    assert [part.what for part in training.floor] == [part.what for part in inference.floor]
+    for forward, step in zip(inference.floor, training.floor, strict=True):
+        assert step.gigaflops == pytest.approx(3 * forward.gigaflops)  # two gradients for each product
+    assert other.floor_ratio is None and not other.floor
+
+
+def test_profile_leaves_the_layer_as_it_was() -> None:
+    runner = bench.LayerRunner(parse_contender("seqboat"), TINY)
+    events = profiled_events(runner, "training", 1)
+    assert any(event.name == "part of the layer: ssm" for event in events)
+    assert not any(
+        {"forward", "activate", "after_silu"} & vars(part).keys() for part in runner.layer.modules()
+    )
+
+
+def test_profile_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("rich")
+    record = tmp_path / "profile.json"
+    arguments = [
+        "bench",
+        "profile",
+        "--lengths",
+        "64",
+        "--batch",
+        "1",
+        "--rounds",
+        "1",
+        "--modes",
+        "inference",
+    ]
+    assert main([*arguments, "--json", str(record)]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "seqboat, inference, 1 x 64 tokens" in printed and "the floor of matrix products" in printed
+    assert "by part" in printed and "by kind of operation" in printed and "gau: scores" in printed
+    (row,) = json.loads(record.read_text())["rows"]
+    assert row.keys() == set(Profile._fields) and row["parts"][0].keys() == set(PartShare._fields)
+
+
 def test_decode_rows() -> None:
     names = ["seqboat", "mega-chunk", "transformer"]
     rows = run_decode(
@@ -374,7 +428,12 @@ def test_decode_of_language_models() -> None:
         (["--json", "no/such/folder/x.json"], "cannot write to the folder no/such/folder"),
         (["--contexts", "8"], "go with 'decode'"),
         (["decode", "--plot", "x.png"], "--plot does not go with 'decode'"),
-        (["decode", "--rates", "0.1", "0.2"], "one window and one rate"),
+        (["decode", "--rates", "0.1", "0.2"], "one window, one rate and one length"),
+        (["decode", "--lengths", "8"], "--lengths does not go with 'decode'"),
+        (["profile", "--plot", "x.png"], "--plot does not go with 'profile'"),
+        (["profile", "--lengths", "8", "16"], "one window, one rate and one length"),
+        (["profile", "--steps", "8"], "go with 'decode'"),
+        (["profile", "--mixers", "floor"], "leave it out"),
         (["decode-lm", "--mixers", "seqboat"], "--mixers does not go with 'decode-lm'"),
         (["decode-lm", "--dtype", "float64"], "on the CPU in float32"),
         (["decode-lm", "--contexts", "8", "9"], "takes one context"),

@@ -733,13 +733,14 @@ def recorded_activation(run: Path | str) -> list[float]:
 
 def as_record(rows: Sequence[Any], setting: Any, **extra: Any) -> dict[str, Any]:
     """Everything of a run, for a JSON file."""
-    plain = []
-    for row in rows:
-        values = row._asdict()
-        seconds = values["seconds"]
-        values["seconds"] = None if seconds is None else seconds._asdict()
-        plain.append(values)
-    return {"machine": machine(), "setting": asdict(setting), **extra, "rows": plain}
+    return {"machine": machine(), "setting": asdict(setting), **extra, "rows": [_plain(row) for row in rows]}
+
+
+def _plain(value: Any) -> Any:
+    """Named tuples as dictionaries, in all depths."""
+    if hasattr(value, "_asdict"):
+        return {name: _plain(part) for name, part in value._asdict().items()}
+    return [_plain(part) for part in value] if isinstance(value, list) else value
 
 
 _MARKERS = "os^Dv<>PX*"

@@ -59,7 +59,12 @@ def _as_pairs(s: Tensor) -> Tensor:
 
 
 def _carry_serial(
-    u: Tensor, decay: Tensor, states: Tensor, start: Tensor | None = None, reverse: bool = False, axis: int = 1
+    u: Tensor,
+    decay: Tensor,
+    states: Tensor,
+    start: Tensor | None = None,
+    reverse: bool = False,
+    axis: int = 1,
 ) -> Tensor:
     """Fill the states that enter each block, one block after the other; returns what leaves the last."""
     if u.shape[axis] == 0:
@@ -134,7 +139,7 @@ def _carry_both(u: Tensor, decay: Tensor, start: Tensor | None, bidirectional: b
 
 def _to_channels(x: Tensor, block: int) -> Tensor:
     """(batch, time, dim) to (dim, batch * blocks, block), the last block filled up with zeros."""
-    batch, time, dim = x.shape
+    time, dim = x.shape[1:]
     blocks = -(-time // block)
     if blocks * block != time:
         x = F.pad(x, (0, 0, 0, blocks * block - time))
@@ -311,7 +316,8 @@ class _Tables(torch.autograd.Function):
         drive, read, powers = drive.conj(), read.conj(), powers.conj()
         # sums over the powers l, plain and times l
         steps = torch.arange(block + 1, device=powers.device).to(powers.dtype)
-        low, high = (torch.stack([torch.ones_like(l), l], dim=-1) for l in (steps[:-1], steps[1:]))
+        weights = torch.stack([torch.ones_like(steps), steps], dim=-1)
+        low, high = weights[:-1], weights[1:]
         entered = (powers[..., :-1] * denter.transpose(-1, -2)) @ low
         left = (powers[..., 1:] * dleave) @ high
         mixed = powers[..., :-1] @ (dkernel[..., None] * low)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from seqboat.bench import Row, Setting
     from seqboat.bench_decode import DecodeRow
+    from seqboat.bench_profile import Profile
     from seqboat.measure import Spread
 
 LAYERS = (
@@ -33,6 +34,7 @@ examples:
   seqboat bench --mixers seqboat --rates 0.1 0.5 1          how cost falls with the share of active tokens
   seqboat bench --like-run runs/recall                      with the activation of a trained model
   seqboat bench --mixers seqboat seqboat:gau.positions=original --windows 64 256
+  seqboat bench profile                                     where the time goes, and how far from the bare products
   seqboat bench decode --contexts 1024 32768                time per token and size of the state
   seqboat bench decode-lm                                   the paper's language model against a Transformer
 """
@@ -45,10 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "what",
         nargs="?",
-        choices=("layer", "decode", "decode-lm"),
+        choices=("layer", "profile", "decode", "decode-lm"),
         default="layer",
-        help="a training step and inference of single layers (default), single tokens of single layers, or "
-        "single tokens of a language model",
+        help="a training step and inference of single layers (default), where their time goes, single tokens of "
+        "single layers, or single tokens of a language model",
     )
     parser.add_argument(
         "--mixers",
@@ -89,6 +91,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+_SWEPT = ("lengths", "windows", "rates")
+
+
 def _rate(text: str) -> float | None:
     if text == "natural":
         return None
@@ -104,6 +109,8 @@ def _rate(text: str) -> float | None:
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
     _check(options)
+    # the profiler would announce itself in lines of its own; it reads this when torch is imported
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     import torch
 
     from seqboat.bench import PRESETS
@@ -114,7 +121,7 @@ def run(options: argparse.Namespace) -> int:
     if options.threads:
         torch.set_num_threads(options.threads)
     setting = _setting(PRESETS[options.preset], options)
-    report = {"layer": _layers, "decode": _decode, "decode-lm": _decode_lm}[options.what]
+    report = {"layer": _layers, "profile": _profile, "decode": _decode, "decode-lm": _decode_lm}[options.what]
     record = report(options, setting)
     if options.json:
         write_json(record, options.json)
@@ -137,14 +144,18 @@ def _check(options: argparse.Namespace) -> None:
             raise UsageError(f"--{name}: cannot write to the folder {path.parent}")
     if options.like_run and options.rates:
         raise UsageError("--rates and --like-run exclude each other")
-    layer_only = {"plot": options.plot, "lengths": options.lengths, "modes": options.modes}
-    if options.what != "layer":
-        for name, value in layer_only.items():
-            if value:
-                raise UsageError(f"--{name} does not go with '{options.what}'")
-        if len(options.windows or ()) > 1 or len(options.rates or ()) > 1:
-            raise UsageError(f"'{options.what}' takes one window and one rate")
-    elif options.contexts or options.steps:
+    refused = {
+        "layer": (),
+        "profile": ("plot",),
+        "decode": ("plot", "lengths", "modes"),
+        "decode-lm": ("plot", "lengths", "modes"),
+    }
+    for name in refused[options.what]:
+        if getattr(options, name):
+            raise UsageError(f"--{name} does not go with '{options.what}'")
+    if options.what != "layer" and any(len(getattr(options, name) or ()) > 1 for name in _SWEPT):
+        raise UsageError(f"'{options.what}' takes one window, one rate and one length")
+    if options.what in ("layer", "profile") and (options.contexts or options.steps):
         raise UsageError("--contexts and --steps go with 'decode' and 'decode-lm'")
 
 
@@ -198,6 +209,29 @@ def _layers(options: argparse.Namespace, setting: Setting) -> dict[str, Any]:
         plot(rows, options.plot)
         print(f"drew {options.plot}")
     return as_record(rows, setting, what="layer", rounds=options.rounds)
+
+
+def _profile(options: argparse.Namespace, setting: Setting) -> dict[str, Any]:
+    from seqboat.bench import MODES, as_record, parse_contender, sweep
+    from seqboat.bench_profile import run_profile
+
+    contenders = [parse_contender(text) for text in options.mixers or ("seqboat",)]
+    lengths = options.lengths or [setting.length]
+    (setting,) = sweep(
+        setting, lengths, [setting.window], [setting.rate], None if options.batch else setting.tokens
+    )
+    found = _with_progress(
+        lambda progress: run_profile(
+            contenders,
+            setting,
+            tuple(mode for mode in MODES if mode in (options.modes or MODES)),
+            rounds=options.rounds,
+            warmup=options.warmup,
+            progress=progress,
+        )
+    )
+    _print_profiles(found, setting)
+    return as_record(found, setting, what="profile", rounds=options.rounds)
 
 
 def _decode(options: argparse.Namespace, setting: Setting) -> dict[str, Any]:
@@ -307,6 +341,52 @@ def _layer_table(rows: Sequence[Row]) -> Table:
         shown = "" if memory is None else human_bytes(memory)
         cells += [f"~ {shown}" if row.seconds is None else shown, _times(row.memory_ratio)]
         table.add_row(*cells)
+    return table
+
+
+def _print_profiles(profiles: Sequence[Profile], setting: Setting) -> None:
+    """Three tables per layer and mode: parts, kinds of operations, the floor."""
+    from rich.console import Console
+
+    from seqboat.measure import human_seconds
+
+    console = Console()
+    console.print(_machine_line(), highlight=False)
+    for found in profiles:
+        step, median = "training step" if found.mode == "training" else found.mode, found.seconds.median
+        line = (
+            f"{found.contender}, {step}, {setting.batch} x {setting.length} tokens: {human_seconds(median)}"
+        )
+        if found.floor_seconds is not None:
+            floor = human_seconds(found.floor_seconds.median)
+            line += f", {_times(found.floor_ratio)} the floor of matrix products ({floor})"
+        console.print(f"\n{line}", highlight=False)
+        parts = _share_table("by part", "part", "forward", "backward", "together")
+        for part, forward, backward in found.parts:
+            parts.add_row(part, f"{forward:.1%}", f"{backward:.1%}", f"{forward + backward:.1%}")
+        kinds = _share_table("by kind of operation", "kind", "calls", "share")
+        for kind, share, calls in found.kinds:
+            kinds.add_row(kind, f"{calls:.0f}", f"{share:.1%}")
+        console.print(parts)
+        console.print(kinds)
+        if found.floor:
+            floors = _share_table(
+                "the floor: each product alone", "product", "GFLOP", "time", "GFLOP/s", "share"
+            )
+            for what, flops, seconds, share in found.floor:
+                rate = f"{flops / seconds:.0f}"
+                floors.add_row(what, f"{flops:.2f}", human_seconds(seconds), rate, f"{share:.1%}")
+            console.print(floors)
+
+
+def _share_table(title: str, first: str, *numbers: str) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column(first, overflow="fold")
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
     return table
 
 
