@@ -115,9 +115,9 @@ def _carry(
     return _carry_serial(u[:, few], decay, states[:, few], final, reverse)
 
 
-def _by_block(u: Tensor, batch: int) -> Tensor:
+def _by_block(u: Tensor, batch: int, blocks: int) -> Tensor:
     """(dim, batch * blocks, states) to (batch, blocks, dim, states), where the states of a block lie together."""
-    return u.transpose(0, 1).contiguous().unflatten(0, (batch, u.shape[1] // max(batch, 1)))
+    return u.transpose(0, 1).contiguous().view(batch, blocks, u.shape[0], u.shape[2])
 
 
 def _by_channel(states: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ def _block_scan(
     block = enter.shape[1]
     blocks = -(-time // block)
     inputs = _to_channels(x, block)
-    states = _carry_both(_by_block(torch.bmm(inputs, enter), batch), decay, start, bidirectional)
+    states = _carry_both(_by_block(torch.bmm(inputs, enter), batch, blocks), decay, start, bidirectional)
     outputs = torch.bmm(inputs, mix)
     outputs.baddbmm_(_by_channel(states), leave)
     return outputs.view(dim, batch, blocks * block)[:, :, :time].contiguous(), states
@@ -202,7 +202,7 @@ def _block_scan_backward(
     inputs = _to_channels(x, block)
     grad_mix = torch.bmm(inputs.transpose(1, 2), grad)
     grad_leave = torch.bmm(_by_channel(states).transpose(1, 2), grad)
-    toward = _by_block(torch.bmm(grad, leave.transpose(1, 2)), batch)
+    toward = _by_block(torch.bmm(grad, leave.transpose(1, 2)), batch, blocks)
     if grad_states is not None:
         toward = toward + grad_states
     # the adjoint of a carry is a carry in the other direction, with the conjugate decay

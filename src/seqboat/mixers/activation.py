@@ -256,6 +256,9 @@ class SparseModularActivation(RecurrentMixer):
             awake = [active.view(-1).nonzero().squeeze(1)]
         else:
             awake = [part.row for part in pack_modules(active).parts]
+        if torch.compiler.is_compiling():
+            # what follows depends on who is awake, also where the compiler was told to trace through such sizes
+            torch._dynamo.graph_break()
         weights = self._weights(routing)
         y = torch.zeros_like(x) if base is None else base
         after = []
