@@ -342,6 +342,16 @@ def test_command_writes_table_json_and_plot(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "out.png"]
 
 
+def test_compiled_contenders(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+    monkeypatch.setattr("seqboat.compile.compile_model", lambda layer: compiled.append(layer) or layer)
+    contenders = [parse_contender(text) for text in ("seqboat", "seqboat:compiled=True")]
+    rows = bench.run_layers(contenders, [TINY], ("training",), rounds=1, memory=False)
+    assert len(compiled) == 1 and [row.contender for row in rows] == ["seqboat", "seqboat:compiled=True"]
+    with pytest.raises(ValueError, match="compiled must be True or False, got 'yes'"):
+        parse_contender("seqboat:compiled=yes")
+
+
 def test_profile_attributes_every_moment() -> None:
     training, inference, other = run_profile(
         [parse_contender("seqboat")], TINY, ("training", "inference"), rounds=2

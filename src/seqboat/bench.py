@@ -126,7 +126,7 @@ class Contender(NamedTuple):
     label: str
     name: str
     overrides: dict[str, Any]
-    """by dotted name; d_model is a width of its own instead of the setting's"""
+    """by dotted name; d_model is a width of its own instead of the setting's, compiled asks for torch.compile"""
 
 
 def parse_contender(text: str) -> Contender:
@@ -152,6 +152,8 @@ def parse_contender(text: str) -> Contender:
     require(not (overrides and name == "floor"), "floor takes no fields: it follows the setting")
     width = overrides.get("d_model", 1)
     require(isinstance(width, int) and width >= 1, f"{text}: d_model must be an integer >= 1, got {width!r}")
+    compiled = overrides.get("compiled", False)
+    require(isinstance(compiled, bool), f"{text}: compiled must be True or False, got {compiled!r}")
     return Contender(text, name, overrides)
 
 
@@ -169,7 +171,7 @@ def configure(contender: Contender, setting: Setting) -> Any:
     config = MIXERS["seqboat" if contender.name in ("published", "floor") else contender.name]()
     config = _fit(config, setting)
     for path, value in contender.overrides.items():
-        if path == "d_model":
+        if path in ("d_model", "compiled"):
             continue
         config = _override(config, path.split("."), value, contender.label)
     return config
@@ -315,17 +317,24 @@ class LayerRunner(Runner):
     def __init__(self, contender: Contender, setting: Setting) -> None:
         self.layer = build(contender, setting)
         self.parameters = sum(p.numel() for p in self.layer.parameters())
+        self._call = self.layer
+        if contender.overrides.get("compiled"):
+            from seqboat.compile import compile_model  # takes as long to import as torch itself
+
+            # the first call takes up to a minute, which falls into the rounds that do not count
+            self._call = compile_model(self.layer)
         self.x = _inputs(own_setting(contender, setting)).requires_grad_()
         self.above = torch.randn_like(self.x)
 
     def run(self, mode: Mode) -> None:
         if mode == "inference":
+            self.layer.eval()
             with torch.no_grad():
-                self.layer.eval()(self.x)
+                self._call(self.x)
             return
         self.x.grad = None
         self.layer.train().zero_grad(set_to_none=True)
-        self.layer(self.x).y.backward(self.above)
+        self._call(self.x).y.backward(self.above)
 
     def active(self) -> float | None:
         with torch.no_grad():

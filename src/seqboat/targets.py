@@ -417,8 +417,8 @@ TARGETS = {
             "one round of hashing with buckets of 16 tokens. Linformer and BigBird have no causal form, that of "
             "Performer and Luna is slow on short sequences: these four read ListOps in both directions instead. The "
             "first loss is that of the batch at step 10, in the middle of the warm-up; the last is that of the "
-            "validation split. A guess among the 31 values of recall has a loss of 3.43 and is right in 3 % of cases, "
-            "a guess among the ten answers of ListOps has a loss of 2.30.",
+            "validation split. A guess among the 31 values of recall has a loss of 3.43 and right in 3 % of cases, a "
+            "guess among the ten answers of ListOps has a loss of 2.30.",
             cut="Recall: 500 updates of 1,500. ListOps: 400 of 4,600. The learning rate is SeqBoat's; no mixer is "
             "tuned.",
             layout="mixers",

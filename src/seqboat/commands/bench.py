@@ -34,6 +34,7 @@ examples:
   seqboat bench --mixers seqboat --rates 0.1 0.5 1          how cost falls with the share of active tokens
   seqboat bench --like-run runs/recall                      with the activation of a trained model
   seqboat bench --mixers seqboat seqboat:gau.positions=original --windows 64 256
+  seqboat bench --mixers seqboat seqboat:compiled=True --no-memory --modes training
   seqboat bench profile                                     where the time goes, and how far from the bare products
   seqboat bench decode --contexts 1024 32768                time per token and size of the state
   seqboat bench decode-lm                                   the paper's language model against a Transformer
@@ -57,7 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="NAME[:FIELD=VALUE,...]",
         help="contenders, the first being what others are compared with: names of mixers, 'published' for the "
-        "paper's algorithm, 'floor' for the bare matrix products of our layer",
+        "paper's algorithm, 'floor' for the bare matrix products of our layer; all mixers have the fields d_model (a "
+        "width of its own) and compiled (by torch.compile)",
     )
     parser.add_argument("--preset", choices=("text", "enwik8"), default="text", help="sizes of the layer")
     parser.add_argument("--lengths", nargs="+", type=int, metavar="N", help="tokens per row")
