@@ -110,7 +110,6 @@ def run_job(job: Job, display: Display | None = None) -> Outcome:
 
 def observe(job: Job, progress: Callable[[int, int], None] | None = None) -> dict[str, Any]:
     """What the layers of a finished run do on validation data, as plain data: what the figure of its target shows."""
-    about = json.loads((job.folder / "run.json").read_text(encoding="utf-8"))
     shown: dict[str, Any]
     if job.target.layout == "confidence":
         shown = {"pictures": _confidence(job.folder)}
@@ -123,13 +122,23 @@ def observe(job: Job, progress: Callable[[int, int], None] | None = None) -> dic
                 layer and layer.span and [layer.span.mean, layer.span.std] for layer in measures.layers
             ],
         }
+    return _origin(job, _about(job)) | shown
+
+
+def _about(job: Job) -> dict[str, Any]:
+    """What the run wrote down about itself."""
+    about: dict[str, Any] = json.loads((job.folder / "run.json").read_text(encoding="utf-8"))
+    return about
+
+
+def _origin(job: Job, about: Mapping[str, Any]) -> dict[str, Any]:
+    """What every record says of where it comes from."""
     return {
         "target": job.target.name,
         "scale": job.scale,
         "trial": job.trial.name,
         "seed": job.seed,
         "command": job.trial.command(job.seed),
-        **shown,
         "versions": about["versions"],
         "commit": about.get("commit"),
     }
@@ -161,18 +170,13 @@ def _confidence(run: Path) -> list[dict[str, Any]]:
 def collect(job: Job, progress: Callable[[int, int], None] | None = None) -> dict[str, Any]:
     """What a finished run showed, as plain data; scores it on held-out data unless that was done before."""
     test = _test_score(job.folder, progress)
-    about = json.loads((job.folder / "run.json").read_text(encoding="utf-8"))
+    about = _about(job)
     records = list(iterate_metrics(job.folder / "metrics.jsonl"))
     config = job.trial.config(job.seed)
     task = config.build_task()
     scored = [r for r in records if r["split"] == config.evaluation.split]
     first = next(r for r in records if r["split"] == "train")
-    return {
-        "target": job.target.name,
-        "scale": job.scale,
-        "trial": job.trial.name,
-        "seed": job.seed,
-        "command": job.trial.command(job.seed),
+    return _origin(job, about) | {
         "metric": task.metric,
         "better": task.better,
         "test": test[task.metric],
@@ -186,8 +190,6 @@ def collect(job: Job, progress: Callable[[int, int], None] | None = None) -> dic
         "threads": about.get("threads"),
         "minutes": max(r.get("elapsed", 0.0) for r in records) / 60,
         "processor_minutes": max(r.get("processor", 0.0) for r in records) / 60,
-        "versions": about["versions"],
-        "commit": about.get("commit"),
     }
 
 
