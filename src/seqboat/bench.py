@@ -478,8 +478,10 @@ def measure_memory(
         whole: whether to measure the whole length after the estimate.
         slowest: seconds that a step may take, by its estimate.
     """
+    # estimates come from the layer as it is: compiled, every length would have to be compiled anew
+    plain = contender._replace(overrides={k: v for k, v in contender.overrides.items() if k != "compiled"})
     # the first call of all loads libraries and starts threads
-    tiny = make_runner(contender, replace(setting, length=min(setting.length, SHORTEST), batch=1))
+    tiny = make_runner(plain, replace(setting, length=min(setting.length, SHORTEST), batch=1))
     for mode in modes:
         tiny.run(mode)
     lengths: list[int] = []
@@ -491,7 +493,7 @@ def measure_memory(
         if 4 * length > setting.length:
             break
         lengths.append(length)
-        runner = make_runner(contender, replace(setting, length=length))
+        runner = make_runner(plain, replace(setting, length=length))
         for mode in modes:
             begin = time.perf_counter()
             short[mode].append(extra_peak(partial(runner.run, mode), setting.device))
@@ -513,6 +515,8 @@ def measure_memory(
     if whole and fitting:
         runner = make_runner(contender, setting)
         for mode in fitting:
+            if contender.overrides.get("compiled"):
+                runner.run(mode)  # the compiler's own memory does not count
             peak[mode] = extra_peak(partial(runner.run, mode), setting.device)
     return Memory(estimate, peak, seconds)
 
