@@ -344,7 +344,12 @@ def test_command_writes_table_json_and_plot(
 
 def test_compiled_contenders(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = []
-    monkeypatch.setattr("seqboat.compile.compile_model", lambda layer: compiled.append(layer) or layer)
+
+    def note(layer: torch.nn.Module) -> torch.nn.Module:
+        compiled.append(layer)
+        return layer
+
+    monkeypatch.setattr("seqboat.compile.compile_model", note)
     contenders = [parse_contender(text) for text in ("seqboat", "seqboat:compiled=True")]
     rows = bench.run_layers(contenders, [TINY], ("training",), rounds=1, memory=False)
     assert len(compiled) == 1 and [row.contender for row in rows] == ["seqboat", "seqboat:compiled=True"]
