@@ -16,7 +16,6 @@ import ast
 import importlib.util
 import math
 import os
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
@@ -495,9 +494,10 @@ def measure_memory(
         lengths.append(length)
         runner = make_runner(plain, replace(setting, length=length))
         for mode in modes:
-            begin = time.perf_counter()
-            short[mode].append(extra_peak(partial(runner.run, mode), setting.device))
-            times[mode].append(time.perf_counter() - begin)
+            job = partial(runner.run, mode)
+            short[mode].append(extra_peak(job, setting.device))
+            # the better of two: a hiccup in a short step would grow with the square of the length
+            times[mode].append(min(time_rounds({mode: job}, 2, 0, setting.device)[mode]))
         del runner
     estimate: dict[str, int] = {
         mode: extrapolate(lengths[-3:], short[mode][-3:], setting.length)
