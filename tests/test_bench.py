@@ -353,6 +353,9 @@ def test_compiled_contenders(monkeypatch: pytest.MonkeyPatch) -> None:
     contenders = [parse_contender(text) for text in ("seqboat", "seqboat:compiled=True")]
     rows = bench.run_layers(contenders, [TINY], ("training",), rounds=1, memory=False)
     assert len(compiled) == 1 and [row.contender for row in rows] == ["seqboat", "seqboat:compiled=True"]
+    # estimates come from the plain layer, the peak from the compiled one
+    memory = bench.measure_memory(contenders[1], replace(TINY, length=512), ("inference",), 2**40)
+    assert len(compiled) == 2 and memory.estimate.keys() == memory.peak.keys() == {"inference"}
     with pytest.raises(ValueError, match="compiled must be True or False, got 'yes'"):
         parse_contender("seqboat:compiled=yes")
 
@@ -376,6 +379,18 @@ def test_profile_attributes_every_moment() -> None:
     for forward, step in zip(inference.floor, training.floor, strict=True):
         assert step.gigaflops == pytest.approx(3 * forward.gigaflops)  # two gradients for each product
     assert other.floor_ratio is None and not other.floor
+
+
+def test_profile_knows_the_floor_of_each_layer() -> None:
+    names = ["seqboat", "seqboat:gau.window=2", "seqboat:d_model=6", "seqboat-full-always", "seqboat-gau-ffn"]
+    found = run_profile([parse_contender(name) for name in names], TINY, ("inference",), rounds=1)
+    plain, narrow, thin, always, mixed = (
+        {part.what: part.gigaflops for part in profile.floor} for profile in found
+    )
+    assert narrow["gau: scores"] < plain["gau: scores"] and narrow["linear"] == plain["linear"]
+    assert thin["linear"] < plain["linear"]
+    assert always["gau: base"] == pytest.approx(2 * plain["gau: base"])  # TINY activates half of the tokens
+    assert not mixed, "the products of a feed-forward block are not counted"
 
 
 def test_profile_leaves_the_layer_as_it_was() -> None:
@@ -449,6 +464,8 @@ def test_decode_of_language_models() -> None:
         (["profile", "--lengths", "8", "16"], "one window, one rate and one length"),
         (["profile", "--steps", "8"], "go with 'decode'"),
         (["profile", "--mixers", "floor"], "leave it out"),
+        (["profile", "--mixers", "seqboat:compiled=True"], "have no parts to profile"),
+        (["decode", "--mixers", "seqboat:compiled=True"], "steps of decoding are not compiled here"),
         (["decode-lm", "--mixers", "seqboat"], "--mixers does not go with 'decode-lm'"),
         (["decode-lm", "--dtype", "float64"], "on the CPU in float32"),
         (["decode-lm", "--contexts", "8", "9"], "takes one context"),

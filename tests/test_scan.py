@@ -275,3 +275,21 @@ def test_rotation() -> None:
     ]
     torch.testing.assert_close(products[1], products[0])
     torch.testing.assert_close(products[2], products[0], rtol=1e-9, atol=1e-9)
+
+
+@real_or_complex
+@directions
+def test_autocast_changes_nothing(complex_states: bool, bidirectional: bool) -> None:
+    """A backward pass inside autocast too: the scan and its tables keep the precision of what they are given."""
+    layer = Layer(*(part.detach().float().requires_grad_() for part in make(complex_states, bidirectional)))
+    x = sequence(2, 11).float()
+
+    def gradients() -> tuple[Tensor, ...]:
+        y, *_ = run(x, layer, complex_states=complex_states, bidirectional=bidirectional, block=4)
+        return y, *torch.autograd.grad(y.square().sum(), layer)
+
+    plain = gradients()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = gradients()
+    for one, other in zip(plain, inside, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)

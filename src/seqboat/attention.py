@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from bisect import bisect_left
 from functools import cache
 from typing import Any, Literal
 
@@ -203,7 +204,7 @@ class BandScores:
     ) -> None:
         self.band, self.scale, self.table = band, scale, table
         self.group = group.to(torch.int32)
-        self.mixed = None
+        self.mixed: list[int] | None = None
         """blocks in which the group of the keys changes, where looking costs no wait: most lie inside one group"""
         if group.device.type == "cpu":
             seen = band.keys(self.group, 0, band.blocks, -1)
@@ -241,9 +242,11 @@ class BandScores:
 
     def _hide_other_groups(self, scores: Tensor, begin: int, end: int) -> None:
         """Write HIDDEN where query and key belong to different groups."""
-        mixed = None if self.mixed is None else [block for block in self.mixed if begin <= block < end]
-        if mixed is not None and not mixed:
-            return
+        mixed = self.mixed
+        if mixed is not None:
+            mixed = mixed[bisect_left(mixed, begin) : bisect_left(mixed, end)]
+            if not mixed:
+                return
         # padding belongs to no group: -1 among the keys, -2 among the queries
         query_group = self.band.queries(self.group, begin, end, -2)
         key_group = self.band.keys(self.group, begin, end, -1)

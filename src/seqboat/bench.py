@@ -128,6 +128,10 @@ class Contender(NamedTuple):
     """by dotted name; d_model is a width of its own instead of the setting's, compiled asks for torch.compile"""
 
 
+OURS = Contender("seqboat", "seqboat", {})
+"""The SeqBoat layer as the setting says."""
+
+
 def parse_contender(text: str) -> Contender:
     """Read NAME or NAME:FIELD=VALUE,FIELD=VALUE; fields of parts are dotted.
 
@@ -401,14 +405,20 @@ def backward_products(forward: Sequence[Product]) -> list[Product]:
 
 
 class FloorRunner(Runner):
-    """The matrix products of our layer and nothing else, with all operands in place."""
+    """The matrix products of our layer and nothing else, with all operands in place.
 
-    def __init__(self, setting: Setting) -> None:
-        contender = Contender("floor", "floor", {})
-        layer = configure(contender, setting).build(setting.d_model)
-        rate = setting.rate
+    Args:
+        setting: of the layer.
+        contender: a SeqBoat layer without a feed-forward block; as the setting says by default.
+    """
+
+    def __init__(self, setting: Setting, contender: Contender = OURS) -> None:
+        setting = own_setting(contender, setting)
+        layer = build(contender, setting)
+        assert isinstance(layer, SeqBoat)
+        rate = 1.0 if isinstance(layer.sma.router, AlwaysActive) else setting.rate
         if rate is None:
-            rate = LayerRunner(Contender("seqboat", "seqboat", {}), setting).active() or 0.0
+            rate = LayerRunner(contender, setting).active() or 0.0
         active = setting.batch * round(rate * setting.length)
         self.forward = forward_products(layer, setting, active)
         self.backward = backward_products(self.forward)

@@ -73,12 +73,15 @@ def run_decode(
         steps: tokens per round.
         rounds, warmup, progress: see `run_layers`.
     """
+    for contender in contenders:
+        require(contender.name not in ("floor", "published"), f"{contender.name} has no state to decode with")
+        require(
+            not contender.overrides.get("compiled"),
+            f"{contender.label}: steps of decoding are not compiled here",
+        )
     decoders: dict[tuple[str, int], Decoder] = {}
     for context in contexts:
         for contender in contenders:
-            require(
-                contender.name not in ("floor", "published"), f"{contender.name} has no state to decode with"
-            )
             progress(f"reading {context} tokens with {contender.label}")
             here = replace(setting, causal=True, length=context)
             _refuse_cache(here)

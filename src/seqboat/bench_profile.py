@@ -110,7 +110,7 @@ def run_profile(
     """Profile single layers.
 
     Args:
-        contenders: layers; the floor is that of the SeqBoat layer and stands beside SeqBoat layers alone.
+        contenders: layers; the floor is known of SeqBoat layers without a feed-forward block.
         setting: of the layers.
         modes: training step, inference.
         rounds: steps that are timed, and as many that are profiled.
@@ -120,10 +120,16 @@ def run_profile(
     require(
         all(c.name != "floor" for c in contenders), "floor is what layers are compared with: leave it out"
     )
+    for contender in contenders:
+        require(
+            not contender.overrides.get("compiled"),
+            f"{contender.label}: compiled layers have no parts to profile",
+        )
     found = []
     for contender in contenders:
         runner = LayerRunner(contender, setting)
-        floor = FloorRunner(setting) if isinstance(runner.layer, SeqBoat) else None
+        known = isinstance(runner.layer, SeqBoat) and not runner.layer.config.ffn
+        floor = FloorRunner(setting, contender) if known else None
         for mode in modes:
             progress(f"{contender.label}, {mode}: {warmup + rounds} steps timed, {rounds} profiled")
             found.append(_profile(contender, runner, floor, mode, setting, rounds, warmup))

@@ -259,7 +259,7 @@ _block_scan.register_autograd(_backward, setup_context=_save)
 
 
 class _Tables(torch.autograd.Function):
-    """The tables of a block, with a backward pass of few operations: autograd's took as long as a scan."""
+    """The tables of a block, with a backward pass of few operations."""
 
     @staticmethod
     def forward(
@@ -292,40 +292,45 @@ class _Tables(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, dmix: Tensor, denter: Tensor, dleave: Tensor, ddecay: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
-        drive, read, powers = ctx.saved_tensors
-        block, both = powers.shape[-1] - 1, len(powers) == 2
-        dtaps = _sum_diagonals(dmix)
-        dkernel = torch.stack([dtaps[:, block - 1 :], dtaps[:, :block].flip(-1)][: len(powers)])
-        # undo the order of the tables: all of them by rising powers, (directions, dim, states, block)
-        if both:
-            left, right = denter.chunk(2, dim=-1)
-            denter = torch.stack([left.flip(1), right])
-            left, right = dleave.chunk(2, dim=1)
-            dleave = torch.stack([left, right.flip(-1)])
-            ddecay = torch.stack(ddecay.chunk(2, dim=-1))
-        else:
-            denter, dleave, ddecay = denter.flip(1)[None], dleave[None], ddecay[None]
-        if powers.is_complex():
-            denter = torch.view_as_complex(denter.unflatten(-1, (-1, 2)).contiguous())
-            real, imaginary = dleave.unflatten(2, (-1, 2)).unbind(3)
-            dleave = torch.complex(real, -imaginary)
-            dkernel = torch.complex(dkernel, torch.zeros_like(dkernel))
-        drive, read, powers = drive.conj(), read.conj(), powers.conj()
-        # sums over the powers l, plain and times l
-        steps = torch.arange(block + 1, device=powers.device).to(powers.dtype)
-        weights = torch.stack([torch.ones_like(steps), steps], dim=-1)
-        low, high = weights[:-1], weights[1:]
-        entered = (powers[..., :-1] * denter.transpose(-1, -2)) @ low
-        left = (powers[..., 1:] * dleave) @ high
-        mixed = powers[..., :-1] @ (dkernel[..., None] * low)
-        ddrive = entered[..., 0] + read * mixed[..., 0]
-        dread = left[..., 0] + drive * mixed[..., 0]
-        dlog = drive * entered[..., 1] + read * left[..., 1] + read * drive * mixed[..., 1]
-        dlog = torch.addcmul(dlog, powers[..., -1], ddecay, value=block)
-        return dlog, ddrive, dread, dtaps[:, block - 1], None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return *_tables_backward(*ctx.saved_tensors, *grads), None
+
+
+@full_precision
+def _tables_backward(
+    drive: Tensor, read: Tensor, powers: Tensor, dmix: Tensor, denter: Tensor, dleave: Tensor, ddecay: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of log_decay, drive, read and skip."""
+    block, both = powers.shape[-1] - 1, len(powers) == 2
+    dtaps = _sum_diagonals(dmix)
+    dkernel = torch.stack([dtaps[:, block - 1 :], dtaps[:, :block].flip(-1)][: len(powers)])
+    # undo the order of the tables: all of them by rising powers, (directions, dim, states, block)
+    if both:
+        left, right = denter.chunk(2, dim=-1)
+        denter = torch.stack([left.flip(1), right])
+        left, right = dleave.chunk(2, dim=1)
+        dleave = torch.stack([left, right.flip(-1)])
+        ddecay = torch.stack(ddecay.chunk(2, dim=-1))
+    else:
+        denter, dleave, ddecay = denter.flip(1)[None], dleave[None], ddecay[None]
+    if powers.is_complex():
+        denter = torch.view_as_complex(denter.unflatten(-1, (-1, 2)).contiguous())
+        real, imaginary = dleave.unflatten(2, (-1, 2)).unbind(3)
+        dleave = torch.complex(real, -imaginary)
+        dkernel = torch.complex(dkernel, torch.zeros_like(dkernel))
+    drive, read, powers = drive.conj(), read.conj(), powers.conj()
+    # sums over the powers l, plain and times l
+    steps = torch.arange(block + 1, device=powers.device).to(powers.dtype)
+    weights = torch.stack([torch.ones_like(steps), steps], dim=-1)
+    low, high = weights[:-1], weights[1:]
+    entered = (powers[..., :-1] * denter.transpose(-1, -2)) @ low
+    left = (powers[..., 1:] * dleave) @ high
+    mixed = powers[..., :-1] @ (dkernel[..., None] * low)
+    ddrive = entered[..., 0] + read * mixed[..., 0]
+    dread = left[..., 0] + drive * mixed[..., 0]
+    dlog = drive * entered[..., 1] + read * left[..., 1] + read * drive * mixed[..., 1]
+    dlog = torch.addcmul(dlog, powers[..., -1], ddecay, value=block)
+    return dlog, ddrive, dread, dtaps[:, block - 1]
 
 
 def _sum_diagonals(x: Tensor) -> Tensor:
@@ -338,6 +343,7 @@ def _sum_diagonals(x: Tensor) -> Tensor:
     return torch.ops.aten.unfold_backward(x.flip(1), [dim, 2 * size - 1], 1, size, 1)
 
 
+@full_precision
 def block_tables(log_decay: Tensor, drive: Tensor, read: Tensor, skip: Tensor, block: int) -> BlockTables:
     """Tables of a layer with states s_t = q * s_{t-1} + drive * x_t and output Re(read . s_t) + skip * x_t.
 
