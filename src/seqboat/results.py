@@ -182,6 +182,7 @@ def _section(pictures: Pictures, target: Target, scale: Scale, records: Sequence
         lines += _efficiency_tables(records[0]["parts"])
         lines += pictures.show(name, target.title, _draw_efficiency(records[0]["parts"]))
     elif target.layout == "mixers-efficiency":
+        lines += _mixers_by_length(target.benches(scale), records)
         for bench in target.benches(scale):
             lines += _mixer_efficiency(bench, [r for r in records if r["trial"] == bench.name])
         lines += pictures.show(name, target.title, _draw_mixers(records))
@@ -421,6 +422,34 @@ def _efficiency_ratio(rows: Sequence[Record], model: str, mode: str, kind: str) 
 def _efficiency_seconds(rows: Sequence[Record], model: str) -> str:
     found = [_find_row(rows, model, mode)["seconds"] for mode in ("training", "inference")]
     return " / ".join("-" if seconds is None else f"{1000 * seconds['median']:.0f}" for seconds in found)
+
+
+def _mixers_by_length(benches: Sequence[Bench], records: Sequence[Record]) -> list[str]:
+    """Ratios of every mixer at all lengths, first at equal width, then at equal parameters."""
+    rows = {r["trial"]: r["parts"]["mixers"]["rows"] for r in records}
+    lines = []
+    for matched in (False, True):
+        own = [bench for bench in benches if bench.matched == matched and bench.name in rows]
+        if not own:
+            continue
+        labels = list(dict.fromkeys(row["contender"] for bench in own for row in rows[bench.name]))
+        columns: dict[str, list[float | None]] = {}
+        for title, mode, kind in BLOCKS:
+            for bench in own:
+                found = [_efficiency_ratio(rows[bench.name], label, mode, kind) for label in labels]
+                columns[f"{title}, {bench.length:,}"] = found
+                if bench.length == PUBLISHED_LENGTH and mode == "training":
+                    number = 0 if kind == "training" else 1
+                    columns[f"{title}, paper"] = [
+                        PUBLISHED_MIXERS[label][number] if label in PUBLISHED_MIXERS else None
+                        for label in labels
+                    ]
+        cells = (
+            ["-" if value is None else f"{value:.2f}x" for value in column] for column in columns.values()
+        )
+        lines += [f"### All lengths, equal {'parameters' if matched else 'width'}", ""]
+        lines += _table(["mixer", *columns], list(zip(labels, *cells, strict=True)))
+    return lines
 
 
 def _mixer_efficiency(bench: Bench, records: Sequence[Record]) -> list[str]:
