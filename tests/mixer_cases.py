@@ -1,4 +1,4 @@
-"""Small mixers for the contract tests: every entry of MIXERS in both directions, and SeqBoat in many forms.
+"""Small mixers for the contract tests: every entry of MIXERS in both directions, and many of them in other forms.
 
 A mixer that is added to MIXERS is included without a change here: its configuration is made small field by
 field, by the names that all mixers share.
@@ -18,12 +18,13 @@ from torch import Tensor, nn
 
 from seqboat.mixers import MIXERS
 from seqboat.mixers.activation import SparseModularActivation
-from seqboat.mixers.base import Mixer, RecurrentMixer, directions_of
+from seqboat.mixers.base import Mixer, MixerOutput, RecurrentMixer, directions_of
 from seqboat.mixers.ema import EMAConfig
 from seqboat.mixers.gau import GAUConfig
 from seqboat.mixers.liquid_s4 import LiquidS4Config
 from seqboat.mixers.s4d import S4DConfig
 from seqboat.mixers.seqboat import SeqBoatConfig
+from seqboat.model import StackConfig
 from seqboat.routers import (
     ROUTERS,
     AlwaysActiveConfig,
@@ -51,6 +52,7 @@ SMALL = {
     "max_positions": 12,
     "heads": 2,
     "segment": 5,
+    "chunk": 5,
     "memory": 7,
     "max_span": 12,
     "ramp": 3,
@@ -77,7 +79,7 @@ def shrink(config: Any) -> Any:
         value = getattr(config, field.name)
         if is_dataclass(value):
             changes[field.name] = shrink(value)
-        elif field.name in SMALL:
+        elif field.name in SMALL and not (field.name == "chunk" and value is None):  # None: no chunks
             changes[field.name] = SMALL[field.name]
     return replace(config, **changes)
 
@@ -86,6 +88,33 @@ def directions(config_class: Any) -> Iterable[tuple[str, Any]]:
     """Small configurations of a mixer, in each direction that it declares to have."""
     for direction in directions_of(config_class):
         yield direction, shrink(config_class(causal=direction == "causal"))
+
+
+class Stack(RecurrentMixer):
+    """Layers one after the other, for mixers whose layers differ."""
+
+    def __init__(self, layers: Sequence[Mixer]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        self.d_model, self.causal = layers[0].d_model, layers[0].causal
+
+    def mix(self, x: Tensor, mask: Tensor | None, state: Any) -> MixerOutput:
+        return self._through(x, state, lambda layer, y, before: layer(y, mask, before))
+
+    def advance(
+        self, x: Tensor, state: Any, mask: Tensor | None = None, inplace: bool = False
+    ) -> MixerOutput:
+        return self._through(x, state, lambda layer, y, before: layer.advance(y, before, mask, inplace))
+
+    def _through(self, x: Tensor, state: Any, run: Callable[[Any, Tensor, Any], MixerOutput]) -> MixerOutput:
+        states = []
+        for number, layer in enumerate(self.layers):
+            x, after, _ = run(layer, x, None if state is None else state[number])
+            states.append(after)
+        return MixerOutput(x, tuple(states) if self.causal else None)
+
+    def make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> Any:
+        return tuple(layer.make_state(batch, dtype, device) for layer in self.layers)  # type: ignore[operator]
 
 
 @dataclass(frozen=True)
@@ -178,6 +207,29 @@ SEQBOATS = {
 """Forms of the SeqBoat layer that together use every option."""
 
 
+VARIANTS: dict[str, Sequence[dict[str, Any]]] = {
+    "transformer": (
+        {"implementation": "plain", "positions": "rotary", "prenorm": True, "norm": "rms"},
+        {"positions": "relative", "activation": "gelu"},
+        {"implementation": "plain", "positions": "relative"},
+    ),
+    "transformer-xl": ({"prenorm": True},),
+    "adaptive-span": ({"prenorm": True},),
+    "reformer": ({"reversible": True}, {"prenorm": False}),
+    "bigbird": ({"prenorm": True},),
+    "performer": ({"kernel": "relu", "prenorm": True},),
+    "linformer": ({"sharing": "none", "prenorm": True},),
+    "luna": ({"tied": False}, {"prenorm": True}),
+    "mega": (
+        {"attention": "laplace", "prenorm": True, "norm": "rms"},
+        {"attention": "relu2", "ffn": False},
+    ),
+    "mega-chunk": ({"attention": "relu2"}, {"attention": "laplace", "prenorm": True}),
+    "h3": ({"d_head": 1, "norm": "rms"},),
+}
+"""Other forms of the mixers: their options, each with those that it meets best."""
+
+
 SSMS: dict[str, EMAConfig | S4DConfig | LiquidS4Config] = {
     "ema": SMALL_EMA,
     "s4d": S4DConfig(d_state=4, block=8, init="lin"),
@@ -195,11 +247,23 @@ def _sparse(causal: bool) -> Mixer:
     return SparseModularActivation(units, D_MODEL)
 
 
+def _stack(config: StackConfig) -> Mixer:
+    """Three layers, of which one is not like the others."""
+    return Stack(list(config.build_layers(D_MODEL, 3)))
+
+
 def _cases() -> list[Case]:
     cases = []
     for name, config_class in MIXERS.items():
         for direction, config in directions(config_class):
+            if isinstance(config, StackConfig):
+                cases.append(Case(f"{name}-{direction}", partial(_stack, config)))
+                continue
             cases.append(Case(f"{name}-{direction}", partial(config.build, D_MODEL)))
+            for options in VARIANTS.get(name, ()):
+                label = "-".join(f"{option}={value}" for option, value in options.items())
+                variant = replace(config, **options)
+                cases.append(Case(f"{name}-{label}-{direction}", partial(variant.build, D_MODEL)))
     for causal in (False, True):
         direction = "causal" if causal else "bidirectional"
         for name, seqboat in SEQBOATS.items():

@@ -301,9 +301,10 @@ def test_without_gradients(case: Case) -> None:
     y = mixer(x, mask).y.detach()
     with torch.no_grad():
         quiet = mixer(x, mask).y
-        assert not quiet.requires_grad and quiet.equal(y)
+        assert not quiet.requires_grad
+        assert_near(quiet, y, 1e-12)  # not always the same bits: without gradients torch may take another kernel
     with torch.inference_mode():
-        assert mixer(x, mask).y.equal(y)
+        assert_near(mixer(x, mask).y, y, 1e-12)
     mixer.requires_grad_(False)
     frozen = x.clone().requires_grad_()
     mixer(frozen, mask).y.square().sum().backward()

@@ -8,8 +8,8 @@ import pytest
 
 from seqboat.cli import main
 from seqboat.config import from_yaml, override
-from seqboat.matching import count_of_run, count_parameters, match_layer, match_parameters
-from seqboat.mixers import Mixer, PerformerConfig, TransformerConfig
+from seqboat.matching import TABLES, count_of_run, count_parameters, match_layer, match_parameters, too_long
+from seqboat.mixers import MIXERS, Mixer, PerformerConfig, TransformerConfig
 from seqboat.mixers.seqboat import SeqBoatConfig
 from seqboat.recipes import RECIPES
 
@@ -56,6 +56,30 @@ def test_models_come_near_the_recipe(mixer: str) -> None:
     )
     changed = {name: value for name, value in found.changes.items() if name != "d_model"}
     assert matched.model.mixer == replace(config.model.mixer, **changed)  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_every_mixer_comes_near(mixer: str) -> None:
+    reference = RECIPES[RECIPE]()
+    config = override(reference, ["--model.mixer", mixer])
+    matched, found = match_parameters(config, reference)
+    assert abs(found.parameters - found.target) < 0.04 * found.target
+    assert found.parameters == count_parameters(matched.build_model())
+    longest = config.build_task().max_length
+    assert not too_long(matched.model.mixer, longest)
+    assert bool(too_long(config.model.mixer, longest)) == any(
+        name.split(".")[-1] in TABLES for name in found.changes
+    )
+
+
+def test_the_block_of_any_mixer_makes_room() -> None:
+    """However it is told to have one: MEGA's behind each SeqBoat layer, or one among the modules."""
+    for name in ("seqboat-ffn", "seqboat-gau-ffn"):
+        mixer = MIXERS[name]()
+        target = count_parameters(mixer.build(64)) - 50 * (2 * 64 + 1)
+        found = match_layer(mixer, 64, target)
+        assert found.changes == {"d_ff": 128 - 50} and found.parameters == target
+    assert "d_ff" not in match_layer(SeqBoatConfig(), 64, 20_000).changes
 
 
 def test_no_width_is_nearer() -> None:

@@ -8,8 +8,8 @@ Tables with an entry per position end with the longest sequence of the task, and
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -33,7 +33,7 @@ class Match:
     d_model: int
     """The width of the model."""
     changes: dict[str, int]
-    """Fields that were changed, d_model among them, and their new values."""
+    """Fields that were changed, d_model among them, by their dotted names, and their new values."""
     parameters: int
     """How many parameters there are."""
     target: int
@@ -44,6 +44,31 @@ class Match:
         share = (self.parameters - self.target) / self.target
         fields = ", ".join(f"{name} = {value}" for name, value in self.changes.items())
         return f"{self.parameters:,} parameters with {fields}; {self.target:,} to match ({share:+.2%})"
+
+
+def too_long(config: Any, length: int, names: Collection[str] = TABLES) -> list[str]:
+    """Dotted names of the fields with these names, in all parts of a configuration, that exceed a length.
+
+    >>> from seqboat import GAUConfig, SeqBoatConfig
+    >>> too_long(SeqBoatConfig(gau=GAUConfig(max_positions=4096)), 512)
+    ['gau.max_positions']
+    """
+    found = []
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.name in names and value > length:
+            found.append(field.name)
+        elif is_dataclass(value):
+            found += [f"{field.name}.{name}" for name in too_long(value, length, names)]
+    return found
+
+
+def _changed(config: Any, changes: Mapping[str, int]) -> Any:
+    """A configuration with other values of some fields, by their dotted names."""
+    for path, value in changes.items():
+        name, _, rest = path.partition(".")
+        config = replace(config, **{name: _changed(getattr(config, name), {rest: value}) if rest else value})
+    return config
 
 
 def count_parameters(module: nn.Module) -> int:
@@ -78,10 +103,9 @@ def match_parameters(config: RunConfig, reference: RunConfig) -> tuple[RunConfig
 
     task = config.build_task()
     mixer: Any = config.model.mixer
-    tables = {name: getattr(mixer, name) for name in TABLES if hasattr(mixer, name)}
-    changes = {name: task.max_length for name, size in tables.items() if task.max_length < size}
-    if task.kind == "lm":
-        changes = {}  # a text goes on where an example ends
+    changes = {}
+    if task.kind != "lm":  # a text goes on where an example ends
+        changes = dict.fromkeys(too_long(mixer, task.max_length), task.max_length)
     found = _match(mixer, config.model.d_model, count_of_run(reference), count, changes)
     return config.replace(model={"mixer": found.mixer, "d_model": found.d_model}), found
 
@@ -93,12 +117,12 @@ def match_layer(mixer: MixerConfig, d_model: int, target: int) -> Match:
 
 
 def _match(mixer: Any, d_model: int, target: int, count: Count, changes: dict[str, int]) -> Match:
-    mixer = replace(mixer, **changes)
-    has_ffn = "d_ff" in {field.name for field in fields(mixer)} and getattr(mixer, "ffn", True)
+    mixer = _changed(mixer, changes)
+    has_ffn = _has_ffn(mixer, d_model, count)
     found = _match_ffn(mixer, d_model, target, count, changes) if has_ffn else None
     while has_ffn and found is None and getattr(mixer, "projected", 1) > 1:
         changes = {**changes, "projected": mixer.projected // 2}
-        mixer = replace(mixer, **changes)
+        mixer = _changed(mixer, changes)
         found = _match_ffn(mixer, d_model, target, count, changes)
     if found is not None:
         return found
@@ -107,6 +131,13 @@ def _match(mixer: Any, d_model: int, target: int, count: Count, changes: dict[st
     changes = {"d_model": width * step, **changes}
     found = _match_ffn(mixer, width * step, target, count, changes) if has_ffn else None
     return found or Match(mixer, width * step, changes, size, target)
+
+
+def _has_ffn(mixer: Any, d_model: int, count: Count) -> bool:
+    """Whether there is a feed-forward block: its hidden width makes a difference."""
+    if "d_ff" not in {field.name for field in fields(mixer)}:
+        return False
+    return count(replace(mixer, d_ff=1), d_model) != count(replace(mixer, d_ff=2), d_model)
 
 
 def _match_ffn(mixer: Any, d_model: int, target: int, count: Count, changes: dict[str, int]) -> Match | None:

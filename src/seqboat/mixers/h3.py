@@ -7,7 +7,8 @@ with a norm before each block. The shift layer remembers the last tokens one by 
 the next, so that its kernel is a free tap per state); the diagonal layer is S4D and remembers, per head, the outer
 product of keys and values. Together they can store "after this key came that value" and read it with Q.
 
-In the hybrid model two layers of a stack are those of a Transformer: the second, and the second of its latter half.
+In the hybrid model two layers of a stack are those of a Transformer with rotary positions: the second, and the second
+of its latter half.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class H3HybridConfig(H3Config):
     """H3 with attention in two layers of a stack: the second, and the second of its latter half."""
 
     heads: int = 4
-    """Attention heads, each of width d_model / heads."""
+    """Attention heads, each of width d_model / heads, which is 64 in the published models."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -76,6 +77,7 @@ class H3HybridConfig(H3Config):
             heads=self.heads,
             d_ff=self.d_ff,
             activation="gelu",
+            positions="rotary",
             causal=self.causal,
             norm=self.norm,
             prenorm=True,

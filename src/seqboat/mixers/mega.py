@@ -145,7 +145,7 @@ class Mega(RecurrentMixer):
         attended, cache = self._attend(query, key, value, mask, None if state is None else state.cache)
         y = self._close(x, update, reset, share, attended, mask)
         after = None
-        if self.causal:
+        if cache is not None:
             # in the type of the inputs, whatever autocast made of them
             cache = Cache(cache.keys.to(x.dtype), cache.values.to(x.dtype), cache.total)
             after = MegaState(averaged.state, cache)
@@ -176,14 +176,17 @@ class Mega(RecurrentMixer):
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, state: Cache | None
-    ) -> tuple[Tensor, Cache]:
-        """Attention on (batch, time, d); with a state, the tokens it holds come before the new ones."""
+    ) -> tuple[Tensor, Cache | None]:
+        """Attention on (batch, time, d), and what a causal layer remembers of it.
+
+        With a state, the tokens that it holds come before the new ones.
+        """
         batch, time = query.shape[:2]
         places = torch.arange(time, device=query.device)
         counts = torch.full((batch,), time, device=query.device) if mask is None else mask.sum(dim=1)
         if state is None:
             attended = self._attend_rows(query, key, value, counts)
-            return attended, self._remember(key, value, counts, counts)
+            return attended, self._remember(key, value, counts, counts) if self.causal else None
         held = self._held(state)
         joined = extend(held, key[:, None], value[:, None], counts)
         keys, values = joined.keys[:, 0].to(key.dtype), joined.values[:, 0].to(value.dtype)
@@ -274,10 +277,13 @@ class Mega(RecurrentMixer):
         value = F.silu(self.value(branch))
         cache = self._append(state.cache, key[:, None], value[:, None], mask, inplace)
         inside = cache.total if self.chunk is None else (cache.total - 1) % self.chunk + 1
-        keys, values, visible = seen_by_step(cache._replace(total=inside))
+        if self.chunk is None:
+            keys, values, visible = seen_by_step(cache)
+        else:
+            keys, values, visible = *cache[:2], torch.arange(self.chunk, device=x.device) < inside[:, None]
         attended = self._attend_step(query, keys[:, 0], values[:, 0], visible, inside)
         y = self._close(x, update, reset, share, attended, mask)
-        return MixerOutput(keep_rows(mask, y), MegaState(averaged.state, cache))
+        return MixerOutput(keep_rows(mask, y), MegaState(averaged.state, self._without_finished(cache)))
 
     def _append(self, cache: Cache, key: Tensor, value: Tensor, mask: Tensor | None, inplace: bool) -> Cache:
         if self.chunk is None:
@@ -291,6 +297,14 @@ class Mega(RecurrentMixer):
             for new, old in ((key, keys), (value, values))
         )
         return Cache(keys, values, before + (1 if mask is None else mask.to(before.dtype)))
+
+    def _without_finished(self, cache: Cache) -> Cache:
+        """Nothing is left of a finished chunk."""
+        if self.chunk is None:
+            return cache
+        unfinished = (cache.total % self.chunk != 0)[:, None, None, None]
+        keys, values = (torch.where(unfinished, part, 0) for part in cache[:2])
+        return Cache(keys, values, cache.total)
 
     def _attend_step(
         self, query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, inside: Tensor

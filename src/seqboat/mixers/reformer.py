@@ -364,15 +364,16 @@ class _Reversible(torch.autograd.Function):
         one, two = y.chunk(2, dim=-1)
         grad_one, grad_two = zero_padding(grad, mask).chunk(2, dim=-1)
         parameters = list(layer.parameters())
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
 
         def again(
             branch: Callable[[Tensor], Tensor], x: Tensor, above: Tensor, noise: Any
         ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-            """A block once more: its output, and gradients of its input and of the parameters."""
+            """A block once more: its output, and gradients of its input and of what is trained."""
             x = x.detach().requires_grad_()
             with torch.enable_grad(), ctx.modes(), _replay(noise, x):
                 out = branch(x)
-            first, *rest = torch.autograd.grad(out, [x, *parameters], above, allow_unused=True)
+            first, *rest = torch.autograd.grad(out, [x, *trained], above, allow_unused=True)
             return out.detach(), first, list(rest)
 
         out, through, by_ffn = again(lambda s: layer._ffn_branch(s, mask), one, grad_two, ctx.noise[1])
@@ -381,9 +382,10 @@ class _Reversible(torch.autograd.Function):
         _out, through, by_attention = again(
             lambda s: layer._attention_branch(s, mask)[0], two, grad_one, ctx.noise[0]
         )
-        grads = [
+        summed = iter(
             a if b is None else b if a is None else a + b for a, b in zip(by_ffn, by_attention, strict=True)
-        ]
+        )
+        grads = (next(summed) if parameter.requires_grad else None for parameter in parameters)
         return None, torch.cat([grad_one, grad_two + through], dim=-1), None, *grads
 
 

@@ -36,7 +36,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.
 class TransformerConfig:
     """A layer of the original Transformer."""
 
-    heads: int = 4
+    heads: int = 8
     """Attention heads, each of width d_model / heads."""
     d_ff: int | None = None
     """Hidden width of the feed-forward block; four times the model's by default."""
