@@ -56,7 +56,7 @@ SMALL = {
     "memory": 7,
     "max_span": 12,
     "ramp": 3,
-    "first_span": 2.5,
+    "first_span": 6.0,
     "projected": 6,
     "features": 10,
     "length": 5,

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from against import around, by_head, check_against, enlarge
@@ -74,7 +75,7 @@ def attention_error(features: int, trials: int = 12) -> float:
     errors = []
     for _ in range(trials):
         phi = RandomFeatures(features, 8, "softmax", None).double()
-        weights = phi(q, query=True) @ phi(k, query=False).T
+        weights = phi(q, query=True).exp() @ phi(k, query=False).exp().T
         errors.append((weights / weights.sum(dim=-1, keepdim=True) @ v - exact).square().mean())
     return math.sqrt(sum(errors) / trials)
 
@@ -86,6 +87,87 @@ def test_error_falls_as_one_over_the_root_of_the_features() -> None:
         # four times the features: half the error, up to the noise of the draws
         assert 0.35 < many / few < 0.7
     assert errors[-1] / errors[0] == pytest.approx(1 / 8, rel=0.3)
+
+
+def bare(causal: bool) -> Performer:
+    """A layer in float32 whose output is what its heads attend to."""
+    torch.manual_seed(0)
+    layer = Performer(16, PerformerConfig(heads=2, features=64, causal=causal)).eval()
+    layer.block.close = lambda x, attended, mask: attended  # type: ignore[method-assign]
+    with torch.no_grad():
+        layer.qkv.weight.normal_().mul_(0.5)
+    return layer
+
+
+def by_logarithms(layer: Performer, x: Tensor) -> Tensor:
+    """What heads attend to, in float64 from the logarithms of all products of features."""
+    layer = layer.double()
+    parts = (x @ layer.qkv.weight.T + layer.qkv.bias).chunk(3, dim=-1)
+    heads = []
+    for q, k, v in zip(*(by_head(part / 8**0.25, 2) for part in parts), strict=True):
+        dots = [part @ layer.features.features.T for part in (q, k)]
+        logs = dots[0][:, :, None] + (dots[1] - k.square().sum(dim=-1, keepdim=True) / 2)[:, None]
+        weights = logs.logsumexp(dim=-1)
+        if layer.causal:
+            weights = weights.masked_fill(torch.ones_like(weights[0]).triu(1).bool(), -torch.inf)
+        heads.append(torch.softmax(weights, dim=-1) @ v * 8**0.25)
+    return torch.cat(heads, dim=-1)
+
+
+@pytest.mark.parametrize("scale", [6.0, 12.0])
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+def test_long_keys_are_seen(causal: bool, scale: float) -> None:
+    layer = bare(causal)
+    with torch.no_grad():
+        layer.qkv.weight[16:32] *= scale
+    x = torch.randn(2, 90, 16, requires_grad=True)
+    key = by_head(layer.qkv(x), 3)[1].unflatten(-1, (2, 8))
+    lengths, weight = (90, 70), torch.randn(2, 90, 16)
+    assert (
+        layer.features(key, query=False).amax(dim=-1) < -110
+    ).float().mean() > 0.5  # too small for float32
+    y = layer(x, torch.arange(90) < torch.tensor(lengths)[:, None]).y
+    wide = x.detach().double().requires_grad_()
+    state = layer.init_state(2) if causal else None
+    for t in range(70 if causal else 0):
+        own, state, _ = layer.step(x[:, t], state)
+        # logarithms of some thousands have errors of 2^-13 in float32; so below
+        torch.testing.assert_close(own, y[:, t], rtol=1e-2, atol=1e-2)
+    rows = [by_logarithms(layer, wide[i : i + 1, :n]) for i, n in enumerate(lengths)]
+    expected = torch.cat([F.pad(row, (0, 0, 0, 90 - row.shape[1])) for row in rows])
+    torch.testing.assert_close(y.double(), expected, rtol=1e-2, atol=1e-2)
+    assert y[0].any(dim=-1).all() and y[1, :70].any(dim=-1).all()
+    (found,) = torch.autograd.grad((y * weight).sum(), x)
+    (wanted,) = torch.autograd.grad((expected * weight).sum(), wide)
+    assert wanted.any() and (found.double() - wanted).norm() < 1e-2 * wanted.norm()
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+def test_long_keys_that_are_alike_share_the_attention(causal: bool) -> None:
+    """Where softmax attention is a mean, whatever the queries, so is its estimate."""
+    layer = bare(causal)
+    with torch.no_grad():
+        layer.qkv.weight[16:32] = 0
+        layer.qkv.bias[16:32] = 40
+    x = torch.randn(2, 150, 16)
+    value = by_head(layer.qkv(x), 3)[2]
+    total = value.cumsum(dim=1) / torch.arange(1, 151)[:, None] if causal else value.mean(dim=1, keepdim=True)
+    torch.testing.assert_close(layer(x).y, total.expand_as(value), rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_keys_of_very_different_lengths_one_after_the_other() -> None:
+    layer = bare(causal=True)
+    x = torch.randn(1, 140, 16)
+    x *= torch.logspace(1, 0, 140)[:, None]  # the first ones nearly vanish beside the last ones
+    layer.qkv.weight[16:32] *= 3
+    y = layer(x).y
+    pieces = [layer(x[:, :50])]
+    pieces.append(layer(x[:, 50:], None, pieces[0].state))
+    torch.testing.assert_close(torch.cat([p.y for p in pieces], dim=1), y, rtol=1e-2, atol=1e-2)
+    assert y.any(dim=-1).all()
+    # logarithms of some thousands have errors of 2^-13 in float32
+    torch.testing.assert_close(y.double(), by_logarithms(layer, x.double()), rtol=1e-2, atol=1e-2)
 
 
 def test_features_are_orthogonal_in_groups_with_the_lengths_of_normal_vectors() -> None:
@@ -170,5 +252,5 @@ def test_agrees_with_performer_pytorch(kernel: FeatureKernel) -> None:
             peer.generalized_kernel(x, projection_matrix=w, kernel_epsilon=RELU_EPSILON) for x in (q, k)
         ]
     expected = peer.linear_attention(*theirs, v)
-    ours = layer.features(q, query=True) @ layer.features(k, query=False).transpose(-1, -2)
+    ours = layer.features(q, query=True).exp() @ layer.features(k, query=False).exp().transpose(-1, -2)
     torch.testing.assert_close(ours / ours.sum(dim=-1, keepdim=True) @ v, expected)

@@ -226,11 +226,14 @@ def _override(config: Any, path: Sequence[str], value: Any, label: str) -> Any:
     return replace(config, **{path[0]: _override(part, path[1:], value, label)})
 
 
+PUBLISHED = Path(__file__).parents[2] / "benchmarks" / "published.py"
+"""The published algorithm: in the repository of this package, but not in its installation."""
+
+
 def load_published() -> Any:
     """The class of the published algorithm, from the repository that this package lies in."""
-    source = Path(__file__).parents[2] / "benchmarks" / "published.py"
-    require(source.is_file(), f"'published' needs the repository of this package: there is no {source}")
-    spec = importlib.util.spec_from_file_location("seqboat_published", source)
+    require(PUBLISHED.is_file(), f"'published' needs the repository of this package: there is no {PUBLISHED}")
+    spec = importlib.util.spec_from_file_location("seqboat_published", PUBLISHED)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -785,8 +788,10 @@ def plot(rows: Sequence[Row], path: Path) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
 
     axis = swept(rows)
+    places = sorted({getattr(row, axis) for row in rows if getattr(row, axis)})
     words = {"length": "tokens per row", "window": "working memory, tokens", "rate": "share of active tokens"}
     # whatever else was swept makes lines of its own
     others = [f for f in words if f != axis and len({getattr(row, f) for row in rows}) > 1]
@@ -816,6 +821,11 @@ def plot(rows: Sequence[Row], path: Path) -> None:
                     [getattr(r, axis) for r in own], [value(r) for r in own], style, ms=5, label=label
                 )
             axes[i][j].set(xscale="log", yscale="log", ylabel=quantity, title=mode if i == 0 else None)
+            axes[i][j].set_xticks(places, [f"{place:,g}" for place in places])
+            axes[i][j].xaxis.set_minor_locator(NullLocator())
+            axes[i][j].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axes[i][j].yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+            axes[i][j].yaxis.set_minor_formatter(NullFormatter())
             axes[i][j].grid(True, which="both", alpha=0.3)
             axes[-1][j].set(xlabel=words[axis])
     axes[0][0].legend(fontsize="small")

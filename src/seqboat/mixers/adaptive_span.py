@@ -5,14 +5,17 @@
     s_tr   = q_t^T (k_r + p_{t-r}) / sqrt(d_head)             p: learned embeddings of distances
     loss   = ... + weight / heads * sum of z over all heads   `auxiliary_loss`, which training adds for every layer
 
+What is learned is z / max_span, as in the published code: a step of the optimiser is then worth max_span * lr tokens.
 Only the distances that some head of the layer sees are computed and remembered, so time and memory follow the longest
-span of the layer. The paper's models look back only; looking ahead as far as back is the obvious other form.
+span of the layer (under torch.compile, where sizes have to be known, max_span). The paper's models look back only;
+looking ahead as far as back is the obvious other form.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +39,7 @@ class AdaptiveSpanConfig(BlockConfig):
     ramp: int = 32
     """Tokens over which the mask falls from one to zero."""
     first_span: float = 0.0
-    """The span of every head at the beginning of training."""
+    """The span of every head at the beginning of training, in tokens."""
     span_weight: float = 2e-6
     """The price of a span, per token of it: the paper's for its small model of enwik8."""
 
@@ -54,6 +57,29 @@ class AdaptiveSpanConfig(BlockConfig):
         return AdaptiveSpan(d_model, self)
 
 
+class _Bounded(torch.autograd.Function):
+    """Numbers clamped to [0, 1]; those outside get the gradients that lead back, and no others.
+
+    The published code clamps its parameters after every step, which a compiled layer cannot do. With a plain clamp,
+    spans that momentum carried out would never come back; if all gradients passed, they would run away.
+    """
+
+    @staticmethod
+    def forward(ratio: Tensor) -> Tensor:
+        return ratio.clamp(0, 1)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (ratio,) = ctx.saved_tensors
+        # optimisers go against the gradient
+        inwards = torch.where(ratio < 0, gradient.clamp(max=0), gradient.clamp(min=0))
+        return torch.where((ratio < 0) | (ratio > 1), inwards, gradient)
+
+
 class AdaptiveSpan(RecurrentMixer):
     """One layer with adaptive spans on (batch, time, d_model)."""
 
@@ -66,42 +92,50 @@ class AdaptiveSpan(RecurrentMixer):
         self.qkv = nn.Linear(d_model, 3 * d_model, bias=False)
         sides = 1 if config.causal else 2
         self.distances = nn.Parameter(torch.empty(sides * config.max_span + 1, self.d_head))
-        self.span = nn.Parameter(torch.empty(self.heads))
+        self.span_ratio = nn.Parameter(torch.empty(self.heads))
+        self._reach: tuple[Any, int] | None = None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Weights and embeddings of distances N(0, 0.02), truncated at two deviations; the spans as configured."""
         init_linear(self)
         nn.init.trunc_normal_(self.distances, std=0.02, a=-0.04, b=0.04)
-        nn.init.constant_(self.span, self.config.first_span)
+        nn.init.constant_(self.span_ratio, self.config.first_span / self.config.max_span)
 
     def closing_norm(self) -> nn.Module | None:
         return self.block.closing_norm()
 
     def spans(self) -> Tensor:
-        """(heads,): the span z of each head."""
-        return self.span.clamp(0, self.config.max_span)
+        """(heads,): the span z of each head in tokens, in float32 at least."""
+        bounded: Tensor = _Bounded.apply(widen(self.span_ratio))
+        return self.config.max_span * bounded
 
     def auxiliary_loss(self) -> Tensor | None:
         """The price of the layer's spans: weight / heads * sum of the spans."""
         return self.config.span_weight * self.spans().mean() if self.config.span_weight else None
 
-    def reach(self) -> int:
-        """The largest distance that a head sees now."""
-        if torch.compiler.is_compiling() or self.span.device.type == "meta":
+    def reach(self, fresh: bool = True) -> int:
+        """The largest distance that a head sees now; compiled layers reckon with the largest that one could see.
+
+        Args:
+            fresh: look again, which makes the host wait for the device. Otherwise what was found last holds until
+                the parameter is replaced or changed in place; changes through `.data` leave no trace.
+        """
+        ratio = self.span_ratio
+        if torch.compiler.is_compiling() or ratio.device.type == "meta":
             return self.config.max_span
-        # the one look at numbers on the device: it sizes the window
-        low, high = torch.stack(self.span.detach().aminmax()).tolist()
-        if self.training and (low < 0 or high > self.config.max_span):
-            # training may have pushed a span out of its range, from where it would get no gradient
-            with torch.no_grad():
-                self.span.clamp_(0, self.config.max_span)
-        longest = min(max(high, 0.0), self.config.max_span)
-        return min(math.ceil(longest + self.config.ramp) - 1, self.config.max_span)
+        traced = type(ratio) is nn.Parameter and not ratio.is_inference()
+        key = (ratio.data_ptr(), ratio._version, ratio.dtype) if traced else None
+        if fresh or key is None or self._reach is None or self._reach[0] != key:
+            # the one look at numbers on the device: it sizes the window
+            longest = self.spans().detach().max().item()
+            self._reach = key, min(math.ceil(longest + self.config.ramp) - 1, self.config.max_span)
+        return self._reach[1]
 
     def mix(self, x: Tensor, mask: Tensor | None, state: Fifo | None) -> MixerOutput:
         batch, time = x.shape[:2]
-        reach = self.reach()
+        # every new sequence looks again, in case that weights changed without a trace
+        reach = self.reach(fresh=state is None)
         counts = None if mask is None else mask.sum(dim=1)
         query, key, value = self._project(self.block.open(x, mask))
         after = None
@@ -184,7 +218,7 @@ class AdaptiveSpan(RecurrentMixer):
     def advance(
         self, x: Tensor, state: Fifo, mask: Tensor | None = None, inplace: bool = False
     ) -> MixerOutput:
-        reach = self.reach()
+        reach = self.reach(fresh=False)
         query, key, value = self._project(self.block.open(x, mask)[:, None])
         counts = None if mask is None else mask.to(state.total.dtype)
         after, keys, values = push(resize(state, reach), key, value, counts)
