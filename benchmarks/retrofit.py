@@ -2,8 +2,8 @@
 
     python benchmarks/retrofit.py --out runs/retrofit
 
-A small decoder of transformers (Llama's layout, about a million parameters) is trained on bytes of enwik8, or of any
-file (`--text`). Then, from the same weights and on the same batches:
+A small decoder of transformers (Llama's layout; 1.2 million parameters unless `--width` and `--layers` say otherwise)
+is trained on bytes of enwik8, or of any file (`--text`). Then, from the same weights and on the same batches:
 
 - dense: it is trained further as it is;
 - sparse: it is retrofitted and trained as long, while the share of tokens that the feed-forward blocks of all layers

@@ -482,6 +482,54 @@ def test_mistakes_are_one_line(
     assert error.startswith("seqboat bench: error: ") and message in error and "\n" not in error
 
 
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], list[Setting]]]:
+    """Contenders and settings that a command would measure; nothing is measured."""
+    calls: list[tuple[list[str], list[Setting]]] = []
+
+    def run_layers(
+        contenders: list[Contender], settings: list[Setting], *rest: Any, **more: Any
+    ) -> list[Any]:
+        calls.append(([contender.label for contender in contenders], settings))
+        return []
+
+    monkeypatch.setattr(bench, "run_layers", run_layers)
+    return calls
+
+
+def test_options_of_the_command_reach_the_settings(
+    asked: list[tuple[list[str], list[Setting]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("rich")
+    threads: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    assert main(["bench", "--mixers", "seqboat"]) == 0 and threads == []
+    words = ["--preset", "enwik8", "--windows", "32", "64", "--threads", "3"]
+    assert main(["bench", "--mixers", "seqboat", *words]) == 0 and threads == [3]
+    (_, usual), (_, found) = asked
+    assert usual == [bench.PRESETS["text"]]
+    assert found == [replace(bench.PRESETS["enwik8"], window=window) for window in (32, 64)]
+
+
+def test_without_the_repository_the_published_algorithm_is_left_out(
+    asked: list[tuple[list[str], list[Setting]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("rich")
+    assert main(["bench"]) == 0
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(bench, "PUBLISHED", tmp_path / "published.py")
+    assert main(["bench"]) == 0
+    line = "without 'published', which is measured in a clone of the repository only\n"
+    assert capsys.readouterr().err == line
+    (whole, _), (rest, _) = asked
+    assert "published" in whole and rest == [label for label in whole if label != "published"]
+    with pytest.raises(ValueError, match="'published' needs the repository"):
+        bench.load_published()
+
+
 def test_bad_rate_is_refused_by_the_parser(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(["bench", "--rates", "1.5"])

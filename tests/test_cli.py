@@ -6,12 +6,15 @@ import argparse
 import os
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from seqboat import cli
 from seqboat.cli import COMMANDS, UsageError, main
+from seqboat.extras import EXTRAS
 from seqboat.version import __version__
 
 
@@ -106,6 +109,49 @@ def test_errors_are_one_line(
     assert main(["fake"]) == code
     captured = capsys.readouterr()
     assert captured.err == line and captured.out == ""
+
+
+def test_a_library_that_is_missing_is_named_with_its_extra(
+    install: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    install(raises(ModuleNotFoundError("No module named 'rich'", name="rich.console")))
+    assert main(["fake"]) == 2
+    line = "seqboat fake: error: this command needs rich: install seqboat with its extra 'cli'\n"
+    assert capsys.readouterr().err == line
+    install(raises(ModuleNotFoundError("No module named 'seqbote'", name="seqbote")))
+    assert main(["fake"]) == 1
+    assert capsys.readouterr().err.startswith("seqboat fake: ModuleNotFoundError: No module named 'seqbote'")
+
+
+def test_extras_are_those_of_the_package() -> None:
+    path = Path(__file__).parents[1] / "pyproject.toml"
+    extras = tomllib.loads(path.read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    for library, extra in EXTRAS.values():
+        assert any(line.startswith(library) for line in extras[extra]), extra
+
+
+@pytest.mark.parametrize(
+    ("arguments", "library", "extra"),
+    [
+        (["bench", "--lengths", "8"], "rich", "cli"),
+        (["bench", "--plot", "x.png"], "matplotlib", "report"),
+        (["train", "recall", "--print-config"], "yaml", "train"),
+    ],
+)
+def test_commands_say_which_extra_they_need(
+    arguments: list[str],
+    library: str,
+    extra: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == library]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, library, None)
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.endswith(f"install seqboat with its extra '{extra}'\n")
+    assert captured.err.count("\n") == 1
 
 
 @pytest.mark.parametrize("error", [UsageError("a"), ValueError("b"), OSError("c")], ids=repr)

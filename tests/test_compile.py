@@ -18,8 +18,10 @@ import torch._inductor.config
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from mixer_cases import CASES, D_MODEL, Case, assert_near
 from seqboat.budget import BudgetConfig, RevivalConfig
 from seqboat.compile import compile_model, compile_step
+from seqboat.mixers import MIXERS
 from seqboat.mixers.ema import EMAConfig
 from seqboat.mixers.gau import GAUConfig
 from seqboat.mixers.seqboat import SeqBoat, SeqBoatConfig
@@ -183,3 +185,19 @@ def _compare_compiled_steps(backend: str) -> None:
 def test_steps_to_compile_need_a_state() -> None:
     with pytest.raises(ValueError, match="Linear has no layer with a step"):
         compile_step(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # of torch, at a break of the graph
+@pytest.mark.parametrize("case", [case for case in CASES if case.name.rsplit("-", 1)[0] in MIXERS], ids=str)
+def test_every_mixer_is_the_same_compiled(case: Case) -> None:
+    """Traced, with its gradients traced as well; without generated code, which would take minutes."""
+    mixer = case.make()
+    x = torch.randn(3, 22, D_MODEL, dtype=torch.float64, requires_grad=True)
+    wanted = [x, *mixer.parameters()]
+    expected = mixer(x).y
+    gradients = torch.autograd.grad(expected.square().sum(), wanted)
+    got = torch.compile(mixer, backend="aot_eager")(x).y
+    assert_near(got, expected, 1e-12)
+    for one, other in zip(torch.autograd.grad(got.square().sum(), wanted), gradients, strict=True):
+        assert_near(one, other, 1e-10)

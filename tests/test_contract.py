@@ -302,7 +302,9 @@ def test_without_gradients(case: Case) -> None:
     with torch.no_grad():
         quiet = mixer(x, mask).y
         assert not quiet.requires_grad
-        assert_near(quiet, y, 1e-12)  # not always the same bits: without gradients torch may take another kernel
+        assert_near(
+            quiet, y, 1e-12
+        )  # not always the same bits: without gradients torch may take another kernel
     with torch.inference_mode():
         assert_near(mixer(x, mask).y, y, 1e-12)
     mixer.requires_grad_(False)

@@ -596,10 +596,13 @@ def test_list_says_what_is_missing_and_how_to_get_it(
     assert "train 20, val 5, test 5" in capsys.readouterr().out
     assert main(["data", "prepare", "pathfinder16", *arguments]) == 0
     assert "already there" in capsys.readouterr().out
+    again = ["--count", "10,5,5", "--workers", "1", "--force"]
+    assert main(["data", "prepare", "pathfinder16", *again, *arguments]) == 0
+    assert "train 10, val 5, test 5" in capsys.readouterr().out
     assert main(["data", "list", "--json", *arguments]) == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
     assert rows["pathfinder16"]["state"] == "ready" and rows["pathx"]["state"] == "missing"
-    assert rows["pathfinder16"]["counts"] == {"train": 20, "val": 5, "test": 5}
+    assert rows["pathfinder16"]["counts"] == {"train": 10, "val": 5, "test": 5}
     assert main(["data", "verify", *arguments]) == 0
     assert "pathfinder16: as prepared" in capsys.readouterr().out
     (tmp_path / "pathfinder16" / "train.images.npy").write_bytes(b"")

@@ -144,5 +144,9 @@ def test_what_is_on_the_page_is_not_measured_again(
     assert main([*out, "--dry-run"]) == 0
     assert "on the page already" in capsys.readouterr().out
     assert main(out) == 0 and len(asked) == 3
+    capsys.readouterr()
+    assert main([*out, "--again", "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("to measure") == 3 and "on the page already" not in shown
     assert main(["reproduce", "mixers-efficiency", "--out", str(tmp_path), "--scale", "paper"]) == 2
     assert "nothing to run at --scale paper" in capsys.readouterr().err

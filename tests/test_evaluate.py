@@ -336,7 +336,7 @@ def test_train_eval_resume_from_the_command_line(
 
 
 def test_the_printed_configuration_runs_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "recall", "--print_config", *RECALL, "--model.mixer", "seqboat"]) == 0
+    assert main(["train", "recall", "--print-config", *RECALL, "--model.mixer", "seqboat"]) == 0
     text = capsys.readouterr().out
     path = tmp_path / "config.yaml"
     path.write_text(text)

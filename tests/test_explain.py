@@ -25,6 +25,7 @@ from seqboat.evaluate import load_model
 from seqboat.explain import explain, render, subject
 from seqboat.mixers.gau import GAUConfig
 from seqboat.mixers.transformer import TransformerConfig
+from seqboat.prepare import prepare
 from seqboat.reference import under
 from seqboat.tasks import ListOpsTaskConfig, PathfinderTaskConfig, SpeechTaskConfig
 from seqboat.tasks.listops import decode
@@ -211,6 +212,32 @@ def test_sound(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
         assert re.fullmatch(
             r"layer 2  [.0-9]{71}", next(line for line in lines if line.startswith("layer 2  "))
         )
+
+
+@pytest.mark.parametrize("flag", ["--data-dir", "--data_dir"])
+def test_the_data_may_be_elsewhere(flag: str, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    run = str(of_task(tmp_path, ListOpsTaskConfig(data_dir=str(tmp_path / "nowhere"), max_length=32)))
+    prepare("listops", "generate", tmp_path / "data", counts=(2, 2, 2), workers=1)
+    there = [flag, str(tmp_path / "data")]
+    for words in (["eval", run], ["report", run, "--json"], ["intervene", run, "--thresholds", ""]):
+        assert "holds no prepared data" in refused(capsys, *words)
+        assert main([*words, *there]) == 0
+        capsys.readouterr()
+    # an input of its own needs the data only for what is known of all of it
+    asked: list[str] = []
+    store = SimpleNamespace(manifest={"extra": {"mean": 0.0, "std": 0.1}})
+
+    def find(root: Any, *rest: Any) -> Any:
+        asked.append(str(root))
+        return store
+
+    monkeypatch.setattr("seqboat.tasks.stored.Store.find", find)
+    with wave.open(str(tmp_path / "clip.wav"), "wb") as clip:
+        clip.setparams((1, 2, 16000, 0, "NONE", ""))
+        clip.writeframes(bytes(32000))
+    speech = of_task(tmp_path / "speech", SpeechTaskConfig(pool=80))
+    out(capsys, str(speech), "--wav", str(tmp_path / "clip.wav"), *there)
+    assert asked and set(asked) == {str(tmp_path / "data")}
 
 
 def test_a_page_to_look_into(tmp_path: Path, capsys: Any) -> None:

@@ -597,6 +597,23 @@ def test_text_from_the_command_line(
     assert capsys.readouterr().out == want.text[: want.text.index(stop)]
 
 
+def test_options_that_shape_the_draw(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, _ = load_language_model(run)
+    base = ["generate", str(run), "--prompt", "schön", "--max-new-bytes", "50", "--seed", "5"]
+    found = []
+    for words, fields in (
+        ([], {}),
+        (["--min-p", "0.5"], {"min_p": 0.5}),
+        (["--repetition-penalty", "1.5"], {"repetition_penalty": 1.5}),
+        (["--top-p", "0.3"], {"top_p": 0.3}),
+    ):
+        (want,) = generate(model, "schön", max_new_bytes=50, sampling=SamplingConfig(seed=5, **fields))  # type: ignore[arg-type]
+        assert main([*base, *words]) == 0
+        found.append(capsys.readouterr().out)
+        assert found[-1] == want.text
+    assert len(set(found)) == 4
+
+
 def test_a_document_goes_on_later(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, _ = load_language_model(run)
     (want,) = generate(model, "Zeilen", max_new_bytes=60, sampling=GREEDY)

@@ -186,7 +186,7 @@ def test_without_the_library(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "transformers", None)
     message = refusal(capsys, tmp_path, tmp_path / "out")
-    assert "seqboat.hf needs transformers: pip install 'seqboat[hf]'" in message
+    assert "seqboat.hf needs transformers: install seqboat with its extra 'hf'" in message
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -107,9 +108,9 @@ def test_mistakes(arguments: list[str], message: str, tmp_path: Path, capsys: An
 
 
 def test_a_picture_needs_matplotlib(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["intervene", "nowhere", "--plot", str(tmp_path / "a.svg")]) == 2
-    assert "--plot needs matplotlib: pip install 'seqboat[report]'" in capsys.readouterr().err
+    assert "--plot needs matplotlib: install seqboat with its extra 'report'" in capsys.readouterr().err
 
 
 def test_scores_that_are_no_numbers_are_null(tmp_path: Path, capsys: Any) -> None:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from lm_runs import write_lm_run, write_run
+from seqboat.prepare import prepare
+from seqboat.tasks import ListOpsTaskConfig
+from small_runs import small_run
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -36,8 +43,8 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
+def blocks(language: str, text: str = README) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
 
 
 def tree() -> set[str]:
@@ -67,6 +74,53 @@ def test_python_blocks_run(tmp_path: Path):
         script = tmp_path / "block.py"
         script.write_text(block, encoding="utf-8")
         run(str(script))
+
+
+def make_listops_run(folder: Path) -> None:
+    """The run that docs/analysis.md looks into, small and not trained."""
+    task = ListOpsTaskConfig(data_dir=str(folder / "data"), max_length=64)
+    prepare("listops", "generate", folder / "data", counts=(4, 4, 4), workers=1)
+    write_run(folder / "runs" / "listops", dataclasses.replace(small_run(), task=task), noise=0.3)
+
+
+def make_exported_model(folder: Path) -> None:
+    """The folder that docs/huggingface.md loads."""
+    from seqboat.hf.export import export_run
+
+    export_run(write_lm_run(folder / "lm"), folder / "exported")
+
+
+NEEDED: dict[str, Callable[[Path], None]] = {
+    "analysis.md": make_listops_run,
+    "huggingface.md": make_exported_model,
+}
+"""What must be there before the blocks of a document can run."""
+ELSEWHERE = {
+    "README.md": "test_python_blocks_run",
+    "language-model.md": "test_generate.py",
+    "your-data.md": "test_tasks.py",
+}
+"""Documents whose blocks other tests run."""
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        path
+        for path in DOCUMENTS
+        if path.name not in ELSEWHERE and blocks("python", path.read_text(encoding="utf-8"))
+    ],
+    ids=lambda path: path.name,
+)
+def test_python_blocks_of_documents_run(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """All blocks of a document, one after the other."""
+    text = "".join(blocks("python", path.read_text(encoding="utf-8")))
+    if "transformers" in text:
+        pytest.importorskip("transformers")
+    if path.name in NEEDED:
+        NEEDED[path.name](tmp_path)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(text, path.name, "exec"), {})
 
 
 def test_tree_names_what_exists():

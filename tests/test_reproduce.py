@@ -22,7 +22,7 @@ from seqboat.mixers.base import directions_of
 from seqboat.recipes import RECIPES
 from seqboat.reproduce import Job, collect, estimate, observe, plan, run_job, step_seconds
 from seqboat.results import add_records, read_records
-from seqboat.targets import SLOW_CAUSAL, TARGETS, Target, Trial
+from seqboat.targets import READ_LISTOPS, TARGETS, Target, Trial
 from seqboat.tasks import TASKS
 from small_runs import Spy, Toy, ToyConfig, small_run
 
@@ -90,12 +90,12 @@ def test_every_mixer_is_trained_with_as_many_parameters() -> None:
         assert (
             trial.recipe == "recall"
             or directions_of(mixer) == ("bidirectional",)
-            or trial.title in SLOW_CAUSAL
+            or trial.title in READ_LISTOPS
         )
-    trial = trials["transformer"]
-    assert trial.command().endswith("--match-parameters")
-    wanted = count_of_run(RECIPES["recall"]())
-    assert abs(count_of_run(trial.config(0)) / wanted - 1) < 0.02
+    for trial in (trials["transformer"], trials["mega"]):
+        assert trial.command().endswith("--match-parameters")
+        wanted = count_of_run(RECIPES[trial.recipe]())
+        assert abs(count_of_run(trial.config(0)) / wanted - 1) < 0.02
 
 
 def test_sizes_of_memory_and_chunk_differ_in_nothing_else() -> None:
@@ -210,6 +210,20 @@ def test_the_page_holds_every_record_and_says_what_was_not_run(target: Target, t
     assert "`seqboat train toy-small --optimiser.lr=0.03`" in text
     assert "Not run here. `seqboat reproduce toys --scale paper` runs it: `seqboat train toy-small`." in text
     assert (page.parent / "images" / "results-toys-small.png").stat().st_size > 5000
+
+
+def test_the_page_says_which_data_it_was(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    origin = {"source": "my files", "counts": {"test": 1500, "train": 20}}
+    monkeypatch.setattr(Toy, "origin", lambda task: origin)
+    (job, *_) = plan(target, "small", tmp_path / "runs")
+    run_job(job)
+    record = collect(job)
+    assert record["data"] == origin
+    add_records(tmp_path / "page.md", [record])
+    told = "- **Toy.** Cut: everything but the toy. Data: my files (20 train, 1,500 test); "
+    assert f"{told}{record['examples']} of the test split scored." in (tmp_path / "page.md").read_text()
 
 
 def test_figures_are_drawn_anew_only_for_new_records(target: Target, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,9 @@ def test_the_package_s_own_model_is_the_default(
         assert capsys.readouterr().out == want.text
     assert main(["score", "toy", str(run.parent / "text.txt")]) == 0
     assert main(["eval", "toy", "--limit", "3"]) == 0
+    if find_spec("transformers") is not None:
+        assert main(["export-hf", "toy", str(tmp_path / "exported")]) == 0
+        assert (tmp_path / "exported" / "model.safetensors").is_file()
     # a folder of that name comes first
     monkeypatch.chdir(tmp_path)
     Path("toy").mkdir()

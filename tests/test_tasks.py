@@ -305,7 +305,7 @@ def test_held_out_examples_are_not_trained_on(root: Path) -> None:
 # single tasks
 
 
-def test_listops_is_read_as_published(root: Path, tmp_path: Path) -> None:
+def test_listops_is_read_as_published(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     task = ListOpsTaskConfig(data_dir=str(root)).build()
     config = DrawnListOps(max_depth=3, max_arguments=3, longer_than=4, shorter_than=20)
     tokens, value = generate(17, config=config)[16]
@@ -321,6 +321,11 @@ def test_listops_is_read_as_published(root: Path, tmp_path: Path) -> None:
     assert store.manifest["skipped_records"][0]["record"] == "line 18"
     with pytest.raises(ValueError, match=r"basic_train.tsv, line 18: .* a digit from 0 to 9"):
         prepare("listops", str(folder), tmp_path / "data", strict=True, force=True)
+    words = ["data", "prepare", "listops", "--from", str(folder), "--data-dir", str(tmp_path / "command")]
+    assert main([*words, "--strict"]) == 2
+    assert "a digit from 0 to 9" in capsys.readouterr().err
+    assert main(words) == 0
+    assert "basic_train.tsv, line 18" in capsys.readouterr().err
     (folder / "basic_val.tsv").unlink()
     with pytest.raises(ValueError, match=r"holds no expressions for val: expected basic_val.tsv"):
         prepare("listops", str(folder), tmp_path / "data", force=True)

@@ -158,11 +158,6 @@ def _site(layer: nn.Module) -> Site | None:
     return Site(sma, name, column, unit if isinstance(unit, GAU) else None, counted, outside)
 
 
-def routed_layers(model: nn.Module) -> list[int]:
-    """Numbers of the layers that have a router, from 0."""
-    return [number for number, site in enumerate(sites(model)) if site is not None]
-
-
 class _Seen(NamedTuple):
     """What an attention unit was called with."""
 

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from seqboat.extras import EXTRAS, missing
 from seqboat.version import __version__
 
 COMMANDS = {
@@ -36,7 +37,7 @@ COMMANDS = {
     "generate": ("seqboat.commands.generate", "text from a trained language model, as it is produced"),
     "score": ("seqboat.commands.score", "bits per byte of files, or of every byte, by a language model"),
     "export-hf": ("seqboat.commands.export_hf", "write a trained run for Hugging Face transformers"),
-    "list": ("seqboat.commands.list", "list recipes, mixers, tasks or routers"),
+    "list": ("seqboat.commands.list", "list recipes, mixers, tasks, routers or ablations"),
     "bench": ("seqboat.commands.bench", "time and memory of mixers, side by side in one run"),
 }
 """Name, module and one line of help of every command, in the order of the help text."""
@@ -103,6 +104,11 @@ def _run(arguments: Sequence[str] | None) -> int:
     except Exception as error:
         if options.debug:
             raise
+        library = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+        if library in EXTRAS:
+            line = missing(library, "this command")
+            print(f"seqboat {options.command}: error: {line}", file=sys.stderr)
+            return 2
         kind = type(error).__name__
         print(f"seqboat {options.command}: {kind}: {one_line(error)} (--debug shows where)", file=sys.stderr)
         return 1

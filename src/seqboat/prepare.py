@@ -136,7 +136,7 @@ DATASETS = {
         read=text.prepare,
     ),
     "retrieval": DataInfo(
-        title="pairs of papers, citing or not (ACL Anthology Network, as in LRA)",
+        title="pairs of papers, citing or not (in LRA: of the ACL Anthology Network)",
         licence="none stated; the texts belong to their authors",
         size=250_000_000,
         get=f"new_aan_pairs.train.tsv, .eval.tsv and .test.tsv (folder tsv_data) of {_LRA_PAGE}",

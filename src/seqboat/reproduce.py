@@ -181,6 +181,7 @@ def collect(job: Job, progress: Callable[[int, int], None] | None = None) -> dic
         "better": task.better,
         "test": test[task.metric],
         "examples": test["examples"],
+        "data": task.origin(),
         "activation": test["activation"],
         "curve": [[r["step"], r[task.metric]] for r in scored],
         "first_loss": [first["step"], first["loss"]],

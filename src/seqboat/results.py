@@ -190,8 +190,10 @@ def _section(pictures: Pictures, target: Target, scale: Scale, records: Sequence
         lines += _run_table(trials, found)
         title = f"{target.title}: held-out score during training"
         lines += pictures.show(name, title, _draw_curves(trials, records))
-        cuts = [(trial.title, _cut(trial)) for trial in trials if not trial.arguments]
-        lines += [f"- **{title}.** {cut}" for title, cut in cuts if cut]
+        for trial in trials:
+            notes = [_cut(trial) if not trial.arguments else "", _data(found[trial.name])]
+            if any(notes):
+                lines.append(f"- **{trial.title}.** {' '.join(filter(None, notes))}")
     made = sorted(
         {(r["versions"]["seqboat"], r["versions"]["torch"], r["commit"] or "unknown") for r in records}
     )
@@ -360,6 +362,17 @@ def _cut(trial: Trial) -> str:
     text = inspect.getdoc(find_recipe(trial.recipe)) or ""
     found = [" ".join(part.split()) for part in text.split("\n\n") if part.lstrip().startswith("Cut:")]
     return found[0] if found else ""
+
+
+def _data(records: Sequence[Record]) -> str:
+    """Where the examples came from and how many there are, where they were prepared."""
+    found = next((r for r in records if r.get("data")), None)
+    if found is None:
+        return ""
+    counts = found["data"]["counts"]
+    sizes = ", ".join(f"{counts[split]:,} {split}" for split in ("train", "val", "test") if split in counts)
+    scored = f"; {found['examples']:,} of the test split scored" if found["metric"] == "accuracy" else ""
+    return f"Data: {found['data']['source']} ({sizes}){scored}."
 
 
 def _efficiency_tables(parts: Mapping[str, Any]) -> list[str]:

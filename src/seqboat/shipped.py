@@ -7,7 +7,7 @@
         model.safetensors      weights, in half precision
         state.json             step, configuration, sha256 of the weights
 
-This is the folder of a run without what only training needs, so whatever takes a run takes it too.
+This is the folder of a run without what only training needs, so whatever uses the model of a run takes it too.
 """
 
 from __future__ import annotations

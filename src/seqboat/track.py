@@ -11,6 +11,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
+from seqboat.extras import missing
+
 
 class Tracker(Protocol):
     """Where metrics go besides the run's own file."""
@@ -63,13 +65,11 @@ class Remote:
         self.library.finish()
 
 
-def _load(module: str, extra: str) -> Any:
+def _load(module: str, library: str) -> Any:
     try:
         return import_module(module)
     except ImportError as error:
-        raise ValueError(
-            f"training.trackers has {extra}, which is not installed: pip install seqboat[{extra}]"
-        ) from error
+        raise ValueError(missing(library, "training.trackers")) from error
 
 
 def make_trackers(names: Sequence[str], folder: Path) -> list[Tracker]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from seqboat.cli import UsageError
+from seqboat.extras import check_installed
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -144,6 +146,9 @@ def _check(options: argparse.Namespace) -> None:
         path = getattr(options, name)
         if path is not None and not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
             raise UsageError(f"--{name}: cannot write to the folder {path.parent}")
+    check_installed("rich", "this command")
+    if options.plot is not None:
+        check_installed("matplotlib", "--plot")
     if options.like_run and options.rates:
         raise UsageError("--rates and --like-run exclude each other")
     refused = {
@@ -181,10 +186,20 @@ def _setting(preset: Setting, options: argparse.Namespace) -> Setting:
     return replace(preset, **changes)
 
 
+def _default_layers() -> Sequence[str]:
+    """The usual contenders, without the published algorithm where this installation has not got it."""
+    from seqboat.bench import PUBLISHED
+
+    if PUBLISHED.is_file():
+        return LAYERS
+    print("without 'published', which is measured in a clone of the repository only", file=sys.stderr)
+    return tuple(name for name in LAYERS if name != "published")
+
+
 def _layers(options: argparse.Namespace, setting: Setting) -> dict[str, Any]:
     from seqboat.bench import MODES, as_record, parse_contender, plot, run_layers, sweep
 
-    contenders = [parse_contender(text) for text in options.mixers or LAYERS]
+    contenders = [parse_contender(text) for text in options.mixers or _default_layers()]
     if len({contender.label for contender in contenders}) < len(contenders):
         raise UsageError("--mixers: the same contender twice")
     settings = sweep(

@@ -14,6 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from seqboat.extras import missing
 from seqboat.version import __version__
 
 if TYPE_CHECKING:
@@ -463,7 +464,7 @@ def draw(path: Path, model: Classifier, shown: Expression, result: Evaluation) -
 
         from seqboat.figures import demo_figure, save_figure
     except ModuleNotFoundError:
-        print('picture  none: matplotlib is not installed (pip install "seqboat[report]")')
+        print(f"picture  none: {missing('matplotlib', 'it')}")
         return
     batch = to_batch([shown])
     with torch.no_grad():

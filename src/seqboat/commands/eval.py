@@ -30,7 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--which", choices=("best", "latest"), default="best", help="which checkpoint (default: best)"
     )
-    parser.add_argument("--batch_size", type=int, help="examples at a time (default: the run's)")
+    parser.add_argument(
+        "--batch-size", "--batch_size", metavar="N", type=int, help="examples at a time (default: the run's)"
+    )
     parser.add_argument(
         "--limit", type=int, help="score only so many examples; with --mode, so many tokens at the beginning"
     )
@@ -43,7 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--window", type=int, help="tokens in a window (default: 8192)")
     parser.add_argument("--context", type=int, help="of them before the scored ones (default: 7000)")
     parser.add_argument("--chunk", type=int, help="tokens of a stream to read at a time (default: 8192)")
-    parser.add_argument("--data_dir", help="where the prepared data is (default: the run's)")
+    parser.add_argument(
+        "--data-dir", "--data_dir", metavar="FOLDER", help="where the prepared data is (default: the run's)"
+    )
     parser.add_argument("--device", default="auto", help="auto (default), cpu or cuda")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_control_arguments(parser)
@@ -59,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     for name in ("batch_size", "limit"):
         value = getattr(options, name)
         if value is not None and value < 1:
-            raise ValueError(f"--{name} must be an integer >= 1, got {value}")
+            raise ValueError(f"--{name.replace('_', '-')} must be an integer >= 1, got {value}")
     reading = make_reading(options)
     control = read_control(options)
     result = evaluate_run(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from seqboat.commands.control import add_control_arguments, read_control, read_layers
+from seqboat.extras import missing
 
 if TYPE_CHECKING:
     from seqboat.analysis import Examples
@@ -48,7 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--which", choices=("best", "latest"), default="best", help="which checkpoint (default: best)"
     )
-    parser.add_argument("--data_dir", help="where the prepared data is (default: the run's)")
+    parser.add_argument(
+        "--data-dir", "--data_dir", metavar="FOLDER", help="where the prepared data is (default: the run's)"
+    )
     parser.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="default: auto")
     parser.add_argument("--html", metavar="FILE", help="write a page to look into it, too")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -163,7 +166,7 @@ def read_pixels(content: bytes) -> Any:
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError as error:
-        raise ValueError("images need pillow: pip install 'seqboat[image]'") from error
+        raise ValueError(missing("PIL", "an image")) from error
     try:
         with Image.open(io.BytesIO(content)) as image:
             return np.asarray(image.convert("L"))

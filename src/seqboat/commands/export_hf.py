@@ -7,7 +7,9 @@ import argparse
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
-    parser.add_argument("run", help="folder of a run, or one checkpoint (step-N) in it")
+    parser.add_argument(
+        "run", help="folder of a run, one checkpoint (step-N) in it, or a model of this package: enwik8-small"
+    )
     parser.add_argument("folder", help="where to write; must not exist, or be empty")
     parser.add_argument("--which", choices=("best", "latest"), default="best", help="which checkpoint")
 
@@ -23,10 +25,11 @@ def run(options: argparse.Namespace) -> int:
     from transformers.utils import logging
 
     from seqboat.hf.export import export_run
+    from seqboat.shipped import find_run
 
     logging.disable_progress_bar()
     try:
-        done = export_run(options.run, options.folder, options.which)
+        done = export_run(find_run(options.run), options.folder, options.which)
     except CheckpointError as error:
         raise ValueError(str(error)) from error
     count = sum(parameter.numel() for parameter in done.model.parameters())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import math
 import sys
@@ -40,11 +39,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--which", choices=("best", "latest"), default="best", help="which checkpoint (default: best)"
     )
     parser.add_argument("--limit", type=int, default=500, help="examples to score (default: 500)")
-    parser.add_argument("--batch_size", type=int, help="examples at a time (default: the run's)")
+    parser.add_argument(
+        "--batch-size", "--batch_size", metavar="N", type=int, help="examples at a time (default: the run's)"
+    )
     parser.add_argument(
         "--thresholds", metavar="P,P", help="to try; an empty text for none (default: 0.1,0.2 up to 0.9)"
     )
-    parser.add_argument("--data_dir", help="where the prepared data is (default: the run's)")
+    parser.add_argument(
+        "--data-dir", "--data_dir", metavar="FOLDER", help="where the prepared data is (default: the run's)"
+    )
     parser.add_argument("--device", default="auto", help="auto (default), cpu or cuda")
     parser.add_argument("--plot", metavar="FILE", help="draw it: .svg, .pdf or .png")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -55,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
     for name in ("limit", "batch_size"):
         value = getattr(options, name)
         if value is not None and value < 1:
-            raise ValueError(f"--{name} must be an integer >= 1, got {value}")
+            raise ValueError(f"--{name.replace('_', '-')} must be an integer >= 1, got {value}")
     thresholds = read_thresholds(options.thresholds)
     if options.plot is not None:
         check_plot(Path(options.plot))
@@ -111,11 +114,11 @@ def read_thresholds(text: str | None) -> tuple[float, ...] | None:
 def check_plot(path: Path) -> None:
     """Refuse what could not be written at the end."""
     from seqboat.checks import check_output
+    from seqboat.extras import check_installed
 
     if path.suffix.lower() not in (".svg", ".pdf", ".png"):
         raise ValueError(f"--plot must end with .svg, .pdf or .png, got {path.name!r}")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib: pip install 'seqboat[report]'")
+    check_installed("matplotlib", "--plot")
     check_output("--plot", path)
 
 

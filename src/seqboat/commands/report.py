@@ -35,7 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--samples", type=int, help="examples in the explorer (default: 20)")
     parser.add_argument("--limit", type=int, help="measure only so many examples")
-    parser.add_argument("--data_dir", help="where the prepared data is (default: the run's)")
+    parser.add_argument(
+        "--data-dir", "--data_dir", metavar="FOLDER", help="where the prepared data is (default: the run's)"
+    )
     parser.add_argument("--device", default="auto", help="auto (default), cpu or cuda")
     parser.add_argument(
         "--json", action="store_true", help="print the numbers as one JSON object; a page only with --out"

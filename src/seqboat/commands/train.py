@@ -12,7 +12,7 @@ TAKES_FIELDS = True
 """Arguments that argparse does not know are fields of the configuration."""
 
 EPILOG = """\
-Any field of the configuration can be set by its dotted name, as --a.b=value or --a.b value; --print_config shows
+Any field of the configuration can be set by its dotted name, as --a.b=value or --a.b value; --print-config shows
 them all. Parts are chosen by name, with their defaults:
 
   seqboat train lra.listops-small --seed=1 --training.batch_size=16
@@ -43,7 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="give the model as many parameters as the recipe's own, by its width",
     )
-    parser.add_argument("--print_config", action="store_true", help="print the configuration and stop")
+    parser.add_argument(
+        "--print-config", "--print_config", action="store_true", help="print the configuration and stop"
+    )
 
 
 def run(options: argparse.Namespace) -> int:

@@ -9,12 +9,12 @@
 `seqboat export-hf RUN DIR` writes such a folder; docs/huggingface.md says what works and what does not.
 """
 
+from seqboat.extras import missing
+
 try:
     import transformers  # noqa: F401
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        "seqboat.hf needs transformers: pip install 'seqboat[hf]'", name=error.name
-    ) from error
+    raise ModuleNotFoundError(missing("transformers", "seqboat.hf"), name=error.name) from error
 
 from transformers import (
     AutoConfig,

@@ -150,7 +150,7 @@ A {"language model" if lm else "classifier"} of {backbone.num_layers} `{mixer["n
 {backbone.d_model}, {count:,} parameters, made with seqboat. {tokens}
 
 ```python
-import seqboat.hf  # pip install "seqboat[hf]"; tells transformers what this model is
+import seqboat.hf  # seqboat with its extra 'hf'; tells transformers what this model is
 from transformers import {names}
 
 model = {auto}.from_pretrained("{{folder}}")

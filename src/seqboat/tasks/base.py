@@ -182,6 +182,10 @@ class Task(ABC):
     def dataset(self, split: Split) -> Dataset:
         """The examples of a split; a ValueError says what to prepare where the data is missing."""
 
+    def origin(self) -> dict[str, Any] | None:
+        """Where prepared data came from and how many examples each split has; None where nothing was prepared."""
+        return None
+
     def text(self, split: Split) -> NDArray[Any]:
         """The tokens of a split in one long row; only tasks that are one long text have this."""
         raise ValueError(f"the task {self.name} is not one long text that could be cut in another way")

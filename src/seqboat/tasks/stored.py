@@ -88,6 +88,9 @@ class StoredTask(Task):
         """The folder of the prepared data in the data folder."""
         return self.config.store or self.name
 
+    def origin(self) -> dict[str, Any]:
+        return {key: self.store.manifest[key] for key in ("source", "counts")}
+
     def dataset(self, split: Split) -> Dataset:
         self.check_split(split)
         size = self.config.train_size if split == "train" else self.config.eval_size
