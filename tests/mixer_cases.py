@@ -260,10 +260,6 @@ def _cases() -> list[Case]:
                 cases.append(Case(f"{name}-{direction}", partial(_stack, config)))
                 continue
             cases.append(Case(f"{name}-{direction}", partial(config.build, D_MODEL)))
-            for options in VARIANTS.get(name, ()):
-                label = "-".join(f"{option}={value}" for option, value in options.items())
-                variant = replace(config, **options)
-                cases.append(Case(f"{name}-{label}-{direction}", partial(variant.build, D_MODEL)))
     for causal in (False, True):
         direction = "causal" if causal else "bidirectional"
         for name, seqboat in SEQBOATS.items():
@@ -275,7 +271,20 @@ def _cases() -> list[Case]:
     return cases
 
 
+def _variants() -> list[Case]:
+    cases = []
+    for name, forms in VARIANTS.items():
+        for direction, config in directions(MIXERS[name]):
+            for options in forms:
+                label = "-".join(f"{option}={value}" for option, value in options.items())
+                variant = replace(config, **options)
+                cases.append(Case(f"{name}-{label}-{direction}", partial(variant.build, D_MODEL)))
+    return cases
+
+
 CASES = _cases()
+FORMS = CASES + _variants()
+"""With other forms of the mixers, for what depends on their options."""
 
 
 def is_recurrent(case: Case) -> bool:
@@ -284,8 +293,9 @@ def is_recurrent(case: Case) -> bool:
     return isinstance(mixer, RecurrentMixer) and mixer.causal
 
 
-CAUSAL_CASES = [case for case in CASES if case.build().causal]
+CAUSAL_FORMS = [case for case in FORMS if case.build().causal]
 RECURRENT_CASES = [case for case in CASES if is_recurrent(case)]
+RECURRENT_FORMS = [case for case in FORMS if is_recurrent(case)]
 
 MASKS = {
     "full": "######################",

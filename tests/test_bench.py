@@ -236,6 +236,10 @@ def test_figures_are_drawn_against_what_was_swept(tmp_path: Path) -> None:
     assert bench.swept(rows[:1]) == "length"
     bench.plot(rows, tmp_path / "rate.png")
     assert (tmp_path / "rate.png").stat().st_size > 5000
+    # a panel may stay empty: memory of one mode, say
+    rows = [row._replace(memory=2**20 if row.mode == "training" else 0) for row in rows]
+    bench.plot(rows, tmp_path / "half.png")
+    assert (tmp_path / "half.png").stat().st_size > 5000
 
 
 def test_memory_is_estimated_and_measured() -> None:

@@ -14,11 +14,13 @@ from torch import Tensor
 
 from mixer_cases import (
     CASES,
-    CAUSAL_CASES,
+    CAUSAL_FORMS,
     D_MODEL,
+    FORMS,
     GRID,
     MASKS,
     RECURRENT_CASES,
+    RECURRENT_FORMS,
     Case,
     assert_near,
     assert_states_near,
@@ -42,8 +44,10 @@ LENGTHS = (0, 1, 2, 7, 8, 9, 13, 67)
 """Around the block of 8, prime, beyond the 12 positions of the bias table, and several blocks."""
 
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
-every_causal_case = pytest.mark.parametrize("case", CAUSAL_CASES, ids=str)
+every_form = pytest.mark.parametrize("case", FORMS, ids=str)
+every_causal_form = pytest.mark.parametrize("case", CAUSAL_FORMS, ids=str)
 every_recurrent_case = pytest.mark.parametrize("case", RECURRENT_CASES, ids=str)
+every_recurrent_form = pytest.mark.parametrize("case", RECURRENT_FORMS, ids=str)
 
 
 def sequence(batch: int, time: int, dtype: torch.dtype = torch.float64, seed: int = 1) -> Tensor:
@@ -70,7 +74,7 @@ def test_mixers_have_the_directions_that_they_declare(name: str) -> None:
                 MIXERS[name](causal=causal)
 
 
-@every_case
+@every_form
 @pytest.mark.parametrize("batch", [0, 1, 3])
 def test_shapes_and_gradients_at_every_length(case: Case, batch: int) -> None:
     mixer = case.make().train()
@@ -91,7 +95,7 @@ def test_shapes_and_gradients_at_every_length(case: Case, batch: int) -> None:
             assert parameter.grad.isfinite().all(), f"{name} at batch {batch}, length {time}"
 
 
-@every_case
+@every_form
 def test_every_parameter_matters(case: Case) -> None:
     mixer = case.make()
     mixer(sequence(3, 30)).y.square().sum().backward()
@@ -100,7 +104,7 @@ def test_every_parameter_matters(case: Case) -> None:
         assert parameter.grad is not None and parameter.grad.any(), name
 
 
-@every_case
+@every_form
 @pytest.mark.parametrize("filling", ["random", "nan", "inf"])
 def test_padding_and_batch_mates_change_nothing(case: Case, filling: str) -> None:
     mixer = case.make()
@@ -157,7 +161,7 @@ def test_a_poisoned_row_stays_alone(case: Case, poison: float, channels: slice) 
     assert_near(x.grad[0::2], clean.grad[0::2], 1e-12)
 
 
-@every_causal_case
+@every_causal_form
 def test_the_future_is_not_seen(case: Case) -> None:
     mixer = case.make()
     x = sequence(2, TIME)
@@ -204,7 +208,7 @@ def check_three_modes(model: Any, x: Tensor, mask: Tensor | None, tolerance: flo
         assert_states_near(state, whole.state, tolerance)
 
 
-@every_recurrent_case
+@every_recurrent_form
 @pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 @torch.no_grad()
@@ -294,7 +298,7 @@ def test_layout_of_the_input_is_free(case: Case) -> None:
     assert_near(shared.grad, alone.grad, EXACT)
 
 
-@every_case
+@every_form
 def test_without_gradients(case: Case) -> None:
     mixer = case.make()
     x, mask = sequence(6, TIME), mask_rows()
@@ -337,7 +341,7 @@ def test_copies_and_saved_weights(case: Case) -> None:
     assert other(x).y.equal(y)
 
 
-@every_case
+@every_form
 def test_float64_agrees_with_float32(case: Case) -> None:
     mixer = case.make(torch.float32)
     x = sequence(3, TIME, torch.float32)

@@ -177,7 +177,7 @@ def test_autocast_keeps_the_type_of_the_state() -> None:
 
 
 def test_bad_settings_are_named() -> None:
-    with pytest.raises(ValueError, match="multiple of heads = 4, got 10"):
+    with pytest.raises(ValueError, match="multiple of heads = 8, got 10"):
         Transformer(10)
     with pytest.raises(ValueError, match="implementation must be one of plain, sdpa; got 'flash'"):
         TransformerConfig(implementation="flash")  # type: ignore[arg-type]

@@ -820,14 +820,17 @@ def plot(rows: Sequence[Row], path: Path) -> None:
                 axes[i][j].plot(
                     [getattr(r, axis) for r in own], [value(r) for r in own], style, ms=5, label=label
                 )
-            axes[i][j].set(xscale="log", yscale="log", ylabel=quantity, title=mode if i == 0 else None)
+            axes[i][j].set(ylabel=quantity, title=mode if i == 0 else None)
+            axes[-1][j].set(xlabel=words[axis])
+            if not any(len(drawn.get_xdata()) for drawn in axes[i][j].lines):
+                continue  # nothing has no logarithm
+            axes[i][j].set(xscale="log", yscale="log")
             axes[i][j].set_xticks(places, [f"{place:,g}" for place in places])
             axes[i][j].xaxis.set_minor_locator(NullLocator())
             axes[i][j].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axes[i][j].yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
             axes[i][j].yaxis.set_minor_formatter(NullFormatter())
             axes[i][j].grid(True, which="both", alpha=0.3)
-            axes[-1][j].set(xlabel=words[axis])
     axes[0][0].legend(fontsize="small")
     temporary = path.with_name(path.name + ".part")
     figure.savefig(temporary, format="png", dpi=130)

@@ -13,7 +13,8 @@ move with every later token, and what a token sees must not depend on what follo
 values.
 
 `reversible` splits the channels into two streams, y_1 = x_1 + attention(x_2), y_2 = x_2 + ffn(y_1). The backward pass
-then gets the inputs of both blocks from the output, and the layer keeps nothing else.
+then gets the inputs of both blocks from the output, and the layer keeps nothing else; no gradient flows through the
+state that it returns.
 """
 
 from __future__ import annotations
