@@ -501,7 +501,8 @@ TARGETS = {
             "Transformer (scores and weights in full), measured in turn; "
             "the paper's multiples are those of its table 1, at 4,096 tokens. "
             "First all at the same width, then all with as many parameters as SeqBoat. In routed layers so many "
-            "tokens attend as in our Text-small run. H3 and its hybrid differ in a stack only, not in one layer.",
+            "tokens attend as in our Text-small run. H3 and its hybrid differ in a stack only, not in one layer; "
+            "Adaptive Span has the spans that it starts with, its ramp of 32 tokens.",
             cut="batches of 8,192 tokens, or of one sequence if that is longer; a step that should take more than 15 "
             "seconds is left out.",
             layout="mixers-efficiency",
