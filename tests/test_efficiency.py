@@ -116,6 +116,8 @@ def test_every_mixer_is_measured(tmp_path: Path, matched: bool) -> None:
     assert "| transformer (d_ff" in text if matched else "| transformer | 1" in text
     assert "| seqboat | " in text or matched
     assert "10.4x" in text and "0.05x" in text
+    assert f"### All lengths, equal {'parameters' if matched else 'width'}" in text
+    assert "| mixer | training speed, 4,096 | training speed, paper | training memory, 4,096 |" in text
     assert (tmp_path / "images" / "results-mixers-efficiency-small.svg").exists() is not matched
 
 

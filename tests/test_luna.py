@@ -11,6 +11,7 @@ from torch import Tensor
 
 from against import around, by_head, check_against, enlarge
 from seqboat.mixers import Luna, LunaConfig
+from seqboat.mixers.linear import BLOCK, causal_product
 from seqboat.model import Backbone, BackboneConfig
 from seqboat.state import state_bytes
 
@@ -143,3 +144,13 @@ def test_bad_settings_are_named() -> None:
         LunaConfig(length=0)
     with pytest.raises(ValueError, match="this Luna is bidirectional"):
         Luna(8).init_state(1)
+
+
+def test_causal_products_over_several_blocks() -> None:
+    time = 2 * BLOCK + 5
+    q, k, v = torch.randn(3, 2, time, 4, dtype=torch.float64).unbind(0)
+    before = torch.randn(2, 4, 4, dtype=torch.float64)
+    y, after = causal_product(q, k, v, before)
+    sums = before[:, None] + torch.einsum("btm,btd->btmd", k, v).cumsum(dim=1)
+    torch.testing.assert_close(y, torch.einsum("btm,btmd->btd", q, sums))
+    torch.testing.assert_close(after, sums[:, -1])

@@ -13,7 +13,6 @@ from torch import Tensor
 from against import around, by_head, check_against, enlarge
 from seqboat import set_training_step
 from seqboat.mixers import Performer, PerformerConfig
-from seqboat.mixers.linear import BLOCK, causal_product
 from seqboat.mixers.performer import RELU_EPSILON, FeatureKernel, RandomFeatures, draw_features
 from seqboat.state import state_bytes
 
@@ -54,16 +53,6 @@ def oracle(layer: Performer, x: Tensor) -> Tensor:
 def test_equals_its_equations(causal: bool, kernel: FeatureKernel) -> None:
     layer = make(PerformerConfig(heads=2, features=7, kernel=kernel, causal=causal, prenorm=causal))
     check_against(layer, lambda x: oracle(layer, x), [9, 4, 1])
-
-
-def test_causal_products_over_several_blocks() -> None:
-    time = 2 * BLOCK + 5
-    q, k, v = torch.randn(3, 2, time, 4, dtype=torch.float64).unbind(0)
-    before = torch.randn(2, 4, 4, dtype=torch.float64)
-    y, after = causal_product(q, k, v, before)
-    sums = before[:, None] + torch.einsum("btm,btd->btmd", k, v).cumsum(dim=1)
-    torch.testing.assert_close(y, torch.einsum("btm,btmd->btd", q, sums))
-    torch.testing.assert_close(after, sums[:, -1])
 
 
 def attention_error(features: int, trials: int = 12) -> float:

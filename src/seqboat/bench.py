@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from seqboat.attention import AttentionName
 from seqboat.checks import require
+from seqboat.config import change_field
 from seqboat.evaluate import find_checkpoint, iterate_metrics
 from seqboat.measure import (
     Spread,
@@ -176,7 +177,7 @@ def configure(contender: Contender, setting: Setting) -> Any:
     for path, value in contender.overrides.items():
         if path in ("d_model", "compiled"):
             continue
-        config = _override(config, path.split("."), value, contender.label)
+        config = change_field(config, path, value, contender.label)
     return config
 
 
@@ -211,19 +212,6 @@ def _fit(config: Any, setting: Setting) -> Any:
     if isinstance(config, MegaConfig):
         config = replace(config, attention=setting.attention)
     return config
-
-
-def _override(config: Any, path: Sequence[str], value: Any, label: str) -> Any:
-    known = [field.name for field in fields(config)]
-    require(
-        path[0] in known,
-        f"{label}: {type(config).__name__} has no field {path[0]!r}; it has {', '.join(known)}",
-    )
-    if len(path) == 1:
-        return replace(config, **{path[0]: value})
-    part = getattr(config, path[0])
-    require(is_dataclass(part), f"{label}: {path[0]} has no fields of its own")
-    return replace(config, **{path[0]: _override(part, path[1:], value, label)})
 
 
 PUBLISHED = Path(__file__).parents[2] / "benchmarks" / "published.py"
@@ -380,8 +368,9 @@ def forward_products(layer: SeqBoat, setting: Setting, active: int) -> list[Prod
     d, tokens = setting.d_model, setting.tokens
     block = min(ssm.block, setting.length)
     blocks, states = -(-tokens // block), ssm.d_state * ssm.directions
-    span = {"memory": gau.left + 1 + gau.right, "chunk": gau.window, "full": active}[gau.config.span]
-    keys = min(span, max(active, 1)) or 1
+    row = active // setting.batch  # each attends among its own tokens
+    span = {"memory": gau.left + 1 + gau.right, "chunk": gau.window, "full": row}[gau.config.span]
+    keys = max(min(span, row), 1)
     # as many products as in a band of this width, in square-like blocks
     groups = -(-active // keys)
     found = [
@@ -499,8 +488,8 @@ def measure_memory(
     lengths: list[int] = []
     short: dict[str, list[int]] = {mode: [] for mode in modes}
     times: dict[str, list[float]] = {mode: [] for mode in modes}
-    # twice as long again, as long as four times the memory would be a small part of what there is
-    while not lengths or 16 * max(sizes[-1] for sizes in short.values()) < available:
+    # an estimate takes three; then twice as long again, while four times the memory is a small part of what there is
+    while len(lengths) < 3 or 16 * max(sizes[-1] for sizes in short.values()) < available:
         length = 2 * lengths[-1] if lengths else SHORTEST
         if 4 * length > setting.length:
             break

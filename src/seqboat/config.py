@@ -454,6 +454,31 @@ def override(config: RunConfig, arguments: Sequence[str]) -> RunConfig:
     return from_dict(data)
 
 
+def change_field(config: Any, path: str, value: Any, label: str) -> Any:
+    """A configuration with another value of one field.
+
+    Args:
+        config: of a mixer or any other part.
+        path: the field's name; those of parts are dotted.
+        value: as it is, unchecked.
+        label: what the messages begin with.
+
+    >>> from seqboat import SeqBoatConfig
+    >>> change_field(SeqBoatConfig(), "gau.window", 32, "mine").gau.window
+    32
+    """
+    name, _, rest = path.partition(".")
+    known = [field.name for field in dataclasses.fields(config)]
+    require(
+        name in known, f"{label}: {type(config).__name__} has no field {name!r}; it has {', '.join(known)}"
+    )
+    if rest:
+        part = getattr(config, name)
+        require(dataclasses.is_dataclass(part), f"{label}: {name} has no fields of its own")
+        value = change_field(part, rest, value, label)
+    return dataclasses.replace(config, **{name: value})
+
+
 def split_arguments(arguments: Sequence[str]) -> list[tuple[str, list[str]]]:
     """Names and words of `--name=word` and `--name word word`."""
     pairs: list[tuple[str, list[str]]] = []

@@ -12,7 +12,16 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from seqboat.bench import MODES, Contender, Setting, as_record, configure, recorded_activation, run_layers
+from seqboat.bench import (
+    MODES,
+    OURS,
+    Contender,
+    Setting,
+    as_record,
+    configure,
+    recorded_activation,
+    run_layers,
+)
 from seqboat.matching import count_parameters, match_layer
 from seqboat.mixers import MIXERS, SeqBoatConfig
 from seqboat.recipes import find_recipe
@@ -155,7 +164,7 @@ def mixer_contenders(setting: Setting, matched: bool) -> list[Contender]:
     found = [plain, fused, *others]
     if not matched:
         return found
-    target = count_parameters(configure(Contender("seqboat", "seqboat", {}), setting).build(setting.d_model))
+    target = count_parameters(configure(OURS, setting).build(setting.d_model))
     return [_matched(contender, setting, target) for contender in found]
 
 

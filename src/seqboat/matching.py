@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from seqboat.checks import check_positive
-from seqboat.config import RunConfig
+from seqboat.config import RunConfig, change_field
 from seqboat.model import MixerConfig
 
 Count = Callable[[Any, int], int]
@@ -66,8 +66,7 @@ def too_long(config: Any, length: int, names: Collection[str] = TABLES) -> list[
 def _changed(config: Any, changes: Mapping[str, int]) -> Any:
     """A configuration with other values of some fields, by their dotted names."""
     for path, value in changes.items():
-        name, _, rest = path.partition(".")
-        config = replace(config, **{name: _changed(getattr(config, name), {rest: value}) if rest else value})
+        config = change_field(config, path, value, "--match-parameters")
     return config
 
 

@@ -110,7 +110,7 @@ def _highest() -> int:
 def extra_peak(job: Callable[[], Any], device: str = "cpu") -> int:
     """Bytes that a job needs at its peak beyond what was there before.
 
-    On the CPU this is the resident set of the whole process: run it in one of its own (`memory_in_child`), where
+    On the CPU this is the resident set of the whole process: run it in one of its own (`in_child`), where
     freed memory goes back to the system at once.
     """
     gc.collect()
