@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from seqboat.evaluate import load_language_model
-from seqboat.scoring import CHUNK, score, total
 from seqboat.tasks.base import SPLITS
 from seqboat.tasks.enwik8 import Enwik8TaskConfig
+from seqboat.text.scoring import CHUNK, score, total
+from seqboat.training.evaluate import load_language_model
 
 COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
     "gzip -9": lambda data: gzip.compress(data, 9),

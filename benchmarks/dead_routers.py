@@ -18,13 +18,13 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from seqboat.checkpoint import write_atomically
-from seqboat.config import override
-from seqboat.display import PlainDisplay
-from seqboat.evaluate import iterate_metrics
 from seqboat.recipes import find_recipe
 from seqboat.tasks.base import Task
-from seqboat.train import train
+from seqboat.training.checkpoint import write_atomically
+from seqboat.training.config import override
+from seqboat.training.display import PlainDisplay
+from seqboat.training.evaluate import iterate_metrics
+from seqboat.training.loop import train
 
 MIXER = "--model.mixer."
 ARMS: dict[str, tuple[str, ...]] = {

@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from seqboat.evaluate import load_language_model
-from seqboat.generate import SamplingConfig, stream
-from seqboat.model import LanguageModel
+from seqboat.core.state import state_bytes
+from seqboat.models.backbone import LanguageModel
 from seqboat.recipes import RECIPES
-from seqboat.session import CHUNK, read, start
-from seqboat.state import state_bytes
+from seqboat.text.generate import SamplingConfig, stream
+from seqboat.text.session import CHUNK, read, start
+from seqboat.training.evaluate import load_language_model
 
 MB = 1e6
 SETTLED = 2000

@@ -21,15 +21,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqboat.attention import HIDDEN, attention_weights
 from seqboat.checks import require
+from seqboat.core.nn import rotate
+from seqboat.core.padding import zero_padding
+from seqboat.core.sma import Routing, compress, extract
 from seqboat.mixers.base import MixerOutput
-from seqboat.mixers.ema import EMA
-from seqboat.mixers.gau import GAU
-from seqboat.mixers.seqboat import SeqBoat, SeqBoatConfig, SeqBoatState
-from seqboat.nn import rotate
-from seqboat.padding import zero_padding
-from seqboat.sma import Routing, compress, extract
+from seqboat.mixers.seqboat.gau import GAU
+from seqboat.mixers.seqboat.layer import SeqBoat, SeqBoatConfig, SeqBoatState
+from seqboat.mixers.ssm.ema import EMA
+from seqboat.ops.attention import HIDDEN, attention_weights
 
 
 class Published(SeqBoat):

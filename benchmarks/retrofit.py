@@ -38,8 +38,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from seqboat import RateSchedule, Retrofit, retrofit
+from seqboat.bench.measure import machine, spread
 from seqboat.figures import save_figure
-from seqboat.measure import machine, spread
 from seqboat.tasks.base import BYTES, Dataset
 from seqboat.tasks.enwik8 import BORDERS, Enwik8TaskConfig, SegmentDataset
 

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from seqboat import GAUConfig, SparseModularActivation
-from seqboat.mixers.transformer import FeedForward
-from seqboat.sma import pack
+from seqboat.core.sma import pack
+from seqboat.mixers.attention.transformer import FeedForward
 
 Job = Callable[[], None]
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import torch
 
-from seqboat.checkpoint import MODEL, Store, model_tensors
-from seqboat.config import RunConfig, to_dict
-from seqboat.mixers.ema import EMAConfig
-from seqboat.mixers.gau import GAUConfig
-from seqboat.mixers.seqboat import SeqBoatConfig
-from seqboat.model import BackboneConfig
+from seqboat.mixers.seqboat.gau import GAUConfig
+from seqboat.mixers.seqboat.layer import SeqBoatConfig
+from seqboat.mixers.ssm.ema import EMAConfig
+from seqboat.models.backbone import BackboneConfig
 from seqboat.tasks.base import TaskConfig
 from seqboat.tasks.files import LMTextTaskConfig
+from seqboat.training.checkpoint import MODEL, Store, model_tensors
+from seqboat.training.config import RunConfig, to_dict
 
 TEXT = "Ein schöner Text € mit Zeilen,\nund noch einer.\n" * 60
 

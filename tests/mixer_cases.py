@@ -16,16 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqboat.mixers import MIXERS
-from seqboat.mixers.activation import SparseModularActivation
-from seqboat.mixers.base import Mixer, MixerOutput, RecurrentMixer, directions_of
-from seqboat.mixers.ema import EMAConfig
-from seqboat.mixers.gau import GAUConfig
-from seqboat.mixers.liquid_s4 import LiquidS4Config
-from seqboat.mixers.s4d import S4DConfig
-from seqboat.mixers.seqboat import SeqBoatConfig
-from seqboat.model import StackConfig
-from seqboat.routers import (
+from seqboat.core.routers import (
     ROUTERS,
     AlwaysActiveConfig,
     GumbelConfig,
@@ -35,7 +26,16 @@ from seqboat.routers import (
     TemperedSoftmax,
     XMoEConfig,
 )
-from seqboat.state import tensors
+from seqboat.core.state import tensors
+from seqboat.mixers import MIXERS
+from seqboat.mixers.base import Mixer, MixerOutput, RecurrentMixer, directions_of
+from seqboat.mixers.seqboat.activation import SparseModularActivation
+from seqboat.mixers.seqboat.gau import GAUConfig
+from seqboat.mixers.seqboat.layer import SeqBoatConfig
+from seqboat.mixers.ssm.ema import EMAConfig
+from seqboat.mixers.ssm.liquid_s4 import LiquidS4Config
+from seqboat.mixers.ssm.s4d import S4DConfig
+from seqboat.models.backbone import StackConfig
 
 D_MODEL = 8
 

@@ -11,14 +11,14 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from seqboat.config import EvaluationConfig, RunConfig, TrainingConfig
-from seqboat.display import Display
-from seqboat.mixers.gau import GAUConfig
-from seqboat.mixers.seqboat import SeqBoatConfig
-from seqboat.model import BackboneConfig
-from seqboat.optim import OptimiserConfig, ScheduleConfig
+from seqboat.mixers.seqboat.gau import GAUConfig
+from seqboat.mixers.seqboat.layer import SeqBoatConfig
+from seqboat.models.backbone import BackboneConfig
 from seqboat.tasks import TASKS
 from seqboat.tasks.base import Dataset, Example, Kind, Split, Task
+from seqboat.training.config import EvaluationConfig, RunConfig, TrainingConfig
+from seqboat.training.display import Display
+from seqboat.training.optim import OptimiserConfig, ScheduleConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from seqboat.cli import main
-from seqboat.config import from_dict, to_dict
+from seqboat.core.routers import AlwaysActiveConfig, GumbelConfig, SigmoidConfig, XMoEConfig
 from seqboat.mixers import MIXERS
-from seqboat.mixers.gau import GAUConfig
-from seqboat.mixers.mega import MegaConfig
-from seqboat.mixers.s4d import S4DConfig
-from seqboat.mixers.seqboat import SeqBoat, SeqBoatConfig
-from seqboat.mixers.seqboat_family import SeqBoatChunkConfig, SeqBoatThenFFN, SeqBoatThenFFNConfig, ablate
+from seqboat.mixers.attention.mega import MegaConfig
+from seqboat.mixers.seqboat.ablations import SeqBoatChunkConfig, SeqBoatThenFFN, SeqBoatThenFFNConfig, ablate
+from seqboat.mixers.seqboat.gau import GAUConfig
+from seqboat.mixers.seqboat.layer import SeqBoat, SeqBoatConfig
+from seqboat.mixers.ssm.s4d import S4DConfig
 from seqboat.recipes import ABLATIONS, find_recipe
-from seqboat.routers import AlwaysActiveConfig, GumbelConfig, SigmoidConfig, XMoEConfig
+from seqboat.training.config import from_dict, to_dict
 
 # what each row changes, by the dotted name of the field
 CHANGES: dict[str, dict[str, Any]] = {

@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from against import around, by_head, check_against, enlarge
 from seqboat import tasks
+from seqboat.core.state import state_bytes
 from seqboat.mixers import AdaptiveSpan, AdaptiveSpanConfig
 from seqboat.mixers.base import auxiliary_loss
-from seqboat.model import BackboneConfig, Classifier
-from seqboat.state import state_bytes
-from seqboat.train import add_auxiliary_gradients, train
+from seqboat.models.backbone import BackboneConfig, Classifier
+from seqboat.training.loop import add_auxiliary_gradients, train
 from small_runs import Spy, ToyConfig, small_run
 
 BASE = AdaptiveSpanConfig(heads=2, max_span=9, ramp=3)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lm_runs import write_lm_run, write_run
-from seqboat.analysis import (
+from seqboat.analysis.measures import (
     BINS,
     LayerMeasures,
     Moments,
@@ -29,14 +29,13 @@ from seqboat.analysis import (
     sites,
     trace,
 )
-from seqboat.bench import Setting, forward_products
-from seqboat.evaluate import Windows
-from seqboat.mixers.gau import GAU, GAUConfig
-from seqboat.mixers.seqboat import SeqBoatConfig
-from seqboat.mixers.transformer import TransformerConfig
-from seqboat.model import BackboneConfig, Classifier
-from seqboat.routers import AlwaysActiveConfig, GumbelConfig, SigmoidConfig, XMoEConfig
-from seqboat.sma import pack
+from seqboat.bench.layers import Setting, forward_products
+from seqboat.core.routers import AlwaysActiveConfig, GumbelConfig, SigmoidConfig, XMoEConfig
+from seqboat.core.sma import pack
+from seqboat.mixers.attention.transformer import TransformerConfig
+from seqboat.mixers.seqboat.gau import GAU, GAUConfig
+from seqboat.mixers.seqboat.layer import SeqBoatConfig
+from seqboat.models.backbone import BackboneConfig, Classifier
 from seqboat.tasks import (
     ListOpsTaskConfig,
     PathfinderTaskConfig,
@@ -45,7 +44,8 @@ from seqboat.tasks import (
     TextTaskConfig,
 )
 from seqboat.tasks.base import IGNORE
-from seqboat.tasks.listops import TOKENS, encode
+from seqboat.tasks.synthetic.listops import TOKENS, encode
+from seqboat.training.evaluate import Windows
 from small_runs import ToyConfig, register, small_run
 
 SPANS: list[dict[str, Any]] = [
@@ -209,7 +209,7 @@ def test_the_temperature_of_routers_that_have_one(router: Any, temperature: floa
 def test_attention_is_told_in_original_positions(
     kind: Any, at_once: int, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("seqboat.analysis.QUERIES_AT_ONCE", at_once)
+    monkeypatch.setattr("seqboat.analysis.measures.QUERIES_AT_ONCE", at_once)
     examples = load_examples(toy_run(tmp_path, kind=kind), "val", limit=5)
     batch = examples.batch(range(5))
     samples = trace(examples.model, kind, batch)
@@ -375,7 +375,7 @@ def check_run(run: Path, split: Any = "val", reading: Windows | None = None, bat
 def test_measures_equal_loops_over_tokens(
     settings: dict[str, Any], kind: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("seqboat.analysis.QUERIES_AT_ONCE", 7)
+    monkeypatch.setattr("seqboat.analysis.measures.QUERIES_AT_ONCE", 7)
     mixer: Any = small_run(ToyConfig(kind=kind)).model.mixer
     gau = GAUConfig(d_z=4, d_v=8, max_positions=16, **settings)
     check_run(toy_run(tmp_path, dataclasses.replace(mixer, gau=gau), kind=kind, length=30))

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from seqboat import attention
-from seqboat.attention import AttentionName, banded, dense
+from seqboat.ops import attention
+from seqboat.ops.attention import AttentionName, banded, dense
 
 KINDS: tuple[AttentionName, ...] = ("softmax", "relu2", "laplace")
 TINY = 1e-250

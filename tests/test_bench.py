@@ -15,24 +15,24 @@ from typing import Any
 import pytest
 import torch
 
-from seqboat import bench
-from seqboat.bench import Contender, Setting, parse_contender, sweep
-from seqboat.bench_decode import LanguageModelSize, run_decode, run_decode_lm
-from seqboat.bench_profile import PartShare, Profile, profiled_events, run_profile
+from seqboat.bench import layers as bench
+from seqboat.bench.decode import LanguageModelSize, run_decode, run_decode_lm
+from seqboat.bench.layers import Contender, Setting, parse_contender, sweep
+from seqboat.bench.measure import available_memory, extrapolate, in_child, spread, time_rounds
+from seqboat.bench.profile import PartShare, Profile, profiled_events, run_profile
 from seqboat.cli import main
-from seqboat.evaluate import find_checkpoint, iterate_metrics
-from seqboat.measure import available_memory, extrapolate, in_child, spread, time_rounds
+from seqboat.core.routers import TemperedSoftmax, activation
 from seqboat.mixers import SeqBoat
-from seqboat.routers import TemperedSoftmax, activation
 from seqboat.tasks import TASKS
-from seqboat.train import train
+from seqboat.training.evaluate import find_checkpoint, iterate_metrics
+from seqboat.training.loop import train
 from small_runs import Spy, ToyConfig, small_run
 
 TINY = Setting(batch=2, length=48, d_model=16, d_z=8, d_v=12, d_state=4, window=8, heads=2)
 
 
 PEAKS = """[
-    __import__("seqboat.measure", fromlist=["extra_peak"]).extra_peak(lambda: __import__("torch").ones(n, 2**18))
+    __import__("seqboat.bench.measure", fromlist=["x"]).extra_peak(lambda: __import__("torch").ones(n, 2**18))
     for n in (100, 80, 40)
 ]"""
 
@@ -353,7 +353,7 @@ def test_compiled_contenders(monkeypatch: pytest.MonkeyPatch) -> None:
         compiled.append(layer)
         return layer
 
-    monkeypatch.setattr("seqboat.compile.compile_model", note)
+    monkeypatch.setattr("seqboat.models.compile.compile_model", note)
     contenders = [parse_contender(text) for text in ("seqboat", "seqboat:compiled=True")]
     rows = bench.run_layers(contenders, [TINY], ("training",), rounds=1, memory=False)
     assert len(compiled) == 1 and [row.contender for row in rows] == ["seqboat", "seqboat:compiled=True"]

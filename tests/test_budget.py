@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from seqboat.budget import (
+from seqboat.core.budget import (
     BudgetConfig,
     Policy,
     RevivalConfig,
@@ -26,16 +26,8 @@ from seqboat.budget import (
     rate_loss,
     update_budgets,
 )
-from seqboat.config import override as override_config
-from seqboat.mixers.activation import SparseModularActivation
-from seqboat.mixers.ema import EMAConfig
-from seqboat.mixers.gau import GAUConfig
-from seqboat.mixers.seqboat import SeqBoat, SeqBoatConfig
-from seqboat.mixers.units import MixerUnit, PaddedUnit
-from seqboat.model import BackboneConfig, Classifier, LanguageModel, Matcher
-from seqboat.padding import Aligned
-from seqboat.recipes import RECIPES
-from seqboat.routers import (
+from seqboat.core.padding import Aligned
+from seqboat.core.routers import (
     ROUTERS,
     AlwaysActiveConfig,
     ExpertChoiceConfig,
@@ -43,7 +35,15 @@ from seqboat.routers import (
     TopKConfig,
     set_training_step,
 )
-from seqboat.sma import Routing
+from seqboat.core.sma import Routing
+from seqboat.mixers.seqboat.activation import SparseModularActivation
+from seqboat.mixers.seqboat.gau import GAUConfig
+from seqboat.mixers.seqboat.layer import SeqBoat, SeqBoatConfig
+from seqboat.mixers.seqboat.units import MixerUnit, PaddedUnit
+from seqboat.mixers.ssm.ema import EMAConfig
+from seqboat.models.backbone import BackboneConfig, Classifier, LanguageModel, Matcher
+from seqboat.recipes import RECIPES
+from seqboat.training.config import override as override_config
 
 WIDTH = 6
 LENGTHS = torch.tensor([23, 9, 1, 0])

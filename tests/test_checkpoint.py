@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from seqboat import checkpoint as ck
-from seqboat.checkpoint import (
+from seqboat.training import checkpoint as ck
+from seqboat.training.checkpoint import (
     MODEL,
     OPTIM,
     PHASES,
@@ -182,7 +182,7 @@ import os, signal, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from test_checkpoint import save
-from seqboat.checkpoint import PHASES, Lock, Store
+from seqboat.training.checkpoint import PHASES, Lock, Store
 
 def die(name):
     if name == phase and armed:
@@ -300,7 +300,7 @@ def test_two_runs_in_one_folder(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=rf"is in use by another run .*\"pid\": {os.getpid()}"):
             Lock(tmp_path).acquire()
         script = (
-            "import sys; from pathlib import Path; from seqboat.checkpoint import Lock; "
+            "import sys; from pathlib import Path; from seqboat.training.checkpoint import Lock; "
             "Lock(Path(sys.argv[1])).acquire()"
         )
         done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True)

@@ -19,13 +19,13 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from mixer_cases import CASES, D_MODEL, Case, assert_near
-from seqboat.budget import BudgetConfig, RevivalConfig
-from seqboat.compile import compile_model, compile_step
+from seqboat.core.budget import BudgetConfig, RevivalConfig
 from seqboat.mixers import MIXERS
-from seqboat.mixers.ema import EMAConfig
-from seqboat.mixers.gau import GAUConfig
-from seqboat.mixers.seqboat import SeqBoat, SeqBoatConfig
-from seqboat.model import BackboneConfig, Classifier, LanguageModel
+from seqboat.mixers.seqboat.gau import GAUConfig
+from seqboat.mixers.seqboat.layer import SeqBoat, SeqBoatConfig
+from seqboat.mixers.ssm.ema import EMAConfig
+from seqboat.models.backbone import BackboneConfig, Classifier, LanguageModel
+from seqboat.models.compile import compile_model, compile_step
 
 CAPTURE: dict[str, Any] = {"capture_dynamic_output_shape_ops": True, "capture_scalar_outputs": True}
 

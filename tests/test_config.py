@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 
-from seqboat.config import (
+from seqboat.core.routers import ROUTERS, SigmoidConfig
+from seqboat.mixers import MIXERS
+from seqboat.mixers.seqboat.layer import SeqBoatConfig
+from seqboat.mixers.ssm.s4d import S4DConfig
+from seqboat.models.backbone import Classifier, LanguageModel, Matcher
+from seqboat.tasks import TASKS
+from seqboat.training.config import (
     EvaluationConfig,
     RunConfig,
     TrainingConfig,
@@ -20,12 +26,6 @@ from seqboat.config import (
     to_dict,
     to_yaml,
 )
-from seqboat.mixers import MIXERS
-from seqboat.mixers.s4d import S4DConfig
-from seqboat.mixers.seqboat import SeqBoatConfig
-from seqboat.model import Classifier, LanguageModel, Matcher
-from seqboat.routers import ROUTERS, SigmoidConfig
-from seqboat.tasks import TASKS
 from small_runs import ToyConfig, small_run
 
 

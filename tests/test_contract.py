@@ -32,10 +32,10 @@ from mixer_cases import (
     pairwise,
     random_cuts,
 )
+from seqboat.core.state import map_state, select_rows, tensors
 from seqboat.mixers import MIXERS
 from seqboat.mixers.base import DIRECTIONS, RecurrentMixer, directions_of
-from seqboat.model import BackboneConfig, LanguageModel
-from seqboat.state import map_state, select_rows, tensors
+from seqboat.models.backbone import BackboneConfig, LanguageModel
 
 TIME = len(MASKS["full"])
 EXACT, SINGLE = 1e-10, 1e-5

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from seqboat.mixers import MIXERS
-from seqboat.mixers.transformer import FeedForward
+from seqboat.mixers.attention.transformer import FeedForward
 
 PUBLISHED: dict[str, dict[str, Any]] = {
     # the base model of the paper; a hidden width of four times the model's

@@ -15,7 +15,7 @@ import torch
 
 from seqboat import cli
 from seqboat.commands import demo
-from seqboat.tasks import listops
+from seqboat.tasks.synthetic import listops
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

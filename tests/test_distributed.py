@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from seqboat.checkpoint import MODEL, OPTIM, Store
-from seqboat.config import RunConfig
-from seqboat.evaluate import iterate_metrics
 from seqboat.tasks import TASKS
-from seqboat.train import train
+from seqboat.training.checkpoint import MODEL, OPTIM, Store
+from seqboat.training.config import RunConfig
+from seqboat.training.evaluate import iterate_metrics
+from seqboat.training.loop import train
 from small_runs import Spy, ToyConfig, small_run, without_dropout
 
 HERE = Path(__file__).parent
@@ -55,7 +55,7 @@ def half_dead(done: int, model: torch.nn.Module) -> None:
     """From step 4 on, layer 2 of the second process activates no token, whatever its router has learnt."""
     import torch.distributed as dist
 
-    from seqboat.routers import TemperedSoftmax
+    from seqboat.core.routers import TemperedSoftmax
 
     if done == 4 and dist.is_initialized() and dist.get_rank() == 1:
         layer: Any = model.get_submodule("backbone.layers.1.sma.router")

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-import seqboat.efficiency as efficiency
+import seqboat.paper.efficiency as efficiency
 from seqboat import tasks
-from seqboat.bench import Contender, Setting, build
+from seqboat.bench.layers import Contender, Setting, build
 from seqboat.cli import main
-from seqboat.efficiency import (
+from seqboat.mixers import MIXERS
+from seqboat.paper.efficiency import (
     MODELS,
     PUBLISHED_MIXERS,
     TASKS,
@@ -20,11 +21,10 @@ from seqboat.efficiency import (
     rate_of,
     task_setting,
 )
-from seqboat.matching import count_parameters
-from seqboat.mixers import MIXERS
-from seqboat.results import add_records, read_records
-from seqboat.targets import TARGETS, Bench
-from seqboat.train import train
+from seqboat.paper.matching import count_parameters
+from seqboat.paper.results import add_records, read_records
+from seqboat.paper.targets import TARGETS, Bench
+from seqboat.training.loop import train
 from small_runs import Spy, ToyConfig, small_run
 
 FAST: dict[str, Any] = {"rounds": 1, "warmup": 0, "memory": False}

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from mixer_cases import CASES, D_MODEL, RECURRENT_CASES, SMALL_EMA, SMALL_GAU, Case
-from seqboat.mixers.activation import SparseModularActivation
+from seqboat.core.routers import SigmoidRouter
 from seqboat.mixers.base import RecurrentMixer
-from seqboat.mixers.ema import EMA, EMAConfig
-from seqboat.mixers.gau import GAUConfig
-from seqboat.mixers.s4d import S4D, S4DConfig
-from seqboat.mixers.seqboat import SeqBoatConfig
-from seqboat.model import BackboneConfig, Classifier, LanguageModel, Matcher
-from seqboat.routers import SigmoidRouter
+from seqboat.mixers.seqboat.activation import SparseModularActivation
+from seqboat.mixers.seqboat.gau import GAUConfig
+from seqboat.mixers.seqboat.layer import SeqBoatConfig
+from seqboat.mixers.ssm.ema import EMA, EMAConfig
+from seqboat.mixers.ssm.s4d import S4D, S4DConfig
+from seqboat.models.backbone import BackboneConfig, Classifier, LanguageModel, Matcher
 
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 every_recurrent_case = pytest.mark.parametrize("case", RECURRENT_CASES, ids=str)

@@ -16,11 +16,16 @@ import pytest
 import torch
 
 from lm_runs import lm_config, write_lm_run
-from seqboat.checkpoint import MODEL, CheckpointError, Store
 from seqboat.cli import main
-from seqboat.config import RunConfig
-from seqboat.display import LiveDisplay, PlainDisplay, make_display
-from seqboat.evaluate import (
+from seqboat.core.routers import AlwaysActiveConfig
+from seqboat.core.sma import Routing
+from seqboat.models.backbone import LanguageModel
+from seqboat.tasks import TASKS
+from seqboat.tasks.base import Batch, Task
+from seqboat.training.checkpoint import MODEL, CheckpointError, Store
+from seqboat.training.config import RunConfig
+from seqboat.training.display import LiveDisplay, PlainDisplay, make_display
+from seqboat.training.evaluate import (
     Streaming,
     Windows,
     activation_sums,
@@ -32,13 +37,8 @@ from seqboat.evaluate import (
     rates,
     stream_parts,
 )
-from seqboat.model import LanguageModel
-from seqboat.parallel import World, choose_device
-from seqboat.routers import AlwaysActiveConfig
-from seqboat.sma import Routing
-from seqboat.tasks import TASKS
-from seqboat.tasks.base import Batch, Task
-from seqboat.train import train
+from seqboat.training.loop import train
+from seqboat.training.parallel import World, choose_device
 from small_runs import Spy, ToyConfig, same_tensors, small_run
 
 ALONE = World(0, 1, torch.device("cpu"))

@@ -17,18 +17,18 @@ import pytest
 import torch
 
 from lm_runs import write_lm_run, write_run
-from seqboat.analysis import load_examples, trace
+from seqboat.analysis.measures import load_examples, trace
 from seqboat.cli import main
 from seqboat.commands.control import Control
 from seqboat.commands.explain import use_colour
-from seqboat.evaluate import load_model
-from seqboat.explain import explain, render, subject
-from seqboat.mixers.gau import GAUConfig
-from seqboat.mixers.transformer import TransformerConfig
-from seqboat.prepare import prepare
+from seqboat.mixers.attention.transformer import TransformerConfig
+from seqboat.mixers.seqboat.gau import GAUConfig
 from seqboat.reference import under
+from seqboat.report.explain import explain, render, subject
 from seqboat.tasks import ListOpsTaskConfig, PathfinderTaskConfig, SpeechTaskConfig
-from seqboat.tasks.listops import decode
+from seqboat.tasks.prepare import prepare
+from seqboat.tasks.synthetic.listops import decode
+from seqboat.training.evaluate import load_model
 from small_runs import ToyConfig, register, small_run
 
 ANSI = re.compile(r"\033\[[0-9;]*m")

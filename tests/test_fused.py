@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqboat.fused import by_channel, combine, gates, linear, norm_of_silu, recomputed, scale_by_rms, take
-from seqboat.mixers.gau import GAUConfig
-from seqboat.mixers.seqboat import SeqBoatConfig
+from seqboat.mixers.seqboat.gau import GAUConfig
+from seqboat.mixers.seqboat.layer import SeqBoatConfig
+from seqboat.ops.fused import by_channel, combine, gates, linear, norm_of_silu, recomputed, scale_by_rms, take
 
 
 def channels_first(x: Tensor) -> Tensor:

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from seqboat import attention
-from seqboat.gated import _gated, gated_attention
-from seqboat.mixers.gau import GAU, GAUConfig
-from seqboat.sma import Packed, pack
+from seqboat.core.sma import Packed, pack
+from seqboat.mixers.seqboat.gau import GAU, GAUConfig
+from seqboat.ops import attention
+from seqboat.ops.gated import _gated, gated_attention
 
 
 @pytest.fixture(autouse=True)

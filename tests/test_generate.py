@@ -23,8 +23,13 @@ from torch import Tensor
 
 from lm_runs import lm_config, write_lm_run, write_run
 from seqboat.cli import main
-from seqboat.evaluate import load_language_model
-from seqboat.generate import (
+from seqboat.core.state import state_bytes, tensors
+from seqboat.mixers import MegaConfig, SeqBoatConfig, TransformerConfig
+from seqboat.mixers.seqboat.gau import GAUConfig
+from seqboat.mixers.ssm.ema import EMAConfig
+from seqboat.models.backbone import BackboneConfig, BackboneState, LanguageModel, LanguageModelOutput
+from seqboat.tasks.synthetic.listops import ListOpsTaskConfig
+from seqboat.text.generate import (
     Chooser,
     Generation,
     SamplingConfig,
@@ -35,13 +40,8 @@ from seqboat.generate import (
     stream,
     unfinished,
 )
-from seqboat.mixers import MegaConfig, SeqBoatConfig, TransformerConfig
-from seqboat.mixers.ema import EMAConfig
-from seqboat.mixers.gau import GAUConfig
-from seqboat.model import BackboneConfig, BackboneState, LanguageModel, LanguageModelOutput
-from seqboat.session import _spell, advance, load_session, read, save_session, start
-from seqboat.state import state_bytes, tensors
-from seqboat.tasks.listops import ListOpsTaskConfig
+from seqboat.text.session import _spell, advance, load_session, read, save_session, start
+from seqboat.training.evaluate import load_language_model
 
 ROOT = Path(__file__).parents[1]
 GREEDY = SamplingConfig(greedy=True)

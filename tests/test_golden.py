@@ -17,8 +17,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from seqboat import compat, reference
-from seqboat.mixers.ema import EMA
-from seqboat.mixers.seqboat import SeqBoat
+from seqboat.mixers.seqboat.layer import SeqBoat
+from seqboat.mixers.ssm.ema import EMA
 
 NAMES = [
     "ema_bidirectional",

@@ -38,6 +38,7 @@ from transformers import (
 from transformers.utils import logging
 
 import seqboat.hf.__main__ as launcher
+from seqboat.core.state import select_rows, state_bytes, tensors
 from seqboat.hf import (
     SeqBoatCache,
     SeqBoatConfig,
@@ -48,11 +49,10 @@ from seqboat.hf import (
 )
 from seqboat.hf.export import to_transformers
 from seqboat.mixers import MIXERS
-from seqboat.mixers.gau import GAUConfig
-from seqboat.mixers.s4d import S4DConfig
-from seqboat.mixers.seqboat import SeqBoatConfig as LayerConfig
-from seqboat.model import BackboneConfig, Classifier, LanguageModel
-from seqboat.state import select_rows, state_bytes, tensors
+from seqboat.mixers.seqboat.gau import GAUConfig
+from seqboat.mixers.seqboat.layer import SeqBoatConfig as LayerConfig
+from seqboat.mixers.ssm.s4d import S4DConfig
+from seqboat.models.backbone import BackboneConfig, Classifier, LanguageModel
 
 WINDOW = 4
 LAYER = LayerConfig(

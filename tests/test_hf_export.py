@@ -19,11 +19,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from transformers.utils import logging
 
 from seqboat.cli import main
-from seqboat.evaluate import load_model
 from seqboat.hf import SeqBoatForCausalLM
 from seqboat.tasks import TASKS
 from seqboat.tasks.files import ClassifyTaskConfig, LMTextTaskConfig
-from seqboat.train import train
+from seqboat.training.evaluate import load_model
+from seqboat.training.loop import train
 from small_runs import Spy, ToyConfig, small_run
 
 SHORT = {"schedule": {"steps": 4}, "evaluation": {"every": 4}}

@@ -18,8 +18,8 @@ from lm_eval.tasks import TaskManager
 
 from seqboat.hf import byte_tokenizer
 from seqboat.hf.export import to_transformers
-from seqboat.mixers.seqboat import SeqBoatConfig
-from seqboat.model import BackboneConfig, LanguageModel
+from seqboat.mixers.seqboat.layer import SeqBoatConfig
+from seqboat.models.backbone import BackboneConfig, LanguageModel
 
 CHOICE = """
 task: choice

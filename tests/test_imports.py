@@ -13,165 +13,42 @@ import seqboat
 
 PACKAGE = Path(seqboat.__file__).parent
 
-CORE = {
-    "version": set(),
-    "checks": set(),
-    "precision": set(),
-    "fused": set(),
-    "sma": {"fused"},
-    "padding": set(),
-    "scan": {"precision"},
-    "attention": {"precision"},
-    "gated": {"attention", "precision"},
-    "compile": {"checks", "mixers.base"},
-    "state": {"checks"},
-    "nn": {"checks", "fused"},
-    "routers": {"checks", "fused", "nn", "sma"},
-    "budget": {"checks", "routers", "sma"},
-    "sparse_cache": {"checks"},
-    "retrofitting": {"budget", "checks", "routers", "sma", "sparse_cache"},
-    "mixers.base": {"checks", "padding", "sma", "state"},
-    "model": {"checks", "mixers.base", "nn", "padding", "sma", "state"},
-}
-"""What each file of the core may import from the package, at most; mixers are below."""
+ORDER = """
+    version extras checks | ops | core | mixers | models | data | tasks | training | recipes | shipped |
+    reference compat figures text | bench | analysis | report paper retrofitting hf | cli | commands | __main__
+"""
+"""Folders and modules of the package from the bottom up: each imports only what stands in a group before its own,
+or itself. `docs/architecture.md` has the picture."""
 
-PARTS = {
-    "attention",
-    "budget",
-    "checks",
-    "fused",
-    "gated",
-    "nn",
-    "padding",
-    "precision",
-    "routers",
-    "scan",
-    "sma",
-    "state",
-}
-"""What mixers are made of."""
-
-COMPOSED = {
-    "ema": {"ssm"},
-    "s4d": {"hippo", "ssm", "ssm_layer"},
-    "s4": {"hippo", "ssm", "ssm_layer"},
-    "s5": {"hippo", "ssm", "ssm_layer"},
-    "liquid_s4": {"hippo", "ssm", "ssm_layer"},
-    "h3": {"s4d", "ssm", "transformer"},
-    "seqboat": {"activation", "ema", "gau", "s4d", "ssm", "transformer"},
-    "seqboat_family": {"ema", "gau", "s4d", "seqboat", "transformer"},
-    "mega": {"cache", "ema", "ssm", "transformer"},
-    "transformer": {"cache"},
-    "block": {"transformer"},
-    "transformer_xl": {"block", "fifo"},
-    "adaptive_span": {"block", "fifo"},
-    "linformer": {"block"},
-    "bigbird": {"block"},
-    "performer": {"block", "linear"},
-    "luna": {"block", "linear"},
-    "reformer": {"block", "cache"},
-}
-"""Mixers that use another one, to compose it."""
+LEVEL = {name: level for level, names in enumerate(ORDER.split("|")) for name in names.split()}
+SOURCES = [path for path in sorted(PACKAGE.rglob("*.py")) if path != PACKAGE / "__init__.py"]
 
 
-def imports(module: str, at_import_only: bool = False) -> set[str]:
-    """The modules of the package that a file imports, without the package's name.
-
-    Args:
-        module: with dots, without the package's name.
-        at_import_only: leave out imports inside functions.
-    """
-    path = PACKAGE.joinpath(*module.split("."))
-    source = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
-    tree = ast.parse(source)
-    nodes = tree.body if at_import_only else list(ast.walk(tree))
+def imports(path: Path) -> set[str]:
+    """The modules of the package that a file imports, without the package's name."""
     found: set[str] = set()
-    for node in nodes:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{module} has a relative import"
-            names = [f"{node.module}.{alias.name}" for alias in node.names] + [str(node.module)]
+            assert node.level == 0, f"{path} has a relative import"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        else:
-            continue
-        found.update(name.removeprefix("seqboat.") for name in names if name.startswith("seqboat."))
-    return {name for name in found if is_module(name)}
+            found |= {alias.name for alias in node.names}
+    return {name.removeprefix("seqboat.") for name in found if name.startswith("seqboat.")}
 
 
-def is_module(name: str) -> bool:
-    path = PACKAGE.joinpath(*name.split("."))
-    return path.is_dir() or path.with_suffix(".py").is_file()
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_point_down(path: Path) -> None:
+    home = path.relative_to(PACKAGE).with_suffix("").parts[0]
+    for name in imports(path):
+        other = name.partition(".")[0]
+        assert other == home or (other in LEVEL and LEVEL[other] < LEVEL[home]), f"{home} imports {name}"
 
 
-def modules(folder: str = "") -> list[str]:
-    """Every module of a folder of the package."""
-    files = sorted((PACKAGE / folder).glob("*.py"))
-    prefix = f"{folder}." if folder else ""
-    return [prefix + file.stem for file in files if not file.stem.startswith("__")]
-
-
-@pytest.mark.parametrize("module", CORE)
-def test_the_core_looks_down_only(module: str) -> None:
-    extra = imports(module) - CORE[module] - {"mixers"}
-    assert not extra, f"{module} must not import {sorted(extra)}"
-    assert "mixers" not in imports(module) or module == "model", f"{module} must not know the mixers"
-
-
-def test_the_model_names_no_mixer() -> None:
-    tree = ast.parse((PACKAGE / "model.py").read_text())
-    names = {
-        alias.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("seqboat.mixers")
-        for alias in node.names
-    }
-    assert names == {"Mixer", "RecurrentMixer"}
-
-
-@pytest.mark.parametrize("module", modules("mixers"))
-def test_mixers_import_parts_and_what_they_compose(module: str) -> None:
-    name = module.removeprefix("mixers.")
-    allowed = {f"mixers.{other}" for other in COMPOSED.get(name, set())}
-    extra = imports(module) - PARTS - allowed - {"mixers", "mixers.base"}
-    assert not extra, f"{module} must not import {sorted(extra)}"
-
-
-def test_no_cycles() -> None:
-    """Follow the imports at the top of every file; a cycle would come back to where it began."""
-    everything = [
-        *modules(),
-        *modules("mixers"),
-        *modules("tasks"),
-        *modules("recipes"),
-        *modules("commands"),
-        *modules("hf"),
-    ]
-    graph = {module: imports(module, at_import_only=True) - {module} for module in everything}
-    done: set[str] = set()
-
-    def visit(module: str, path: tuple[str, ...]) -> None:
-        assert module not in path, f"imports in a circle: {' -> '.join([*path, module])}"
-        if module not in done and module in graph:
-            for other in sorted(graph[module]):
-                visit(other, (*path, module))
-            done.add(module)
-
-    for module in everything:
-        visit(module, ())
-    assert done == set(everything)
-
-
-@pytest.mark.parametrize("module", ["model", "mixers.seqboat", "routers", "nn", "sma", "scan", "attention"])
-def test_nothing_below_the_command_line_knows_it(module: str) -> None:
-    seen, waiting = set(), [module]
-    while waiting:
-        current = waiting.pop()
-        if current not in seen and current != "mixers":
-            seen.add(current)
-            waiting += imports(current)
-    upper = {"cli", "train", "config", "evaluate", "bench", "reference", "compat", "loader", "optim"}
-    assert not seen & upper
-    assert not any(name.split(".")[0] in ("commands", "tasks", "recipes") for name in seen)
+def test_no_folder_is_crowded() -> None:
+    folders = {path.parent for path in SOURCES}
+    crowded = {str(folder): len(list(folder.glob("*.py"))) for folder in folders}
+    assert max(crowded.values()) <= 15, crowded
+    assert len([path for path in PACKAGE.iterdir() if path.is_file()]) <= 12
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:

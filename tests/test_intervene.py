@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from lm_runs import write_lm_run, write_run
-from seqboat.budget import override_activation
+from seqboat.analysis.interventions import THRESHOLDS, intervene
 from seqboat.cli import main
-from seqboat.evaluate import evaluate, load_model
-from seqboat.interventions import THRESHOLDS, intervene
-from seqboat.parallel import World
+from seqboat.core.budget import override_activation
+from seqboat.training.evaluate import evaluate, load_model
+from seqboat.training.parallel import World
 from small_runs import ToyConfig, register, small_run
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from against import around, by_head, check_against, enlarge
 from seqboat.mixers import Linformer, LinformerConfig
+from seqboat.mixers.attention.linformer import Sharing
 from seqboat.mixers.base import RecurrentMixer
-from seqboat.mixers.linformer import Sharing
 
 
 def make(config: LinformerConfig) -> Linformer:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mixer_cases import enliven
 from seqboat.mixers import MIXERS
-from seqboat.mixers.liquid_s4 import LiquidS4, LiquidS4Config, LiquidS4LayerConfig
+from seqboat.mixers.ssm.liquid_s4 import LiquidS4, LiquidS4Config, LiquidS4LayerConfig
 
 BASE = LiquidS4Config(d_state=6, block=8)
 CONFIGS = {

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from seqboat.data import Staging, Store
-from seqboat.tasks import listops
-from seqboat.tasks.listops import Expression, ListOpsConfig
-from seqboat.tasks.shards import make_parts
+from seqboat.data.shards import make_parts
+from seqboat.data.store import Staging, Store
+from seqboat.tasks.synthetic import listops
+from seqboat.tasks.synthetic.listops import Expression, ListOpsConfig
 
 SMALL = ListOpsConfig(max_depth=5, max_arguments=5, longer_than=9, shorter_than=101)
 

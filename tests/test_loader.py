@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from seqboat.loader import POOL, LoaderError, Part, Plan, batches, share, shuffled
+from seqboat.training.loader import POOL, LoaderError, Part, Plan, batches, share, shuffled
 from small_runs import ToyConfig
 
 

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from against import around, by_head, check_against, enlarge
+from seqboat.core.state import state_bytes
 from seqboat.mixers import Luna, LunaConfig
-from seqboat.mixers.linear import BLOCK, causal_product
-from seqboat.model import Backbone, BackboneConfig
-from seqboat.state import state_bytes
+from seqboat.mixers.attention.linear import BLOCK, causal_product
+from seqboat.models.backbone import Backbone, BackboneConfig
 
 HEADS = 2
 

@@ -7,11 +7,18 @@ from dataclasses import dataclass, replace
 import pytest
 
 from seqboat.cli import main
-from seqboat.config import from_yaml, override
-from seqboat.matching import TABLES, count_of_run, count_parameters, match_layer, match_parameters, too_long
 from seqboat.mixers import MIXERS, Mixer, PerformerConfig, TransformerConfig
-from seqboat.mixers.seqboat import SeqBoatConfig
+from seqboat.mixers.seqboat.layer import SeqBoatConfig
+from seqboat.paper.matching import (
+    TABLES,
+    count_of_run,
+    count_parameters,
+    match_layer,
+    match_parameters,
+    too_long,
+)
 from seqboat.recipes import RECIPES
+from seqboat.training.config import from_yaml, override
 
 RECIPE = "lra.listops-small"
 

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqboat.attention import LAPLACE_MU, LAPLACE_SIGMA, AttentionName
+from seqboat.core.state import state_bytes, tensors
 from seqboat.mixers import MIXERS, Mega, MegaConfig
-from seqboat.mixers.ema import EMAConfig
-from seqboat.mixers.mega import MegaState
-from seqboat.state import state_bytes, tensors
+from seqboat.mixers.attention.mega import MegaState
+from seqboat.mixers.ssm.ema import EMAConfig
+from seqboat.ops.attention import LAPLACE_MU, LAPLACE_SIGMA, AttentionName
 
 BASE = MegaConfig(ema=EMAConfig(d_state=3), d_z=4, d_v=7, max_positions=6)
 CONFIGS = {

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from seqboat.nn import (
+from seqboat.core.nn import (
     NORMS,
     BatchNorm,
     LayerNorm,

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from seqboat.mixers.gau import GAUConfig
-from seqboat.mixers.s4d import S4DConfig
-from seqboat.mixers.seqboat import SeqBoatConfig
-from seqboat.model import BackboneConfig, Classifier
-from seqboat.optim import (
+from seqboat.core.routers import XMoEConfig
+from seqboat.mixers.seqboat.gau import GAUConfig
+from seqboat.mixers.seqboat.layer import SeqBoatConfig
+from seqboat.mixers.ssm.s4d import S4DConfig
+from seqboat.models.backbone import BackboneConfig, Classifier
+from seqboat.training.optim import (
     OptimiserConfig,
     ScheduleConfig,
     build_optimiser,
@@ -20,7 +21,6 @@ from seqboat.optim import (
     parameter_groups,
     set_learning_rate,
 )
-from seqboat.routers import XMoEConfig
 
 
 def names_by_decay(model: torch.nn.Module) -> tuple[set[str], set[str]]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mixer_cases import MASKS, mask_rows
-from seqboat.padding import Aligned, align, zero_padding
+from seqboat.core.padding import Aligned, align, zero_padding
 
 
 def test_plan_by_hand() -> None:

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from seqboat.data import Store
-from seqboat.prepare import prepare
-from seqboat.tasks.curves import (
+from seqboat.data.store import Store
+from seqboat.tasks.prepare import prepare
+from seqboat.tasks.synthetic.curves import (
     PATHFINDER,
     PATHFINDER16,
     PATHX,
@@ -29,7 +29,7 @@ from seqboat.tasks.curves import (
     reduce,
     tables,
 )
-from seqboat.tasks.pathfinder import PathfinderTaskConfig, PathXTaskConfig
+from seqboat.tasks.synthetic.pathfinder import PathfinderTaskConfig, PathXTaskConfig
 
 Image = pytest.importorskip("PIL.Image")
 ImageDraw = pytest.importorskip("PIL.ImageDraw")
@@ -303,7 +303,7 @@ def digests(store: Store) -> dict[str, str]:
 def test_one_and_two_processes_prepare_the_same_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from seqboat.tasks import pathfinder
+    from seqboat.tasks.synthetic import pathfinder
 
     counts = (900, 60, 60)
     one = prepare("pathfinder16", "generate", tmp_path / "one", counts=counts, seed=4, workers=1)

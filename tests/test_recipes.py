@@ -10,13 +10,13 @@ import pytest
 import torch
 import yaml
 
-from seqboat.config import from_dict, override, to_dict, to_yaml
-from seqboat.evaluate import apply_model
 from seqboat.mixers import MIXERS
-from seqboat.mixers.seqboat import SeqBoatConfig
-from seqboat.optim import build_optimiser
+from seqboat.mixers.seqboat.layer import SeqBoatConfig
 from seqboat.recipes import RECIPES, find_recipe
 from seqboat.tasks.base import Batch, Task
+from seqboat.training.config import from_dict, override, to_dict, to_yaml
+from seqboat.training.evaluate import apply_model
+from seqboat.training.optim import build_optimiser
 
 FULL = [name for name in RECIPES if f"{name}-small" in RECIPES]
 FILES = {"classify": ["--data.train", "train.csv"], "lm": ["--data.text", "notes.txt"]}

@@ -13,12 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from seqboat import reference
-from seqboat.mixers.ema import EMA, EMAConfig
-from seqboat.mixers.gau import GAUConfig
-from seqboat.mixers.s4d import S4DConfig
-from seqboat.mixers.seqboat import SeqBoat, SeqBoatConfig, SeqBoatState
-from seqboat.mixers.ssm import SSMState
-from seqboat.routers import (
+from seqboat.core.routers import (
     AlwaysActiveConfig,
     GumbelConfig,
     RouterConfig,
@@ -27,7 +22,12 @@ from seqboat.routers import (
     TemperedSoftmaxConfig,
     XMoEConfig,
 )
-from seqboat.sma import compress, extract
+from seqboat.core.sma import compress, extract
+from seqboat.mixers.seqboat.gau import GAUConfig
+from seqboat.mixers.seqboat.layer import SeqBoat, SeqBoatConfig, SeqBoatState
+from seqboat.mixers.ssm.base import SSMState
+from seqboat.mixers.ssm.ema import EMA, EMAConfig
+from seqboat.mixers.ssm.s4d import S4DConfig
 
 TOLERANCE = 1e-9
 

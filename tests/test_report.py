@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 
 from lm_runs import write_lm_run, write_run
-from seqboat.analysis import (
+from seqboat.analysis.measures import (
     Attention,
     LayerTrace,
     SampleTrace,
@@ -34,13 +34,13 @@ from seqboat.analysis import (
 )
 from seqboat.cli import main
 from seqboat.commands.report import default_page
-from seqboat.mixers.gau import GAUConfig
-from seqboat.mixers.seqboat import SeqBoatConfig
-from seqboat.mixers.transformer import TransformerConfig
-from seqboat.report import Collected, collect, describe_run, report_page, thin
-from seqboat.report_compare import collect_comparison, short_names
-from seqboat.report_page import element, visible
-from seqboat.report_samples import PAGE_BYTES, Sample, pack_sample, pack_samples, sight_of, spell_bytes
+from seqboat.mixers.attention.transformer import TransformerConfig
+from seqboat.mixers.seqboat.gau import GAUConfig
+from seqboat.mixers.seqboat.layer import SeqBoatConfig
+from seqboat.report.compare import collect_comparison, short_names
+from seqboat.report.page import element, visible
+from seqboat.report.run import Collected, collect, describe_run, report_page, thin
+from seqboat.report.samples import PAGE_BYTES, Sample, pack_sample, pack_samples, sight_of, spell_bytes
 from seqboat.shipped import find_run
 from seqboat.tasks import TASKS
 from seqboat.tasks.base import Dataset, Example, Kind, Split, Task
@@ -275,8 +275,8 @@ def test_assets_are_in_the_wheel() -> None:
     patterns = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"][
         "seqboat"
     ]
-    for path in (root / "src" / "seqboat" / "page").iterdir():
-        assert any(fnmatch(f"page/{path.name}", pattern) for pattern in patterns), path.name
+    for path in (root / "src" / "seqboat" / "report" / "assets").iterdir():
+        assert any(fnmatch(f"report/assets/{path.name}", pattern) for pattern in patterns), path.name
 
 
 # samples

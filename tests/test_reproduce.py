@@ -11,19 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-import seqboat.reproduce as reproduce
-from seqboat.analysis import load_examples, measure_run, trace
-from seqboat.checkpoint import Lock
+import seqboat.paper.reproduce as reproduce
+from seqboat.analysis.measures import load_examples, measure_run, trace
 from seqboat.cli import main
-from seqboat.config import RunConfig, override
-from seqboat.matching import count_of_run
 from seqboat.mixers import MIXERS
 from seqboat.mixers.base import directions_of
+from seqboat.paper.matching import count_of_run
+from seqboat.paper.reproduce import Job, collect, estimate, observe, plan, run_job, step_seconds
+from seqboat.paper.results import add_records, read_records
+from seqboat.paper.targets import READ_LISTOPS, TARGETS, Target, Trial
 from seqboat.recipes import RECIPES
-from seqboat.reproduce import Job, collect, estimate, observe, plan, run_job, step_seconds
-from seqboat.results import add_records, read_records
-from seqboat.targets import READ_LISTOPS, TARGETS, Target, Trial
 from seqboat.tasks import TASKS
+from seqboat.training.checkpoint import Lock
+from seqboat.training.config import RunConfig, override
 from small_runs import Spy, Toy, ToyConfig, small_run
 
 

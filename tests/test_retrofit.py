@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from seqboat.retrofitting import (
+from seqboat.core.routers import TemperedSoftmaxConfig, activation
+from seqboat.core.sma import Routing
+from seqboat.retrofitting.unit import (
     RateSchedule,
     Retrofit,
     SparseUnit,
@@ -20,8 +22,6 @@ from seqboat.retrofitting import (
     load_retrofit,
     retrofit,
 )
-from seqboat.routers import TemperedSoftmaxConfig, activation
-from seqboat.sma import Routing
 
 transformers = pytest.importorskip("transformers", reason="needs the hf extra")
 
@@ -212,7 +212,7 @@ def test_generate_with_and_without_cache(layout: str, select: Any) -> None:
 
 
 def test_skipped_tokens_leave_no_keys() -> None:
-    from seqboat.sparse_cache import SparseLayer
+    from seqboat.retrofitting.cache import SparseLayer
 
     model = make("llama")
     retrofitted = sparse(model, {"model.layers.[02].self_attn": "sequence"})

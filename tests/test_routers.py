@@ -9,10 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from seqboat.mixers.activation import SparseModularActivation
-from seqboat.mixers.seqboat import SeqBoat, SeqBoatConfig
-from seqboat.mixers.units import PaddedUnit
-from seqboat.routers import (
+from seqboat.core.routers import (
     ROUTERS,
     AlwaysActive,
     AlwaysActiveConfig,
@@ -32,7 +29,10 @@ from seqboat.routers import (
     activations,
     set_training_step,
 )
-from seqboat.sma import Routing
+from seqboat.core.sma import Routing
+from seqboat.mixers.seqboat.activation import SparseModularActivation
+from seqboat.mixers.seqboat.layer import SeqBoat, SeqBoatConfig
+from seqboat.mixers.seqboat.units import PaddedUnit
 
 every_router = pytest.mark.parametrize("config", ROUTERS.values(), ids=ROUTERS.keys())
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from mixer_cases import enliven
 from seqboat.mixers import MIXERS
-from seqboat.mixers.s4d import S4D, S4DConfig, S4DLayerConfig
-from seqboat.mixers.ssm_layer import SSMLayer
+from seqboat.mixers.ssm.layer import SSMLayer
+from seqboat.mixers.ssm.s4d import S4D, S4DConfig, S4DLayerConfig
 
 CORE = S4DConfig(d_state=6, block=8)
 CONFIGS = {

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from mixer_cases import enliven
 from seqboat.mixers import MIXERS
-from seqboat.mixers.s5 import S5, S5Config, S5LayerConfig, parallel_scan
-from seqboat.mixers.ssm_layer import SSMLayer
+from seqboat.mixers.ssm.layer import SSMLayer
+from seqboat.mixers.ssm.s5 import S5, S5Config, S5LayerConfig, parallel_scan
 
 SMALL = S5Config(d_state=8, systems=2)
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from seqboat.mixers.ema import log_decay
-from seqboat.nn import fft_convolve, rotate
-from seqboat.scan import block_tables, final_state, scan, toeplitz
+from seqboat.core.nn import fft_convolve, rotate
+from seqboat.mixers.ssm.ema import log_decay
+from seqboat.ops.scan import block_tables, final_state, scan, toeplitz
 
 real_or_complex = pytest.mark.parametrize("complex_states", [False, True], ids=["real", "complex"])
 directions = pytest.mark.parametrize("bidirectional", [False, True], ids=["causal", "bidirectional"])

@@ -15,12 +15,12 @@ import torch
 
 from lm_runs import TEXT, lm_config, with_task, write_lm_run, write_run
 from seqboat.cli import main
-from seqboat.evaluate import Streaming, evaluate, load_language_model
 from seqboat.mixers import TransformerConfig
-from seqboat.model import BackboneConfig, LanguageModel
-from seqboat.parallel import World
-from seqboat.scoring import read_chunks, score, total
-from seqboat.tasks.recall import RecallTaskConfig
+from seqboat.models.backbone import BackboneConfig, LanguageModel
+from seqboat.tasks.synthetic.recall import RecallTaskConfig
+from seqboat.text.scoring import read_chunks, score, total
+from seqboat.training.evaluate import Streaming, evaluate, load_language_model
+from seqboat.training.parallel import World
 
 DATA = TEXT.encode()[:300]
 

@@ -10,11 +10,11 @@ import torch
 
 from lm_runs import lm_config, write_lm_run, write_run
 from seqboat import shipped
-from seqboat.checkpoint import MODEL, CheckpointError, Store
 from seqboat.cli import main
-from seqboat.evaluate import evaluate_run, load_language_model
-from seqboat.generate import SamplingConfig, generate
 from seqboat.shipped import find_run, pack_run, shipped_models
+from seqboat.text.generate import SamplingConfig, generate
+from seqboat.training.checkpoint import MODEL, CheckpointError, Store
+from seqboat.training.evaluate import evaluate_run, load_language_model
 
 
 @pytest.fixture(scope="module")

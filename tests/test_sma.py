@@ -14,16 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from seqboat.budget import BudgetConfig, update_budgets
-from seqboat.mixers.activation import Combine, SparseModularActivation
-from seqboat.mixers.gau import GAUConfig
-from seqboat.mixers.seqboat import SeqBoatConfig
-from seqboat.mixers.transformer import TransformerConfig
-from seqboat.mixers.units import MixerUnit, PaddedUnit
-from seqboat.padding import Aligned
-from seqboat.routers import AlwaysActive, Router, SigmoidRouter, TemperedSoftmax, XMoE
-from seqboat.sma import Packed, PackedModule, Routing, compress, extract, pack, pack_modules
-from seqboat.state import tensors
+from seqboat.core.budget import BudgetConfig, update_budgets
+from seqboat.core.padding import Aligned
+from seqboat.core.routers import AlwaysActive, Router, SigmoidRouter, TemperedSoftmax, XMoE
+from seqboat.core.sma import Packed, PackedModule, Routing, compress, extract, pack, pack_modules
+from seqboat.core.state import tensors
+from seqboat.mixers.attention.transformer import TransformerConfig
+from seqboat.mixers.seqboat.activation import Combine, SparseModularActivation
+from seqboat.mixers.seqboat.gau import GAUConfig
+from seqboat.mixers.seqboat.layer import SeqBoatConfig
+from seqboat.mixers.seqboat.units import MixerUnit, PaddedUnit
 
 
 def decisions(batch: int, time: int, rate: float, seed: int = 0) -> Tensor:

@@ -18,12 +18,7 @@ from mixer_cases import (
     assert_near,
     assert_states_near,
 )
-from seqboat.mixers.base import RecurrentMixer
-from seqboat.mixers.ema import EMAConfig
-from seqboat.mixers.gau import GAUConfig
-from seqboat.mixers.s4d import S4DConfig
-from seqboat.mixers.seqboat import SeqBoatConfig
-from seqboat.state import (
+from seqboat.core.state import (
     check_state,
     detach_state,
     map_state,
@@ -32,6 +27,11 @@ from seqboat.state import (
     state_bytes,
     tensors,
 )
+from seqboat.mixers.base import RecurrentMixer
+from seqboat.mixers.seqboat.gau import GAUConfig
+from seqboat.mixers.seqboat.layer import SeqBoatConfig
+from seqboat.mixers.ssm.ema import EMAConfig
+from seqboat.mixers.ssm.s4d import S4DConfig
 
 every_recurrent_case = pytest.mark.parametrize("case", RECURRENT_CASES, ids=str)
 

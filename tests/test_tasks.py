@@ -21,8 +21,7 @@ import pytest
 import torch
 
 from seqboat.cli import main
-from seqboat.data import Store
-from seqboat.prepare import prepare
+from seqboat.data.store import Store
 from seqboat.tasks import (
     IGNORE,
     SPLITS,
@@ -44,9 +43,10 @@ from seqboat.tasks import (
 from seqboat.tasks import enwik8 as enwik8_module
 from seqboat.tasks.base import draw_subset
 from seqboat.tasks.image import to_gray
-from seqboat.tasks.listops import Expression, encode, generate, write_table
-from seqboat.tasks.listops import ListOpsConfig as DrawnListOps
+from seqboat.tasks.prepare import prepare
 from seqboat.tasks.speech import SAMPLES, WORDS, random_parts, read_wav, speaker_part
+from seqboat.tasks.synthetic.listops import Expression, encode, generate, write_table
+from seqboat.tasks.synthetic.listops import ListOpsConfig as DrawnListOps
 
 FAKE = bytes(np.random.default_rng(1).integers(32, 127, 20_000, dtype=np.uint8))
 
@@ -336,7 +336,7 @@ def test_listops_is_read_as_published(root: Path, tmp_path: Path, capsys: pytest
 def test_drawn_listops_are_the_first_of_the_seed(tmp_path: Path) -> None:
     store = prepare("listops-small", "generate", tmp_path, counts=(6, 2, 2), seed=3)
     task = ListOpsTaskConfig(data_dir=str(tmp_path), store="listops-small").build()
-    from seqboat.prepare import LISTOPS_SMALL
+    from seqboat.tasks.prepare import LISTOPS_SMALL
 
     wanted = generate(10, seed=3, config=LISTOPS_SMALL)
     got = [

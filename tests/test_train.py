@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 import torch
 
-from seqboat import train as train_module
-from seqboat.checkpoint import MODEL, OPTIM, CheckpointError, Store
-from seqboat.config import RunConfig, from_yaml, to_dict
-from seqboat.evaluate import iterate_metrics
-from seqboat.loader import LoaderError
-from seqboat.routers import AlwaysActiveConfig, GumbelConfig, GumbelSoftmax
+from seqboat.core.routers import AlwaysActiveConfig, GumbelConfig, GumbelSoftmax
 from seqboat.tasks import TASKS
-from seqboat.track import numbers
-from seqboat.train import Outcome, train
+from seqboat.training import loop as train_module
+from seqboat.training.checkpoint import MODEL, OPTIM, CheckpointError, Store
+from seqboat.training.config import RunConfig, from_yaml, to_dict
+from seqboat.training.evaluate import iterate_metrics
+from seqboat.training.loader import LoaderError
+from seqboat.training.loop import Outcome, train
+from seqboat.training.track import numbers
 from small_runs import Spy, ToyConfig, numbers_of, same_tensors, small_run
 
 
@@ -333,7 +333,7 @@ import os, sys, time
 folder, here, steps, slow = sys.argv[1:]
 sys.path.insert(0, here)
 import small_runs
-from seqboat.train import train
+from seqboat.training.loop import train
 small_runs.register()
 config = small_runs.small_run(training={"save_every": 1}, schedule={"steps": int(steps)})
 

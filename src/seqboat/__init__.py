@@ -12,19 +12,14 @@ from typing import TYPE_CHECKING
 from seqboat.version import __version__
 
 if TYPE_CHECKING:
-    from seqboat.budget import BudgetConfig, RevivalConfig, budget_loss, override_activation, update_budgets
-    from seqboat.compile import compile_model, compile_step
-    from seqboat.mixers import MIXERS
-    from seqboat.mixers.activation import SparseModularActivation
-    from seqboat.mixers.base import Mixer, MixerOutput, RecurrentMixer
-    from seqboat.mixers.ema import EMA, EMAConfig
-    from seqboat.mixers.gau import GAU, GAUConfig
-    from seqboat.mixers.s4d import S4D, S4DConfig
-    from seqboat.mixers.seqboat import SeqBoat, SeqBoatConfig
-    from seqboat.mixers.units import MixerUnit, PaddedUnit
-    from seqboat.model import Backbone, BackboneConfig, Classifier, LanguageModel, Matcher
-    from seqboat.retrofitting import RateSchedule, Retrofit, load_retrofit, retrofit
-    from seqboat.routers import (
+    from seqboat.core.budget import (
+        BudgetConfig,
+        RevivalConfig,
+        budget_loss,
+        override_activation,
+        update_budgets,
+    )
+    from seqboat.core.routers import (
         ROUTERS,
         AlwaysActiveConfig,
         ExpertChoiceConfig,
@@ -37,62 +32,73 @@ if TYPE_CHECKING:
         activation,
         set_training_step,
     )
-    from seqboat.sma import Packed, PackedModule, Routing, compress, extract, pack
-    from seqboat.state import detach_state, repeat_rows, select_rows, state_bytes
+    from seqboat.core.sma import Packed, PackedModule, Routing, compress, extract, pack
+    from seqboat.core.state import detach_state, repeat_rows, select_rows, state_bytes
+    from seqboat.mixers import MIXERS
+    from seqboat.mixers.base import Mixer, MixerOutput, RecurrentMixer
+    from seqboat.mixers.seqboat.activation import SparseModularActivation
+    from seqboat.mixers.seqboat.gau import GAU, GAUConfig
+    from seqboat.mixers.seqboat.layer import SeqBoat, SeqBoatConfig
+    from seqboat.mixers.seqboat.units import MixerUnit, PaddedUnit
+    from seqboat.mixers.ssm.ema import EMA, EMAConfig
+    from seqboat.mixers.ssm.s4d import S4D, S4DConfig
+    from seqboat.models.backbone import Backbone, BackboneConfig, Classifier, LanguageModel, Matcher
+    from seqboat.models.compile import compile_model, compile_step
+    from seqboat.retrofitting.unit import RateSchedule, Retrofit, load_retrofit, retrofit
 
 _HOMES = {
-    "EMA": "mixers.ema",
-    "GAU": "mixers.gau",
+    "EMA": "mixers.ssm.ema",
+    "GAU": "mixers.seqboat.gau",
     "MIXERS": "mixers",
-    "ROUTERS": "routers",
-    "S4D": "mixers.s4d",
-    "AlwaysActiveConfig": "routers",
-    "Backbone": "model",
-    "BackboneConfig": "model",
-    "BudgetConfig": "budget",
-    "Classifier": "model",
-    "EMAConfig": "mixers.ema",
-    "ExpertChoiceConfig": "routers",
-    "GAUConfig": "mixers.gau",
-    "GumbelConfig": "routers",
-    "LanguageModel": "model",
-    "Matcher": "model",
+    "ROUTERS": "core.routers",
+    "S4D": "mixers.ssm.s4d",
+    "AlwaysActiveConfig": "core.routers",
+    "Backbone": "models.backbone",
+    "BackboneConfig": "models.backbone",
+    "BudgetConfig": "core.budget",
+    "Classifier": "models.backbone",
+    "EMAConfig": "mixers.ssm.ema",
+    "ExpertChoiceConfig": "core.routers",
+    "GAUConfig": "mixers.seqboat.gau",
+    "GumbelConfig": "core.routers",
+    "LanguageModel": "models.backbone",
+    "Matcher": "models.backbone",
     "Mixer": "mixers.base",
     "MixerOutput": "mixers.base",
-    "MixerUnit": "mixers.units",
-    "Packed": "sma",
-    "PackedModule": "sma",
-    "PaddedUnit": "mixers.units",
-    "RateSchedule": "retrofitting",
+    "MixerUnit": "mixers.seqboat.units",
+    "Packed": "core.sma",
+    "PackedModule": "core.sma",
+    "PaddedUnit": "mixers.seqboat.units",
+    "RateSchedule": "retrofitting.unit",
     "RecurrentMixer": "mixers.base",
-    "Retrofit": "retrofitting",
-    "RevivalConfig": "budget",
-    "Routing": "sma",
-    "S4DConfig": "mixers.s4d",
-    "SeqBoat": "mixers.seqboat",
-    "SeqBoatConfig": "mixers.seqboat",
-    "SigmoidConfig": "routers",
-    "SparseModularActivation": "mixers.activation",
-    "TemperedSoftmaxConfig": "routers",
-    "ThresholdConfig": "routers",
-    "TopKConfig": "routers",
-    "XMoEConfig": "routers",
-    "activation": "routers",
-    "budget_loss": "budget",
-    "compile_model": "compile",
-    "compile_step": "compile",
-    "compress": "sma",
-    "detach_state": "state",
-    "extract": "sma",
-    "load_retrofit": "retrofitting",
-    "override_activation": "budget",
-    "pack": "sma",
-    "repeat_rows": "state",
-    "retrofit": "retrofitting",
-    "select_rows": "state",
-    "set_training_step": "routers",
-    "state_bytes": "state",
-    "update_budgets": "budget",
+    "Retrofit": "retrofitting.unit",
+    "RevivalConfig": "core.budget",
+    "Routing": "core.sma",
+    "S4DConfig": "mixers.ssm.s4d",
+    "SeqBoat": "mixers.seqboat.layer",
+    "SeqBoatConfig": "mixers.seqboat.layer",
+    "SigmoidConfig": "core.routers",
+    "SparseModularActivation": "mixers.seqboat.activation",
+    "TemperedSoftmaxConfig": "core.routers",
+    "ThresholdConfig": "core.routers",
+    "TopKConfig": "core.routers",
+    "XMoEConfig": "core.routers",
+    "activation": "core.routers",
+    "budget_loss": "core.budget",
+    "compile_model": "models.compile",
+    "compile_step": "models.compile",
+    "compress": "core.sma",
+    "detach_state": "core.state",
+    "extract": "core.sma",
+    "load_retrofit": "retrofitting.unit",
+    "override_activation": "core.budget",
+    "pack": "core.sma",
+    "repeat_rows": "core.state",
+    "retrofit": "retrofitting.unit",
+    "select_rows": "core.state",
+    "set_training_step": "core.routers",
+    "state_bytes": "core.state",
+    "update_budgets": "core.budget",
 }
 """Where each public name lives."""
 

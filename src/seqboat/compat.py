@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from seqboat.checks import check_choice, require
-from seqboat.mixers.ema import EMA, EMAConfig
-from seqboat.mixers.gau import GAUConfig
-from seqboat.mixers.seqboat import SeqBoat, SeqBoatConfig
-from seqboat.nn import BatchNorm, NormName
-from seqboat.routers import TemperedSoftmaxConfig
+from seqboat.core.nn import BatchNorm, NormName
+from seqboat.core.routers import TemperedSoftmaxConfig
+from seqboat.mixers.seqboat.gau import GAUConfig
+from seqboat.mixers.seqboat.layer import SeqBoat, SeqBoatConfig
+from seqboat.mixers.ssm.ema import EMA, EMAConfig
 
 _EMA_NAMES = ("delta", "alpha", "beta", "gamma")
 _NORM_NAMES: dict[str, NormName] = {

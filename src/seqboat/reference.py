@@ -24,13 +24,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from seqboat.budget import BudgetConfig
 from seqboat.checks import require
-from seqboat.mixers.ema import EMAConfig
-from seqboat.mixers.gau import GAUConfig
-from seqboat.mixers.s4d import S4DConfig
-from seqboat.mixers.seqboat import SeqBoatConfig
-from seqboat.routers import (
+from seqboat.core.budget import BudgetConfig
+from seqboat.core.routers import (
     AlwaysActiveConfig,
     GumbelConfig,
     RouterConfig,
@@ -38,6 +34,10 @@ from seqboat.routers import (
     TemperedSoftmaxConfig,
     XMoEConfig,
 )
+from seqboat.mixers.seqboat.gau import GAUConfig
+from seqboat.mixers.seqboat.layer import SeqBoatConfig
+from seqboat.mixers.ssm.ema import EMAConfig
+from seqboat.mixers.ssm.s4d import S4DConfig
 
 Params = Mapping[str, Tensor]
 

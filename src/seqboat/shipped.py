@@ -16,9 +16,9 @@ from pathlib import Path
 
 import torch
 
-from seqboat.checkpoint import MODEL, Store
 from seqboat.checks import require
-from seqboat.evaluate import find_checkpoint
+from seqboat.training.checkpoint import MODEL, Store
+from seqboat.training.evaluate import find_checkpoint
 
 MODELS = Path(__file__).parent / "models"
 KEPT = ("config", "classes", "labels", "versions")

@@ -15,10 +15,10 @@ from seqboat.extras import check_installed
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from seqboat.bench import Row, Setting
-    from seqboat.bench_decode import DecodeRow
-    from seqboat.bench_profile import Profile
-    from seqboat.measure import Spread
+    from seqboat.bench.decode import DecodeRow
+    from seqboat.bench.layers import Row, Setting
+    from seqboat.bench.measure import Spread
+    from seqboat.bench.profile import Profile
 
 LAYERS = (
     "seqboat",
@@ -117,8 +117,8 @@ def run(options: argparse.Namespace) -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     import torch
 
-    from seqboat.bench import PRESETS
-    from seqboat.measure import write_json
+    from seqboat.bench.layers import PRESETS
+    from seqboat.bench.measure import write_json
 
     if options.device.startswith("cuda") and not torch.cuda.is_available():
         raise UsageError(f"--device {options.device}: torch sees no CUDA device")
@@ -175,7 +175,7 @@ def _setting(preset: Setting, options: argparse.Namespace) -> Setting:
     if options.windows:
         changes["window"] = options.windows[0]
     if options.like_run:
-        from seqboat.bench import recorded_activation
+        from seqboat.bench.layers import recorded_activation
 
         layers = recorded_activation(options.like_run)
         changes["rate"] = sum(layers) / len(layers)
@@ -188,7 +188,7 @@ def _setting(preset: Setting, options: argparse.Namespace) -> Setting:
 
 def _default_layers() -> Sequence[str]:
     """The usual contenders, without the published algorithm where this installation has not got it."""
-    from seqboat.bench import PUBLISHED
+    from seqboat.bench.layers import PUBLISHED
 
     if PUBLISHED.is_file():
         return LAYERS
@@ -197,7 +197,7 @@ def _default_layers() -> Sequence[str]:
 
 
 def _layers(options: argparse.Namespace, setting: Setting) -> dict[str, Any]:
-    from seqboat.bench import MODES, as_record, parse_contender, plot, run_layers, sweep
+    from seqboat.bench.layers import MODES, as_record, parse_contender, plot, run_layers, sweep
 
     contenders = [parse_contender(text) for text in options.mixers or _default_layers()]
     if len({contender.label for contender in contenders}) < len(contenders):
@@ -229,8 +229,8 @@ def _layers(options: argparse.Namespace, setting: Setting) -> dict[str, Any]:
 
 
 def _profile(options: argparse.Namespace, setting: Setting) -> dict[str, Any]:
-    from seqboat.bench import MODES, as_record, parse_contender, sweep
-    from seqboat.bench_profile import run_profile
+    from seqboat.bench.layers import MODES, as_record, parse_contender, sweep
+    from seqboat.bench.profile import run_profile
 
     contenders = [parse_contender(text) for text in options.mixers or ("seqboat",)]
     lengths = options.lengths or [setting.length]
@@ -254,8 +254,8 @@ def _profile(options: argparse.Namespace, setting: Setting) -> dict[str, Any]:
 def _decode(options: argparse.Namespace, setting: Setting) -> dict[str, Any]:
     from dataclasses import replace
 
-    from seqboat.bench import as_record, parse_contender
-    from seqboat.bench_decode import run_decode
+    from seqboat.bench.decode import run_decode
+    from seqboat.bench.layers import as_record, parse_contender
 
     contenders = [parse_contender(text) for text in options.mixers or DECODERS]
     setting = replace(setting, batch=options.batch or 1, causal=True)
@@ -275,8 +275,8 @@ def _decode(options: argparse.Namespace, setting: Setting) -> dict[str, Any]:
 
 
 def _decode_lm(options: argparse.Namespace, setting: Setting) -> dict[str, Any]:
-    from seqboat.bench import as_record
-    from seqboat.bench_decode import LanguageModelSize, run_decode_lm
+    from seqboat.bench.decode import LanguageModelSize, run_decode_lm
+    from seqboat.bench.layers import as_record
 
     if options.mixers:
         raise UsageError("--mixers does not go with 'decode-lm'")
@@ -310,7 +310,7 @@ def _with_progress(job: Callable[[Callable[[str], None]], list[Any]]) -> list[An
 
 
 def _machine_line() -> str:
-    from seqboat.measure import machine
+    from seqboat.bench.measure import machine
 
     found = machine()
     where = found["cuda"] or found["cpu"] or "unknown CPU"
@@ -335,7 +335,7 @@ def _layer_table(rows: Sequence[Row]) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    from seqboat.measure import human_bytes
+    from seqboat.bench.measure import human_bytes
 
     first = rows[0]
     what = "training step" if first.mode == "training" else first.mode
@@ -365,7 +365,7 @@ def _print_profiles(profiles: Sequence[Profile], setting: Setting) -> None:
     """Three tables per layer and mode: parts, kinds of operations, the floor."""
     from rich.console import Console
 
-    from seqboat.measure import human_seconds
+    from seqboat.bench.measure import human_seconds
 
     console = Console()
     console.print(_machine_line(), highlight=False)
@@ -412,7 +412,7 @@ def _print_decode(rows: Sequence[DecodeRow], what: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from seqboat.measure import human_bytes
+    from seqboat.bench.measure import human_bytes
 
     console = Console()
     console.print(_machine_line(), highlight=False)
@@ -436,7 +436,7 @@ def _print_decode(rows: Sequence[DecodeRow], what: str) -> None:
 
 def _durations(seconds: Spread) -> list[str]:
     """The median, and how far the quartiles are from it."""
-    from seqboat.measure import human_seconds
+    from seqboat.bench.measure import human_seconds
 
     low, high = seconds.low / seconds.median - 1, seconds.high / seconds.median - 1
     return [human_seconds(seconds.median), f"{low:+.0%} {high:+.0%}"]

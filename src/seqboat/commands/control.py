@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor, nn
 
-    from seqboat.sma import Routing
+    from seqboat.core.sma import Routing
 
 MAX_MASK = 64 << 20
 """Bytes of a mask's file beyond which it is refused."""
@@ -71,8 +71,8 @@ class Control:
     @contextlib.contextmanager
     def applied(self, model: nn.Module) -> Iterator[None]:
         """Take the decisions of a model, inside a `with` block."""
-        from seqboat.analysis import sites
-        from seqboat.budget import Override, overridden
+        from seqboat.analysis.measures import sites
+        from seqboat.core.budget import Override, overridden
 
         found = sites(model)
         if not any(found):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from seqboat.data import Store
+    from seqboat.data.store import Store
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _find(root: str, name: str) -> tuple[Store | None, str | None]:
     """The prepared data, if there is any, and what is wrong with it, if anything."""
-    from seqboat.data import MANIFEST, MissingData, Store
+    from seqboat.data.store import MANIFEST, MissingData, Store
 
     if not (Path(root) / name / MANIFEST).exists():
         return None, None
@@ -64,8 +64,8 @@ def _find(root: str, name: str) -> tuple[Store | None, str | None]:
 
 
 def _list(options: argparse.Namespace) -> int:
-    from seqboat.data import format_bytes
-    from seqboat.prepare import DATASETS, DOWNLOADS
+    from seqboat.data.store import format_bytes
+    from seqboat.tasks.prepare import DATASETS, DOWNLOADS
 
     rows: list[dict[str, Any]] = []
     for name, info in DATASETS.items():
@@ -110,14 +110,14 @@ def _counted(counts: dict[str, int]) -> str:
 
 
 def _how(name: str) -> str:
-    from seqboat.prepare import DATASETS
+    from seqboat.tasks.prepare import DATASETS
 
     return "" if DATASETS[name].draw is not None else " --from PATH   (or: --from download)"
 
 
 def _prepare(options: argparse.Namespace) -> int:
-    from seqboat.data import format_bytes
-    from seqboat.prepare import find_dataset, prepare
+    from seqboat.data.store import format_bytes
+    from seqboat.tasks.prepare import find_dataset, prepare
 
     counts = None
     if options.count is not None:
@@ -153,8 +153,8 @@ def _prepare(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from seqboat.data import Store
-    from seqboat.prepare import DATASETS, find_dataset
+    from seqboat.data.store import Store
+    from seqboat.tasks.prepare import DATASETS, find_dataset
 
     for name in options.names:
         find_dataset(name)

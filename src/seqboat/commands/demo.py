@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from seqboat.model import Classifier
-    from seqboat.tasks.listops import Expression, ListOpsConfig
+    from seqboat.models.backbone import Classifier
+    from seqboat.tasks.synthetic.listops import Expression, ListOpsConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +149,7 @@ def run(options: argparse.Namespace) -> int:
 
     import torch
 
-    from seqboat.tasks import listops
+    from seqboat.tasks.synthetic import listops
 
     begin = time.perf_counter()
     torch.manual_seed(options.seed)
@@ -220,7 +220,7 @@ def prepare_folder(out: Path) -> None:
 
 def task(recipe: Recipe) -> ListOpsConfig:
     """The expressions of the demo."""
-    from seqboat.tasks.listops import ListOpsConfig
+    from seqboat.tasks.synthetic.listops import ListOpsConfig
 
     return ListOpsConfig(
         max_depth=recipe.max_depth,
@@ -232,12 +232,12 @@ def task(recipe: Recipe) -> ListOpsConfig:
 
 def build_model(recipe: Recipe) -> Classifier:
     """The small model."""
-    from seqboat.mixers.ema import EMAConfig
-    from seqboat.mixers.gau import GAUConfig
-    from seqboat.mixers.seqboat import SeqBoatConfig
-    from seqboat.model import BackboneConfig, Classifier
-    from seqboat.routers import TemperedSoftmaxConfig
-    from seqboat.tasks.listops import CLASSES, TOKENS
+    from seqboat.core.routers import TemperedSoftmaxConfig
+    from seqboat.mixers.seqboat.gau import GAUConfig
+    from seqboat.mixers.seqboat.layer import SeqBoatConfig
+    from seqboat.mixers.ssm.ema import EMAConfig
+    from seqboat.models.backbone import BackboneConfig, Classifier
+    from seqboat.tasks.synthetic.listops import CLASSES, TOKENS
 
     mixer = SeqBoatConfig(
         # half of the usual block: most expressions are shorter than it
@@ -255,7 +255,7 @@ def to_batch(expressions: list[Expression]) -> Batch:
     """Expressions as tensors, padded to the longest."""
     import torch
 
-    from seqboat.tasks import listops
+    from seqboat.tasks.synthetic import listops
 
     ids = torch.from_numpy(listops.pad([listops.encode(e.tokens) for e in expressions]))
     return Batch(ids, ids != listops.PAD, torch.tensor([e.value for e in expressions]))
@@ -288,14 +288,14 @@ def train(
     import torch
     import torch.nn.functional as F
 
-    from seqboat.optim import (
+    from seqboat.core.routers import activations
+    from seqboat.training.optim import (
         OptimiserConfig,
         ScheduleConfig,
         build_optimiser,
         learning_rate,
         set_learning_rate,
     )
-    from seqboat.routers import activations
 
     config = OptimiserConfig(lr=recipe.lr, weight_decay=recipe.weight_decay)
     schedule = ScheduleConfig(steps=recipe.steps, warmup_steps=int(recipe.warmup * recipe.steps))
@@ -383,7 +383,7 @@ def evaluate(model: Classifier, test: list[Expression], recipe: Recipe) -> Evalu
     import numpy as np
     import torch
 
-    from seqboat.routers import activations
+    from seqboat.core.routers import activations
 
     model.eval()
     # sorted by length, so that batches hold little padding

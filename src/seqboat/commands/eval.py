@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from seqboat.commands.control import add_control_arguments, read_control
 
 if TYPE_CHECKING:
-    from seqboat.evaluate import Streaming, Windows
+    from seqboat.training.evaluate import Streaming, Windows
 
 
 TAKES_FIELDS = True
@@ -55,10 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
-    from seqboat.display import metric_text, rate_text
-    from seqboat.evaluate import evaluate_run
-    from seqboat.parallel import choose_device
     from seqboat.shipped import find_run
+    from seqboat.training.display import metric_text, rate_text
+    from seqboat.training.evaluate import evaluate_run
+    from seqboat.training.parallel import choose_device
 
     for name in ("batch_size", "limit"):
         value = getattr(options, name)
@@ -96,7 +96,7 @@ def run(options: argparse.Namespace) -> int:
 
 def make_reading(options: argparse.Namespace) -> Windows | Streaming | None:
     """How to read a long text, if the options say so."""
-    from seqboat.evaluate import Streaming, Windows
+    from seqboat.training.evaluate import Streaming, Windows
 
     kinds = {"windows": (Windows, ("window", "context")), "stream": (Streaming, ("chunk",))}
     for mode, (_, names) in kinds.items():

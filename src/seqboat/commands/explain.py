@@ -15,8 +15,8 @@ from seqboat.commands.control import add_control_arguments, read_control, read_l
 from seqboat.extras import missing
 
 if TYPE_CHECKING:
-    from seqboat.analysis import Examples
-    from seqboat.explain import Sequences
+    from seqboat.analysis.measures import Examples
+    from seqboat.report.explain import Sequences
     from seqboat.tasks.base import Task
 
 EPILOG = """\
@@ -65,10 +65,10 @@ def run(options: argparse.Namespace) -> int:
     if not given:
         raise ValueError("give the input: --text, --file, --image or --wav")
 
-    from seqboat.analysis import sites
+    from seqboat.analysis.measures import sites
     from seqboat.checks import check_output
-    from seqboat.explain import as_record, explain, longest, render, subject
-    from seqboat.report_page import finite
+    from seqboat.report.explain import as_record, explain, longest, render, subject
+    from seqboat.report.page import finite
     from seqboat.shipped import find_run
 
     folder = find_run(options.run)
@@ -178,7 +178,7 @@ def read_pixels(content: bytes) -> Any:
 
 def write_html(path: Path, examples: Examples, run: str) -> None:
     """A page to look into the input."""
-    from seqboat.checkpoint import write_atomically
-    from seqboat.explain import explain_page
+    from seqboat.report.explain import explain_page
+    from seqboat.training.checkpoint import write_atomically
 
     write_atomically(path, explain_page(examples, run))

@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
-    from seqboat.checkpoint import CheckpointError
+    from seqboat.training.checkpoint import CheckpointError
 
     try:
         import seqboat.hf  # noqa: F401 - says what to install

@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
-    from seqboat.generate import SamplingConfig
+    from seqboat.text.generate import SamplingConfig
 
     # what can be wrong without a model is said before one is loaded
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
@@ -73,11 +73,11 @@ def run(options: argparse.Namespace) -> int:
     stops = [os.fsencode(stop) for stop in options.stop]
     prompt = read_prompt(options)
 
-    from seqboat.evaluate import load_language_model
-    from seqboat.generate import stream
-    from seqboat.parallel import choose_device
-    from seqboat.session import CHUNK, check_state_path, load_session, save_session
     from seqboat.shipped import find_run
+    from seqboat.text.generate import stream
+    from seqboat.text.session import CHUNK, check_state_path, load_session, save_session
+    from seqboat.training.evaluate import load_language_model
+    from seqboat.training.parallel import choose_device
 
     device = choose_device(options.device, what="--device")
     if options.save_state is not None:

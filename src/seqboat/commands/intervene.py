@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from seqboat.interventions import Outcome
+    from seqboat.analysis.interventions import Outcome
 
 TAKES_FIELDS = True
 """Arguments that argparse does not know change the data of the run."""
@@ -63,10 +63,10 @@ def run(options: argparse.Namespace) -> int:
     if options.plot is not None:
         check_plot(Path(options.plot))
 
-    from seqboat.interventions import THRESHOLDS, intervene
-    from seqboat.parallel import choose_device
-    from seqboat.report_page import finite
+    from seqboat.analysis.interventions import THRESHOLDS, intervene
+    from seqboat.report.page import finite
     from seqboat.shipped import find_run
+    from seqboat.training.parallel import choose_device
 
     folder = find_run(options.run)
     outcomes, metric, examples = intervene(
@@ -124,7 +124,7 @@ def check_plot(path: Path) -> None:
 
 def table(outcomes: Sequence[Outcome], metric: str) -> list[str]:
     """A line per setting: score, change, activation."""
-    from seqboat.display import rate_text
+    from seqboat.training.display import rate_text
 
     usual = outcomes[0].metrics[metric]
     wide = max(len(outcome.setting.name) for outcome in outcomes)

@@ -38,7 +38,7 @@ def table(what: str) -> Mapping[str, Any]:
 
         return MIXERS
     if what == "routers":
-        from seqboat.routers import ROUTERS
+        from seqboat.core.routers import ROUTERS
 
         return ROUTERS
     from seqboat.tasks import TASKS

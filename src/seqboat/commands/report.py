@@ -46,13 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
-    from seqboat.checkpoint import write_atomically
     from seqboat.commands.eval import show_progress
-    from seqboat.parallel import choose_device
-    from seqboat.report import collect, report_page
-    from seqboat.report_compare import collect_comparison, comparison_page
-    from seqboat.report_page import finite
+    from seqboat.report.compare import collect_comparison, comparison_page
+    from seqboat.report.page import finite
+    from seqboat.report.run import collect, report_page
     from seqboat.shipped import find_run
+    from seqboat.training.checkpoint import write_atomically
+    from seqboat.training.parallel import choose_device
 
     if options.samples is not None and options.samples < 0:
         raise ValueError(f"--samples must be an integer >= 0, got {options.samples}")
@@ -110,7 +110,7 @@ def run(options: argparse.Namespace) -> int:
 
 def default_page(runs: list[Path]) -> Path:
     """Beside the run; here if there are several, or if the run came with the package."""
-    from seqboat.report import folder_of
+    from seqboat.report.run import folder_of
     from seqboat.shipped import MODELS
 
     if len(runs) > 1:

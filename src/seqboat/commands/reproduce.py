@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from seqboat.reproduce import Job
-    from seqboat.targets import Bench, Scale, Target
+    from seqboat.paper.reproduce import Job
+    from seqboat.paper.targets import Bench, Scale, Target
 
 EXIT_DIVERGED = 3
 """As of `seqboat train`."""
@@ -56,8 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
-    from seqboat.reproduce import chosen, estimate, plan
-    from seqboat.targets import TARGETS
+    from seqboat.paper.reproduce import chosen, estimate, plan
+    from seqboat.paper.targets import TARGETS
 
     if options.seeds is not None and options.seeds < 1:
         raise ValueError(f"--seeds must be an integer >= 1, got {options.seeds}")
@@ -113,7 +113,7 @@ def _page(options: argparse.Namespace) -> Path:
 
 def _state(target: Target, folder: Path, page: Path) -> str:
     """A line about the small runs of a target: how many are done, and the minutes of the others."""
-    from seqboat.reproduce import estimate, plan
+    from seqboat.paper.reproduce import estimate, plan
 
     line = f"{target.name:18s} {target.title} ({target.where})"
     try:
@@ -136,7 +136,7 @@ class Measurement(NamedTuple):
 
 
 def _is_measured(page: Path, target: Target, scale: str, bench: Bench) -> bool:
-    from seqboat.results import read_records
+    from seqboat.paper.results import read_records
 
     key = (target.name, scale, bench.name)
     return any((r["target"], r["scale"], r["trial"]) == key for r in read_records(page))
@@ -144,10 +144,10 @@ def _is_measured(page: Path, target: Target, scale: str, bench: Bench) -> bool:
 
 def _run_jobs(jobs: Sequence[Job], page: Path, collect_only: bool) -> int:
     """Train what is not finished and write down what is."""
-    from seqboat.checkpoint import InUse
     from seqboat.commands.eval import show_progress
-    from seqboat.reproduce import collect, observe, refreshed, run_job
-    from seqboat.results import add_records
+    from seqboat.paper.reproduce import collect, observe, refreshed, run_job
+    from seqboat.paper.results import add_records
+    from seqboat.training.checkpoint import InUse
 
     progress = show_progress if sys.stderr.isatty() else None
     written = diverged = False
@@ -185,8 +185,8 @@ def _run_jobs(jobs: Sequence[Job], page: Path, collect_only: bool) -> int:
 
 def _measure(measurements: Sequence[Measurement], page: Path, scale: Scale, folder: Path) -> None:
     """Measure, and write down each as it ends."""
-    from seqboat.efficiency import measure
-    from seqboat.results import add_records
+    from seqboat.paper.efficiency import measure
+    from seqboat.paper.results import add_records
 
     for target, bench, _ in measurements:
         print(f"{target.title}, {bench.title}", flush=True)

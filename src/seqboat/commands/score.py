@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from seqboat.scoring import Scores
+    from seqboat.text.scoring import Scores
 
 EPILOG = """\
 Prints a line of JSON for every file: its bytes, the bits that the model needs for them, bits per byte, and the
@@ -38,10 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
-    from seqboat.evaluate import load_language_model
-    from seqboat.parallel import choose_device
-    from seqboat.scoring import CHUNK, read_chunks, score, total
     from seqboat.shipped import find_run
+    from seqboat.text.scoring import CHUNK, read_chunks, score, total
+    from seqboat.training.evaluate import load_language_model
+    from seqboat.training.parallel import choose_device
 
     if options.chunk is not None and options.chunk < 1:
         raise ValueError(f"--chunk must be an integer >= 1, got {options.chunk}")

@@ -51,9 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
     from seqboat.checks import require
-    from seqboat.config import RunConfig, from_yaml, override, to_yaml
     from seqboat.recipes import find_recipe
-    from seqboat.train import train
+    from seqboat.training.config import RunConfig, from_yaml, override, to_yaml
+    from seqboat.training.loop import train
 
     config: RunConfig | None = None
     if options.recipe is not None:
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError("name a recipe (seqboat list recipes), or give --config FILE, or --resume --out DIR")
     config = override(config, options.fields)
     if options.match_parameters:
-        from seqboat.matching import match_parameters
+        from seqboat.paper.matching import match_parameters
 
         require(bool(config.recipe), "--match-parameters needs a recipe whose model is to be matched")
         config, found = match_parameters(config, find_recipe(config.recipe)())

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from seqboat.checks import require
-from seqboat.model import BackboneState
-from seqboat.state import map_state, repeat_rows, select_rows
+from seqboat.core.state import map_state, repeat_rows, select_rows
+from seqboat.models.backbone import BackboneState
 
 
 class SeqBoatCacheLayer(CacheLayerMixin):

@@ -7,9 +7,9 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from seqboat.config import part_from_dict, to_dict
-from seqboat.mixers.seqboat import SeqBoatConfig as SeqBoatLayerConfig
-from seqboat.model import BackboneConfig, MixerConfig
+from seqboat.mixers.seqboat.layer import SeqBoatConfig as SeqBoatLayerConfig
+from seqboat.models.backbone import BackboneConfig, MixerConfig
+from seqboat.training.config import part_from_dict, to_dict
 
 
 class SeqBoatConfig(PreTrainedConfig):

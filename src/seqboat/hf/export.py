@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 from torch import nn
 from transformers import GenerationConfig
 
-from seqboat.checkpoint import Checkpoint
 from seqboat.checks import require
-from seqboat.config import RunConfig, to_dict
-from seqboat.evaluate import find_checkpoint, load_model
 from seqboat.hf.configuration import SeqBoatConfig
 from seqboat.hf.model import SeqBoatForCausalLM, SeqBoatForSequenceClassification, SeqBoatPreTrainedModel
 from seqboat.hf.tokenizer import PAD, byte_tokenizer
-from seqboat.model import BackboneConfig, Classifier, LanguageModel, MixerConfig
+from seqboat.models.backbone import BackboneConfig, Classifier, LanguageModel, MixerConfig
 from seqboat.tasks.files import ClassifyTask
+from seqboat.training.checkpoint import Checkpoint
+from seqboat.training.config import RunConfig, to_dict
+from seqboat.training.evaluate import find_checkpoint, load_model
 
 BYTE_TASKS = ("enwik8", "lmtext", "text", "classify")
 """Tasks whose token ids are the bytes of UTF-8."""

@@ -31,12 +31,12 @@ from transformers.modeling_outputs import (
 from transformers.utils.generic import can_return_tuple
 
 from seqboat.checks import check_dtype, require
+from seqboat.core.nn import masked_mean
+from seqboat.core.padding import align
 from seqboat.hf.cache import SeqBoatCache
 from seqboat.hf.configuration import SeqBoatConfig
 from seqboat.mixers.base import MixerOutput
-from seqboat.model import Backbone, Head
-from seqboat.nn import masked_mean
-from seqboat.padding import align
+from seqboat.models.backbone import Backbone, Head
 from seqboat.tasks.base import IGNORE
 
 CHECKSUMS = "sha256.json"

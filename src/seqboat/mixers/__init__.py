@@ -1,20 +1,16 @@
 """Sequence layers behind one contract: one architecture, one file, one line in MIXERS."""
 
-from seqboat.mixers.adaptive_span import AdaptiveSpan, AdaptiveSpanConfig
+from seqboat.mixers.attention.adaptive_span import AdaptiveSpan, AdaptiveSpanConfig
+from seqboat.mixers.attention.bigbird import BigBird, BigBirdConfig
+from seqboat.mixers.attention.linformer import Linformer, LinformerConfig
+from seqboat.mixers.attention.luna import Luna, LunaConfig
+from seqboat.mixers.attention.mega import Mega, MegaChunkConfig, MegaConfig
+from seqboat.mixers.attention.performer import Performer, PerformerConfig
+from seqboat.mixers.attention.reformer import Reformer, ReformerConfig
+from seqboat.mixers.attention.transformer import Transformer, TransformerConfig
+from seqboat.mixers.attention.transformer_xl import TransformerXL, TransformerXLConfig
 from seqboat.mixers.base import Mixer, MixerOutput, RecurrentMixer
-from seqboat.mixers.bigbird import BigBird, BigBirdConfig
-from seqboat.mixers.h3 import H3, H3Config, H3HybridConfig
-from seqboat.mixers.linformer import Linformer, LinformerConfig
-from seqboat.mixers.liquid_s4 import LiquidS4LayerConfig
-from seqboat.mixers.luna import Luna, LunaConfig
-from seqboat.mixers.mega import Mega, MegaChunkConfig, MegaConfig
-from seqboat.mixers.performer import Performer, PerformerConfig
-from seqboat.mixers.reformer import Reformer, ReformerConfig
-from seqboat.mixers.s4 import S4LayerConfig
-from seqboat.mixers.s4d import S4DLayerConfig
-from seqboat.mixers.s5 import S5LayerConfig
-from seqboat.mixers.seqboat import SeqBoat, SeqBoatConfig, SeqBoatFFNConfig
-from seqboat.mixers.seqboat_family import (
+from seqboat.mixers.seqboat.ablations import (
     SeqBoatChunkConfig,
     SeqBoatFullAlwaysConfig,
     SeqBoatFullConfig,
@@ -27,8 +23,12 @@ from seqboat.mixers.seqboat_family import (
     SeqBoatSigmoidConfig,
     SeqBoatThenFFNConfig,
 )
-from seqboat.mixers.transformer import Transformer, TransformerConfig
-from seqboat.mixers.transformer_xl import TransformerXL, TransformerXLConfig
+from seqboat.mixers.seqboat.layer import SeqBoat, SeqBoatConfig, SeqBoatFFNConfig
+from seqboat.mixers.ssm.h3 import H3, H3Config, H3HybridConfig
+from seqboat.mixers.ssm.liquid_s4 import LiquidS4LayerConfig
+from seqboat.mixers.ssm.s4 import S4LayerConfig
+from seqboat.mixers.ssm.s4d import S4DLayerConfig
+from seqboat.mixers.ssm.s5 import S5LayerConfig
 
 MIXERS = {
     "seqboat": SeqBoatConfig,

@@ -25,9 +25,9 @@ from seqboat.checks import (
     check_token,
     require,
 )
-from seqboat.padding import Aligned, align, zero_padding
-from seqboat.sma import Routing
-from seqboat.state import check_state
+from seqboat.core.padding import Aligned, align, zero_padding
+from seqboat.core.sma import Routing
+from seqboat.core.state import check_state
 
 Direction = Literal["bidirectional", "causal"]
 DIRECTIONS: tuple[Direction, ...] = ("bidirectional", "causal")

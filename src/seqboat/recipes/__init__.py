@@ -10,9 +10,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable
 
-from seqboat.config import RunConfig
 from seqboat.recipes import diagnostics, enwik8, lra, speech, your_data
 from seqboat.recipes.ablations import ABLATIONS
+from seqboat.training.config import RunConfig
 
 RECIPES: dict[str, Callable[..., RunConfig]] = {
     "lra.listops": lra.listops,

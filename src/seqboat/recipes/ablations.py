@@ -1,6 +1,6 @@
 """The ablations of the paper's appendix E: both tables, in full and as small twins.
 
-A row changes the SeqBoat of a recipe of the Long Range Arena and nothing else (`seqboat.mixers.seqboat_family`): the
+A row changes the SeqBoat of a recipe of the Long Range Arena and nothing else (`mixers.seqboat.ablations`): the
 steps, the learning rate and the widths stay. The names are `ablations.TASK.ROW`: `ablations.listops.local` in full,
 `ablations.listops-small.local` its small twin. The tables' first rows are the recipes themselves; what their speed is
 compared with is MEGA in the same recipe, `ablations.TASK.mega`, with the widths of its SeqBoat.
@@ -11,11 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from seqboat.config import RunConfig
-from seqboat.mixers.ema import EMAConfig
-from seqboat.mixers.mega import MegaConfig
-from seqboat.mixers.seqboat import SeqBoatConfig, SeqBoatFFNConfig
-from seqboat.mixers.seqboat_family import (
+from seqboat.mixers.attention.mega import MegaConfig
+from seqboat.mixers.seqboat.ablations import (
     SeqBoatChunkConfig,
     SeqBoatFullAlwaysConfig,
     SeqBoatFullConfig,
@@ -29,8 +26,11 @@ from seqboat.mixers.seqboat_family import (
     SeqBoatThenFFNConfig,
     ablate,
 )
-from seqboat.model import MixerConfig
+from seqboat.mixers.seqboat.layer import SeqBoatConfig, SeqBoatFFNConfig
+from seqboat.mixers.ssm.ema import EMAConfig
+from seqboat.models.backbone import MixerConfig
 from seqboat.recipes import lra
+from seqboat.training.config import RunConfig
 
 Recipe = Callable[..., RunConfig]
 

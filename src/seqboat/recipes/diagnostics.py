@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from seqboat.config import EvaluationConfig, RunConfig, TrainingConfig
-from seqboat.mixers.ema import EMAConfig
-from seqboat.mixers.gau import GAUConfig
-from seqboat.mixers.seqboat import SeqBoatConfig
-from seqboat.model import BackboneConfig, MixerConfig
-from seqboat.optim import OptimiserConfig, ScheduleConfig
-from seqboat.routers import TemperedSoftmaxConfig
+from seqboat.core.routers import TemperedSoftmaxConfig
+from seqboat.mixers.seqboat.gau import GAUConfig
+from seqboat.mixers.seqboat.layer import SeqBoatConfig
+from seqboat.mixers.ssm.ema import EMAConfig
+from seqboat.models.backbone import BackboneConfig, MixerConfig
 from seqboat.tasks.base import TaskConfig
-from seqboat.tasks.copy import CopyTaskConfig
-from seqboat.tasks.recall import RecallTaskConfig
+from seqboat.tasks.synthetic.copy import CopyTaskConfig
+from seqboat.tasks.synthetic.recall import RecallTaskConfig
+from seqboat.training.config import EvaluationConfig, RunConfig, TrainingConfig
+from seqboat.training.optim import OptimiserConfig, ScheduleConfig
 
 
 def _diagnostic(task: TaskConfig, mixer: MixerConfig | None) -> RunConfig:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from seqboat.config import EvaluationConfig, RunConfig, TrainingConfig
-from seqboat.mixers.ema import EMAConfig
-from seqboat.mixers.gau import GAUConfig
-from seqboat.mixers.seqboat import SeqBoatConfig
-from seqboat.model import BackboneConfig, MixerConfig
-from seqboat.optim import OptimiserConfig, ScheduleConfig
-from seqboat.routers import TemperedSoftmaxConfig
+from seqboat.core.routers import TemperedSoftmaxConfig
+from seqboat.mixers.seqboat.gau import GAUConfig
+from seqboat.mixers.seqboat.layer import SeqBoatConfig
+from seqboat.mixers.ssm.ema import EMAConfig
+from seqboat.models.backbone import BackboneConfig, MixerConfig
 from seqboat.tasks.enwik8 import Enwik8TaskConfig
+from seqboat.training.config import EvaluationConfig, RunConfig, TrainingConfig
+from seqboat.training.optim import OptimiserConfig, ScheduleConfig
 
 
 def enwik8(mixer: MixerConfig | None = None) -> RunConfig:

@@ -10,19 +10,19 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, cast
 
-from seqboat.config import EvaluationConfig, RunConfig, TrainingConfig
-from seqboat.mixers.ema import EMAConfig
-from seqboat.mixers.gau import GAUConfig
-from seqboat.mixers.seqboat import SeqBoatConfig
-from seqboat.model import BackboneConfig, MixerConfig
-from seqboat.optim import OptimiserConfig, ScheduleConfig
-from seqboat.routers import TemperedSoftmaxConfig
+from seqboat.core.routers import TemperedSoftmaxConfig
+from seqboat.mixers.seqboat.gau import GAUConfig
+from seqboat.mixers.seqboat.layer import SeqBoatConfig
+from seqboat.mixers.ssm.ema import EMAConfig
+from seqboat.models.backbone import BackboneConfig, MixerConfig
 from seqboat.tasks.base import TaskConfig
 from seqboat.tasks.image import ImageTaskConfig
-from seqboat.tasks.listops import ListOpsTaskConfig
-from seqboat.tasks.pathfinder import PathfinderTaskConfig, PathXTaskConfig
 from seqboat.tasks.retrieval import RetrievalTaskConfig
+from seqboat.tasks.synthetic.listops import ListOpsTaskConfig
+from seqboat.tasks.synthetic.pathfinder import PathfinderTaskConfig, PathXTaskConfig
 from seqboat.tasks.text import TextTaskConfig
+from seqboat.training.config import EvaluationConfig, RunConfig, TrainingConfig
+from seqboat.training.optim import OptimiserConfig, ScheduleConfig
 
 
 def _run(

@@ -1,15 +1,15 @@
 """Tasks: one file each, which reads the published file format or makes the data itself."""
 
 from seqboat.tasks.base import IGNORE, SPLITS, Batch, Dataset, Example, Loss, Split, Task, TaskConfig
-from seqboat.tasks.copy import CopyTaskConfig
 from seqboat.tasks.enwik8 import Enwik8TaskConfig
 from seqboat.tasks.files import ClassifyTaskConfig, LMTextTaskConfig
 from seqboat.tasks.image import ImageTaskConfig
-from seqboat.tasks.listops import ListOpsTaskConfig
-from seqboat.tasks.pathfinder import PathfinderTaskConfig, PathXTaskConfig
-from seqboat.tasks.recall import RecallTaskConfig
 from seqboat.tasks.retrieval import RetrievalTaskConfig
 from seqboat.tasks.speech import SpeechTaskConfig
+from seqboat.tasks.synthetic.copy import CopyTaskConfig
+from seqboat.tasks.synthetic.listops import ListOpsTaskConfig
+from seqboat.tasks.synthetic.pathfinder import PathfinderTaskConfig, PathXTaskConfig
+from seqboat.tasks.synthetic.recall import RecallTaskConfig
 from seqboat.tasks.text import TextTaskConfig
 
 TASKS = {

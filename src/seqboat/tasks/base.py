@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from seqboat.checks import check_choice, check_positive, require
-from seqboat.data import Skips
+from seqboat.data.store import Skips
 
 Kind = Literal["classify", "match", "lm"]
 Modality = Literal["bytes", "tokens", "image", "wave"]

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seqboat.checks import check_positive, require
-from seqboat.data import Arrays, Prepared, Skips, Staging
-from seqboat.sources import Source, read_file
+from seqboat.data.sources import Source, read_file
+from seqboat.data.store import Arrays, Prepared, Skips, Staging
 from seqboat.tasks.base import BYTES, IGNORE, Dataset, Example, Split
 from seqboat.tasks.stored import StoredTask, StoredTaskConfig
 

@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seqboat.checks import check_positive, require
-from seqboat.data import Skips
-from seqboat.sources import looks_like_html, read_file
+from seqboat.data.sources import looks_like_html, read_file
+from seqboat.data.store import Skips
 from seqboat.tasks.base import BYTES, Dataset, Example, Split, Task
 from seqboat.tasks.enwik8 import SegmentDataset
 from seqboat.tasks.stored import hold_out

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seqboat.checks import check_positive, require
-from seqboat.data import Prepared, Skips, Staging, Store
-from seqboat.sources import Source, read_file
+from seqboat.data.sources import Source, read_file
+from seqboat.data.store import Prepared, Skips, Staging, Store
 from seqboat.tasks.base import Dataset, Example, Split
 from seqboat.tasks.stored import StoredTask, StoredTaskConfig, hold_out
 

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seqboat.checks import check_positive, require
-from seqboat.data import Prepared, RaggedWriter, Skips, Staging, Store
-from seqboat.sources import Source, read_file
+from seqboat.data.sources import Source, read_file
+from seqboat.data.store import Prepared, RaggedWriter, Skips, Staging, Store
 from seqboat.tasks.base import BYTES, SPLITS, Dataset, Example, Split
 from seqboat.tasks.stored import StoredTask, StoredTaskConfig, ragged
 from seqboat.tasks.text import bad_text

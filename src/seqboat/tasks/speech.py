@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seqboat.checks import check_choice, check_positive, require
-from seqboat.data import ArrayWriter, Prepared, Skips, Staging, Store
-from seqboat.sources import Source
+from seqboat.data.sources import Source
+from seqboat.data.store import ArrayWriter, Prepared, Skips, Staging, Store
 from seqboat.tasks.base import SPLITS, Dataset, Example, Split, Subset
 from seqboat.tasks.image import load_npy
 from seqboat.tasks.stored import StoredTask, StoredTaskConfig

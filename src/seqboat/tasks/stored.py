@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from seqboat.checks import check_positive, require
-from seqboat.data import Store
+from seqboat.data.store import Store
 from seqboat.tasks.base import Dataset, Example, Split, Subset, Task, draw_subset
 
 

@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 
 from seqboat.checks import check_positive, require
-from seqboat.data import Prepared, RaggedWriter, Skips, Staging
-from seqboat.sources import Source, read_file
+from seqboat.data.sources import Source, read_file
+from seqboat.data.store import Prepared, RaggedWriter, Skips, Staging
 from seqboat.tasks.base import BYTES, Dataset, Example, Split
 from seqboat.tasks.stored import RaggedDataset, StoredTask, StoredTaskConfig, hold_out
 

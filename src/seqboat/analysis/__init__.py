@@ -1,0 +1,1 @@
+"""What routers did and what attention saw."""

@@ -1,0 +1,153 @@
+"""What attention is worth: the score of a run under decisions that are not its routers' own.
+
+    as it is            the routers decide
+    layer i off         no token attends in layer i; all other layers decide as usual
+    only layer i        layer i decides as usual, no token attends anywhere else
+    all off             the state-space layers alone
+    all on              every token attends, within its working memory
+    threshold p         tokens attend where the probability of activation is above p, in every layer
+
+Forced tokens keep the confidence that their router gives them, by which the output of attention is multiplied: a
+token that would have been skipped has one below a half.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from seqboat.analysis.measures import Site, sites
+from seqboat.checks import require
+from seqboat.core.budget import Override, overridden
+from seqboat.tasks.base import Split
+from seqboat.training.evaluate import evaluate, find_checkpoint, load_model, task_of
+from seqboat.training.parallel import World
+
+THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+
+
+class Setting(NamedTuple):
+    """One way to decide."""
+
+    name: str
+    active: tuple[bool | None, ...]
+    """by layer: forced on, forced off, or as the router decides"""
+    threshold: float | None = None
+
+
+class Outcome(NamedTuple):
+    """What came out of it."""
+
+    setting: Setting
+    metrics: dict[str, float]
+    activation: list[float | None]
+    """activation rate of the attention of each layer"""
+
+    @property
+    def rate(self) -> float:
+        """Mean activation rate of the layers that have a router."""
+        known = [rate for rate in self.activation if rate is not None]
+        return sum(known) / len(known)
+
+    def as_record(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "setting": self.setting.name,
+            "threshold": self.setting.threshold,
+            **self.metrics,
+            "activation": self.activation,
+        }
+
+
+def settings_of(found: Sequence[Site | None], thresholds: Sequence[float] = THRESHOLDS) -> list[Setting]:
+    """What to try with a model, the model as it is first."""
+    routed = [number for number, site in enumerate(found) if site is not None]
+    require(len(routed) > 0, "no layer of this run has a router: there is nothing to switch off")
+    for threshold in thresholds:
+        require(0 <= threshold <= 1, f"thresholds must be between 0 and 1, got {threshold:g}")
+
+    def forced(one: bool | None, others: bool | None, chosen: int | None = None) -> tuple[bool | None, ...]:
+        return tuple(one if number == chosen else others for number in range(len(found)))
+
+    settings = [Setting("as it is", forced(None, None))]
+    settings += [Setting(f"layer {i + 1} off", forced(False, None, i)) for i in routed]
+    if len(routed) > 1:
+        settings += [Setting(f"only layer {i + 1}", forced(None, False, i)) for i in routed]
+    settings += [Setting("all off", forced(False, False)), Setting("all on", forced(True, True))]
+    settings += [Setting(f"threshold {p:g}", forced(None, None), p) for p in thresholds]
+    return settings
+
+
+@contextmanager
+def decided(found: Sequence[Site | None], setting: Setting) -> Iterator[None]:
+    """Decide as a setting says, inside a `with` block."""
+    with ExitStack() as stack:
+        for site, forced in zip(found, setting.active, strict=True):
+            if site is None:
+                continue
+            override = Override(
+                active=None if forced is None else {site.module: forced},
+                threshold=None if setting.threshold is None else {site.module: setting.threshold},
+            )
+            stack.enter_context(overridden(site.sma.policy, override))
+        yield
+
+
+def intervene(
+    run: Path | str,
+    split: Split = "val",
+    limit: int | None = None,
+    *,
+    thresholds: Sequence[float] = THRESHOLDS,
+    which: str = "best",
+    batch_size: int | None = None,
+    fields: Sequence[str] = (),
+    device: torch.device | None = None,
+    progress: Callable[[Outcome, int, int], None] | None = None,
+) -> tuple[list[Outcome], str, int]:
+    """Score a run under every setting, on the same examples.
+
+    Args:
+        run: the run's folder, or one checkpoint in it.
+        split: of its task.
+        limit: score only so many examples, drawn at random but always the same.
+        thresholds: to try, for all layers at once.
+        which: "best" or "latest".
+        batch_size: examples at a time; the run's own by default.
+        fields: changes of the data, as arguments `--data.x=value`.
+        device: where to compute; the CPU by default.
+        progress: called after every setting, with how many are done and all.
+
+    Returns:
+        The outcomes, the name of the task's metric, and the number of examples.
+    """
+    checkpoint = find_checkpoint(run, which)
+    model, config = load_model(checkpoint.path)
+    task = task_of(checkpoint, config, fields)
+    world = World(0, 1, device or torch.device("cpu"))
+    model.to(world.device)
+    found = sites(model)
+    settings = settings_of(found, thresholds)
+    outcomes: list[Outcome] = []
+    examples = 0
+    for done, setting in enumerate(settings, start=1):
+        with decided(found, setting):
+            result = evaluate(
+                model,
+                task,
+                split,
+                world,
+                batch_size=batch_size or config.evaluation.batch_size,
+                limit=limit,
+                carry_state=config.training.carry_state,
+                modules=[None if site is None else site.column for site in found],
+            )
+        examples = result.examples
+        outcomes.append(Outcome(setting, result.metrics, result.activation))
+        if progress is not None:
+            progress(outcomes[-1], done, len(settings))
+    return outcomes, task.metric, examples

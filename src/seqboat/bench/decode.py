@@ -1,0 +1,288 @@
+"""Decoding, token by token: time per token and size of the state after so many tokens.
+
+Single layers (`run_decode`), and the paper's language model of enwik8 against an equally large Transformer with
+a key-value cache (`run_decode_lm`). States are brought to their context by reading random tokens in pieces; every
+round starts from the same state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from seqboat.bench.layers import Contender, Setting, build, force_rate
+from seqboat.bench.measure import Spread, available_memory, human_bytes, spread, time_rounds
+from seqboat.checks import require
+from seqboat.core.state import map_state, state_bytes
+from seqboat.mixers import RecurrentMixer, SeqBoatConfig, TransformerConfig
+from seqboat.mixers.seqboat.gau import GAUConfig
+from seqboat.mixers.ssm.ema import EMAConfig
+from seqboat.models.backbone import BackboneConfig, LanguageModel
+
+PREFILL = 1024
+"""Tokens per piece when a state is brought to its context length."""
+
+
+class DecodeRow(NamedTuple):
+    """One contender, decoding token by token after so many tokens."""
+
+    contender: str
+    context: int
+    batch: int
+    parameters: int
+    seconds: Spread
+    """per token of every row"""
+    tokens_per_second: float
+    """of the whole batch"""
+    ratio: float
+    """of the time to the first contender's at the same context"""
+    growth: float
+    """of the time to this contender's at the first context"""
+    state_bytes: int
+
+
+class Decoder(NamedTuple):
+    """A state at its context length, and what takes steps from it."""
+
+    parameters: int
+    state_bytes: int
+    run: Callable[[], Any]
+    """takes the steps of one round, always from the same context"""
+
+
+def run_decode(
+    contenders: Sequence[Contender],
+    setting: Setting,
+    contexts: Sequence[int],
+    *,
+    steps: int = 64,
+    rounds: int = 5,
+    warmup: int = 1,
+    progress: Callable[[str], None] = lambda message: None,
+) -> list[DecodeRow]:
+    """Time per token of single layers after reading each number of tokens.
+
+    Args:
+        contenders: causal mixers with a state.
+        setting: its length does not count.
+        contexts: tokens read before.
+        steps: tokens per round.
+        rounds, warmup, progress: see `run_layers`.
+    """
+    for contender in contenders:
+        require(contender.name not in ("floor", "published"), f"{contender.name} has no state to decode with")
+        require(
+            not contender.overrides.get("compiled"),
+            f"{contender.label}: steps of decoding are not compiled here",
+        )
+    decoders: dict[tuple[str, int], Decoder] = {}
+    for context in contexts:
+        for contender in contenders:
+            progress(f"reading {context} tokens with {contender.label}")
+            here = replace(setting, causal=True, length=context)
+            _refuse_cache(here)
+            layer = build(contender, here).eval()
+            require(isinstance(layer, RecurrentMixer), f"{contender.label} has no state to decode with")
+            assert isinstance(layer, RecurrentMixer)
+            decoders[contender.label, context] = _layer_decoder(layer, here, steps)
+    return _time_decoders(decoders, setting, steps, rounds, warmup, progress)
+
+
+def _refuse_cache(setting: Setting) -> None:
+    """Refuse a context of which not even keys and values fit twice."""
+    need = 4 * setting.tokens * setting.d_model * getattr(torch, setting.dtype).itemsize
+    free = available_memory(setting.device)
+    require(
+        need <= free,
+        f"decoding after {setting.length} tokens would need about {human_bytes(need)} for keys and values, "
+        f"{human_bytes(free)} are available",
+    )
+
+
+@torch.inference_mode()
+def _layer_decoder(layer: RecurrentMixer, setting: Setting, steps: int) -> Decoder:
+    generator = torch.Generator().manual_seed(setting.seed)
+    dtype = getattr(torch, setting.dtype)
+
+    def draw(count: int) -> Tensor:
+        shape = (setting.batch, count, setting.d_model)
+        return torch.randn(shape, generator=generator).to(setting.device, dtype)
+
+    state = layer.init_state(setting.batch)
+    for begin in range(0, setting.length, PREFILL):
+        state = layer(draw(min(PREFILL, setting.length - begin)), None, state).state
+    tokens = draw(steps)
+
+    @torch.inference_mode()
+    def run() -> None:
+        now = map_state(Tensor.clone, state)
+        for t in range(steps):
+            now = layer.step(tokens[:, t], now, inplace=True).state
+
+    return Decoder(sum(p.numel() for p in layer.parameters()), state_bytes(state), run)
+
+
+def _time_decoders(
+    decoders: Mapping[tuple[str, int], Decoder],
+    setting: Setting,
+    steps: int,
+    rounds: int,
+    warmup: int,
+    progress: Callable[[str], None],
+) -> list[DecodeRow]:
+    progress(f"decoding {steps} tokens per round, {rounds} rounds")
+    named = {f"{label}@{context}": decoder.run for (label, context), decoder in decoders.items()}
+    times = time_rounds(named, rounds, warmup, setting.device)
+    seconds = {
+        key: Spread(*(value / steps for value in spread(times[f"{key[0]}@{key[1]}"]))) for key in decoders
+    }
+    first_label, first_context = next(iter(decoders))
+    return [
+        DecodeRow(
+            contender=label,
+            context=context,
+            batch=setting.batch,
+            parameters=decoder.parameters,
+            seconds=seconds[label, context],
+            tokens_per_second=setting.batch / seconds[label, context].median,
+            ratio=seconds[label, context].median / seconds[first_label, context].median,
+            growth=seconds[label, context].median / seconds[label, first_context].median,
+            state_bytes=decoder.state_bytes,
+        )
+        for (label, context), decoder in decoders.items()
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageModelSize:
+    """A byte-level language model; the defaults are the paper's of enwik8."""
+
+    num_layers: int = 14
+    d_model: int = 616
+    d_z: int = 128
+    d_v: int = 1232
+    d_state: int = 16
+    window: int = 1024
+    heads: int = 11
+    vocab: int = 256
+
+
+def run_decode_lm(
+    size: LanguageModelSize | None = None,
+    *,
+    context: int = 8192,
+    rate: float | None = 0.5,
+    steps: int = 16,
+    rounds: int = 5,
+    warmup: int = 1,
+    seed: int = 0,
+    progress: Callable[[str], None] = lambda message: None,
+) -> list[DecodeRow]:
+    """Tokens per second of a SeqBoat language model and of an equally large Transformer with a cache.
+
+    The Transformer is transformers' Llama if that library is installed, or else our own. Both read the same random
+    tokens and then write greedily; batch 1.
+
+    Args:
+        size: of the model.
+        context: tokens read before.
+        rate: of activation; None for what the untrained routers decide.
+        steps: tokens per round.
+        rounds, warmup, progress: see `run_layers`.
+        seed: of weights and tokens.
+    """
+    size = size or LanguageModelSize()
+    torch.manual_seed(seed)
+    prompt = torch.randint(0, size.vocab, (1, context))
+    gau = GAUConfig(d_z=size.d_z, d_v=size.d_v, window=size.window, positions="rotary")
+    mixer = SeqBoatConfig(ssm=EMAConfig(d_state=size.d_state), gau=gau, causal=True, prenorm=True)
+
+    def stack(mixer: Any) -> LanguageModel:
+        return LanguageModel(
+            BackboneConfig(mixer=mixer, d_model=size.d_model, num_layers=size.num_layers, vocab=size.vocab)
+        ).eval()
+
+    ours = stack(mixer)
+    count = sum(p.numel() for p in ours.parameters())
+    if rate is not None:
+        force_rate(ours, rate, seed)
+    progress(f"reading {context} tokens with seqboat")
+    decoders = {("seqboat", context): _model_decoder(ours, prompt, steps)}
+    try:
+        import transformers
+    except ImportError:
+        progress(f"reading {context} tokens with our Transformer (transformers is not installed)")
+
+        def plain(d_ff: int) -> LanguageModel:
+            return stack(
+                TransformerConfig(heads=size.heads, d_ff=d_ff, causal=True, prenorm=True, positions="rotary")
+            )
+
+        rival = plain(_match(lambda d_ff: sum(p.numel() for p in plain(d_ff).parameters()), count))
+        decoders["transformer", context] = _model_decoder(rival, prompt, steps)
+    else:
+        progress(f"reading {context} tokens with transformers {transformers.__version__}")
+
+        def llama(d_ff: int) -> Any:
+            config = transformers.LlamaConfig(
+                vocab_size=size.vocab,
+                hidden_size=size.d_model,
+                intermediate_size=d_ff,
+                num_hidden_layers=size.num_layers,
+                num_attention_heads=size.heads,
+                num_key_value_heads=size.heads,
+                max_position_embeddings=context + steps,
+                tie_word_embeddings=True,
+            )
+            return transformers.LlamaForCausalLM(config).eval()
+
+        rival = llama(_match(lambda d_ff: sum(p.numel() for p in llama(d_ff).parameters()), count))
+        decoders["llama", context] = _llama_decoder(rival, transformers.DynamicCache, prompt, steps)
+    return _time_decoders(decoders, Setting(batch=1), steps, rounds, warmup, progress)
+
+
+def _match(count: Callable[[int], int], wanted: int) -> int:
+    """The width of a feed-forward block with which a model has about so many parameters."""
+    small, large = count(8), count(16)
+    return max(8, 8 + round((wanted - small) / ((large - small) / 8)))
+
+
+@torch.inference_mode()
+def _model_decoder(model: Any, prompt: Tensor, steps: int) -> Decoder:
+    state = model.init_state(1)
+    for piece in prompt.split(PREFILL, dim=1):
+        logits, state, _ = model(piece, None, state)
+    begin = logits[:, -1].argmax(dim=-1)
+
+    @torch.inference_mode()
+    def run() -> None:
+        token, now = begin, map_state(Tensor.clone, state)
+        for _ in range(steps):
+            scores, now, _ = model.step(token, now, inplace=True)
+            token = scores.argmax(dim=-1)
+
+    return Decoder(sum(p.numel() for p in model.parameters()), state_bytes(state), run)
+
+
+@torch.inference_mode()
+def _llama_decoder(model: Any, cache_class: Any, prompt: Tensor, steps: int) -> Decoder:
+    cache = cache_class(config=model.config)
+    for piece in prompt.split(PREFILL, dim=1):
+        out = model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    begin = out.logits[:, -1].argmax(dim=-1, keepdim=True)
+    config = model.config
+    size = 2 * prompt.shape[1] * config.num_hidden_layers * config.hidden_size * out.logits.element_size()
+
+    @torch.inference_mode()
+    def run() -> None:
+        token = begin
+        for _ in range(steps):
+            logits = model(token, past_key_values=cache, use_cache=True).logits
+            token = logits[:, -1].argmax(dim=-1, keepdim=True)
+        cache.crop(-steps)  # the tokens of this round
+
+    return Decoder(sum(p.numel() for p in model.parameters()), size, run)

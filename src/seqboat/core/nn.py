@@ -1,0 +1,278 @@
+"""Parts that several mixers share: norms, positions, convolution by FFT."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from seqboat.checks import check_choice, check_positive, require
+from seqboat.ops.fused import norm_of_silu, scale_by_rms
+
+NormName = Literal["layer", "batch", "scale", "rms"]
+NORMS = ("layer", "batch", "scale", "rms")
+
+
+def make_norm(name: NormName, d_model: int) -> Norm:
+    """A norm by its name."""
+    check_choice("norm", name, NORMS)
+    if name == "batch":
+        return BatchNorm(d_model)
+    if name == "layer":
+        return LayerNorm(d_model)
+    return ScaleNorm(d_model) if name == "scale" else RMSNorm(d_model)
+
+
+class Norm(nn.Module):
+    """A norm over (..., dim) that may look at the mask of its tokens."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Normalise.
+
+        Args:
+            x: (batch, time, dim), or (batch, dim) in a step.
+            mask: (batch, time), True on real tokens.
+        """
+        raise NotImplementedError
+
+    def after_silu(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Normalise SiLU(x)."""
+        return self(F.silu(x), mask)
+
+
+class LayerNorm(Norm):
+    """Zero mean and unit variance over the channels of a token, then a learned scale and shift."""
+
+    def __init__(self, d_model: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(d_model))
+        self.bias = nn.Parameter(torch.zeros(d_model))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+    def after_silu(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if torch.is_autocast_enabled(x.device.type) or x.dtype != self.weight.dtype:
+            return super().after_silu(x, mask)
+        return norm_of_silu(x, self.weight, self.bias, self.eps)
+
+
+class RMSNorm(Norm):
+    """Unit root mean square over the channels of a token, then a learned scale per channel."""
+
+    def __init__(self, d_model: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(d_model))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return scale_by_rms(x, self.weight, self.eps)
+
+    def after_silu(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return scale_by_rms(x, self.weight, self.eps, activate=True)
+
+
+class ScaleNorm(Norm):
+    """Unit root mean square over the channels of a token, then one learned scale for all of them."""
+
+    def __init__(self, d_model: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return scale_by_rms(x, self.weight, self.eps)
+
+    def after_silu(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return scale_by_rms(x, self.weight, self.eps, activate=True)
+
+
+class BatchNorm(Norm):
+    """Zero mean and unit variance per channel over all real tokens of the batch; running averages in eval.
+
+    Where several processes share a batch, the moments are those of all of its tokens: `total` adds up over the
+    processes, of which some may have no token at all.
+    """
+
+    running_mean: Tensor
+    running_var: Tensor
+
+    def __init__(self, d_model: int, eps: float = 1e-5, momentum: float = 0.1) -> None:
+        super().__init__()
+        self.eps, self.momentum = eps, momentum
+        self.total: Callable[[Tensor], Tensor] | None = None
+        """differentiable sum over the processes; None where there is one"""
+        self.tracking = True
+        """whether batches seen in training move the running averages"""
+        self.weight = nn.Parameter(torch.ones(d_model))
+        self.bias = nn.Parameter(torch.zeros(d_model))
+        self.register_buffer("running_mean", torch.zeros(d_model))
+        self.register_buffer("running_var", torch.ones(d_model))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if self.training:
+            if mask is not None:
+                # whatever padding holds, NaN included, must not reach a gradient
+                x = torch.where(mask[..., None], x, 0)
+            mean, var, count = self._moments(x) if mask is None else self._masked_moments(x, mask)
+            if self.total is not None:
+                mean, var, count = self._pool(mean, var, count, self.total)
+            if self.tracking:
+                self._track(mean, var, count)
+        else:
+            mean, var = self.running_mean, self.running_var
+        scale = self.weight * torch.rsqrt(var + self.eps)
+        return torch.addcmul((self.bias - mean * scale).to(x.dtype), x, scale.to(x.dtype))
+
+    def _moments(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        flat = x.reshape(-1, x.shape[-1])
+        flat = flat if flat.dtype == torch.float64 else flat.float()
+        count = torch.tensor(float(flat.shape[0]), dtype=flat.dtype, device=x.device)
+        mean = flat.sum(dim=0) / count.clamp(min=1)
+        var = (flat - mean).square().sum(dim=0) / count.clamp(min=1)
+        return mean, var, count
+
+    def _masked_moments(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        real = mask[..., None]
+        wide = x if x.dtype == torch.float64 else x.float()
+        dims = tuple(range(x.dim() - 1))
+        count = mask.sum().to(wide.dtype)
+        mean = wide.sum(dim=dims) / count.clamp(min=1)
+        var = torch.where(real, wide - mean, 0).square().sum(dim=dims) / count.clamp(min=1)
+        return mean, var, count
+
+    def _pool(
+        self, mean: Tensor, var: Tensor, count: Tensor, total: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The moments of all processes from those of each, by one sum.
+
+        In float64, of which there are two numbers per channel: the square of the mean, which is taken off in the end,
+        may be far larger than the variance.
+        """
+        own, square = mean.double(), var.double() + mean.double().square()
+        sums = total(torch.cat([count.double()[None], count * own, count * square]))
+        count, (own, square) = sums[0], sums[1:].view(2, -1) / sums[0].clamp(min=1)
+        pooled = own, (square - own.square()).clamp(min=0), count
+        return tuple(part.to(mean.dtype) for part in pooled)  # type: ignore[return-value]
+
+    @torch.no_grad()
+    def _track(self, mean: Tensor, var: Tensor, count: Tensor) -> None:
+        """Move the running averages; an empty batch moves nothing."""
+        weight = torch.where(count > 0, self.momentum, 0.0)
+        unbiased = var * (count / (count - 1).clamp(min=1))
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), weight.to(mean.dtype))
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), weight.to(mean.dtype))
+
+
+def batch_norms(module: nn.Module) -> Iterator[BatchNorm]:
+    """All batch norms of a model."""
+    return (part for part in module.modules() if isinstance(part, BatchNorm))
+
+
+@contextlib.contextmanager
+def no_tracking(module: nn.Module) -> Iterator[None]:
+    """Running averages of a module's batch norms stay where they are, in the block."""
+    norms = [norm for norm in batch_norms(module) if norm.tracking]
+    for norm in norms:
+        norm.tracking = False
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.tracking = True
+
+
+def fft_convolve(x: Tensor, kernel: Tensor) -> Tensor:
+    """Causal convolution of (batch, time, dim) with (dim, taps), through the Fourier transform."""
+    time, taps = x.shape[1], kernel.shape[1]
+    if time == 0 or x.shape[0] == 0:
+        return x + 0 * kernel.sum()
+    size = time + taps - 1
+    product = torch.fft.rfft(x.transpose(1, 2), n=size) * torch.fft.rfft(kernel, n=size)
+    return torch.fft.irfft(product, n=size)[..., :time].transpose(1, 2)
+
+
+def rotate(x: Tensor, position: Tensor, base: float = 10000.0) -> Tensor:
+    """Rotary position embedding: turn each pair of neighbouring channels by position * base^(-2i/dim).
+
+    Args:
+        x: (..., dim), dim even.
+        position: (...), integer.
+    """
+    # reduced to one turn in float64: in float32 the angle of position one million is off by a tenth of a radian
+    angle = torch.remainder(position[..., None] * _frequencies(x.shape[-1], base, x.device), 2 * math.pi)
+    angle = angle.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    even, odd = x[..., 0::2], x[..., 1::2]
+    turned = [torch.addcmul(even * cos, odd, sin, value=-1), torch.addcmul(odd * cos, even, sin)]
+    return torch.stack(turned, dim=-1).flatten(-2)
+
+
+def _frequencies(dim: int, base: float, device: torch.device) -> Tensor:
+    """(dim / 2,), float64: how far a pair of channels turns from one position to the next."""
+    key = dim, base, device
+    if key in _known_frequencies and not torch.compiler.is_compiling():
+        return _known_frequencies[key]
+    # not an inference tensor, whoever asks first: training uses it as well
+    with torch.inference_mode(False):
+        found = base ** -(torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim)
+    if not torch.compiler.is_compiling():
+        _known_frequencies[key] = found
+    return found
+
+
+_known_frequencies: dict[tuple[int, float, torch.device], Tensor] = {}
+
+
+def sinusoids(position: Tensor, d_model: int) -> Tensor:
+    """Sinusoidal position embedding (..., d_model): sines in the first half, cosines in the second."""
+    exponent = torch.arange(0, d_model, 2, dtype=torch.float64, device=position.device) / d_model
+    angle = position[..., None] * 10000.0**-exponent
+    return torch.cat([angle.sin(), angle.cos()], dim=-1)[..., :d_model]
+
+
+class RelativeBias(nn.Module):
+    """A learned bias per distance `key - query`; distances beyond the table share its last entry."""
+
+    def __init__(self, max_distance: int) -> None:
+        super().__init__()
+        check_positive("max_distance", max_distance, least=0)
+        self.max_distance = max_distance
+        self.table = nn.Parameter(torch.empty(2 * max_distance + 1))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The table starts at N(0, 0.02), truncated at two deviations."""
+        nn.init.trunc_normal_(self.table, std=0.02, a=-0.04, b=0.04)
+
+    def forward(self, distance: Tensor) -> Tensor:
+        """The bias of each distance."""
+        return self.table[(distance + self.max_distance).clamp(0, 2 * self.max_distance)]
+
+
+def masked_mean(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Mean over the real tokens of (batch, time, dim); zero for a row without any."""
+    if mask is None:
+        return x.sum(dim=1) / max(x.shape[1], 1)
+    real = mask[..., None]
+    return torch.where(real, x, 0).sum(dim=1) / real.sum(dim=1).clamp(min=1)
+
+
+def init_linear(module: nn.Module) -> None:
+    """Start every Linear below at weights N(0, 0.02), truncated at two deviations, and biases 0."""
+    for part in module.modules():
+        if isinstance(part, nn.Linear):
+            nn.init.trunc_normal_(part.weight, std=0.02, a=-0.04, b=0.04)
+            if part.bias is not None:
+                nn.init.zeros_(part.bias)
+
+
+def check_even(name: str, value: int, reason: str) -> None:
+    """Refuse an odd width."""
+    require(value % 2 == 0, f"{name} must be even {reason}, got {value}")

@@ -1,0 +1,495 @@
+"""Who decides: routers map a token to a decision and a probability for each module.
+
+Section 3.3 of the paper (latent configurator) and its variants in appendices A.4 and E. A router works on each
+token alone, so that its decision is causal, the same in training, chunked reading and single steps. The
+gradient reaches it only through the confidence that multiplies the output of an activated module.
+
+Routers that compare the tokens of a sequence with each other (`by_row`: top-k capacity and expert choice) break this
+rule where they can afford it. They pick a fixed share of each row in training and in bidirectional layers, and
+follow there where the border between picked and passed over lies; causal layers at inference, which do not know
+what is still to come, activate what lies above that border.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from seqboat.checks import check_mask, check_positive, require
+from seqboat.core.nn import init_linear
+from seqboat.core.sma import Routing
+from seqboat.ops.fused import affine
+
+
+class Router(nn.Module, ABC):
+    """Decides for `modules` modules on the last dimension of its input."""
+
+    by_row = False
+    """Whether the router picks among the tokens of whole rows, where it may."""
+
+    def __init__(self, d_model: int, modules: int = 1) -> None:
+        super().__init__()
+        check_positive("d_model", d_model)
+        check_positive("modules", modules)
+        self.d_model, self.modules_count = d_model, modules
+
+    def forward(self, x: Tensor) -> Routing:
+        """Decide.
+
+        Args:
+            x: (..., d_model).
+
+        Returns:
+            active and probs, both (..., modules); probs in float32 at least.
+        """
+        require(
+            x.shape[-1:] == (self.d_model,), f"x must have shape (..., {self.d_model}), got {tuple(x.shape)}"
+        )
+        with torch.autocast(x.device.type, enabled=False):
+            return self.route(x if x.dtype == torch.float64 else x.float())
+
+    @abstractmethod
+    def route(self, x: Tensor) -> Routing:
+        """As `forward`, in full precision."""
+
+    def choose(self, probs: Tensor, shift: Tensor) -> Tensor:
+        """Decide anew, each token alone, with a shift of the log-odds of every decision.
+
+        Args:
+            probs: (..., modules), from `forward`.
+            shift: (modules,) or (..., modules).
+        """
+        return self.margin(probs, shift) + shift > 0
+
+    def margin(self, probs: Tensor, shift: Tensor) -> Tensor:
+        """(..., modules): by how much each decision is a yes, before its own shift; shifts of others count."""
+        return torch.logit(probs, eps=1e-7)
+
+    def select(self, score: Tensor, allowed: Tensor) -> Tensor:
+        """Pick among the tokens of whole rows; only of routers that go by row.
+
+        Args:
+            score: (batch, time, modules), log-odds.
+            allowed: (batch, time, 1) bool, who may be picked.
+        """
+        raise NotImplementedError(f"{type(self).__name__} decides about each token alone")
+
+    def linear(self, layer: nn.Linear, x: Tensor) -> Tensor:
+        """A Linear in the precision of x, whatever its own."""
+        weight = layer.weight.to(x.dtype)
+        return F.linear(x, weight) if layer.bias is None else affine(x, weight, layer.bias.to(x.dtype))
+
+
+def decide(logit: Tensor) -> Routing:
+    """Activate where the probability is above one half.
+
+    A token that is not finite has a logit that is not finite either; it activates nothing, so that it cannot
+    reach its batch mates.
+    """
+    probs = torch.sigmoid(logit)
+    return Routing((probs > 0.5) & (logit < math.inf), probs)
+
+
+def above_border(logit: Tensor, border: Tensor | float) -> Routing:
+    """Activate where the log-odds are above a border; a token that is not finite activates nothing, as above."""
+    return Routing((logit > border) & (logit < math.inf), torch.sigmoid(logit))
+
+
+class TemperedSoftmax(Router):
+    """softmax(u / tau) over (skip, activate), with a learned temperature: the paper's router."""
+
+    def __init__(self, d_model: int, modules: int = 1, temperature_scale: float = 1.0) -> None:
+        super().__init__(d_model, modules)
+        require(temperature_scale > 0, f"temperature_scale must be positive, got {temperature_scale}")
+        self.temperature_scale = temperature_scale
+        self.logits = nn.Linear(d_model, 2 * modules)
+        self.log_temperature = nn.Parameter(torch.empty(modules))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Logits start at N(0, 0.02), the temperature at temperature_scale * sqrt(d_model)."""
+        init_linear(self.logits)
+        start = math.log(self.temperature_scale * math.sqrt(self.d_model))
+        nn.init.constant_(self.log_temperature, start)
+
+    @property
+    def temperature(self) -> Tensor:
+        """(modules,): tau, kept within exp(-20) and exp(20)."""
+        return torch.exp(self.log_temperature.clamp(-20.0, 20.0))
+
+    def route(self, x: Tensor) -> Routing:
+        logits = self.linear(self.logits, x).unflatten(-1, (self.modules_count, 2))
+        # softmax over two is a sigmoid of their difference
+        return decide((logits[..., 1] - logits[..., 0]) / self.temperature.to(x.dtype))
+
+
+class SigmoidRouter(Router):
+    """One logit per module, active above one half; no temperature."""
+
+    def __init__(self, d_model: int, modules: int = 1) -> None:
+        super().__init__(d_model, modules)
+        self.logits = nn.Linear(d_model, modules)
+        init_linear(self.logits)
+
+    def route(self, x: Tensor) -> Routing:
+        return decide(self.linear(self.logits, x))
+
+
+class GumbelSoftmax(Router):
+    """Softmax with Gumbel noise in training and a temperature that falls with the training step.
+
+    tau' = max(2 * 0.999995^T, 0.5); `set_training_step` tells T. No noise in eval mode.
+    """
+
+    training_step: Tensor
+
+    def __init__(
+        self,
+        d_model: int,
+        modules: int = 1,
+        start: float = 2.0,
+        decay: float = 0.999995,
+        floor: float = 0.5,
+    ) -> None:
+        super().__init__(d_model, modules)
+        require(floor > 0, f"floor must be positive, got {floor}")
+        require(0 < decay <= 1, f"decay must be in (0, 1], got {decay}")
+        self.start, self.decay, self.floor = start, decay, floor
+        self.logits = nn.Linear(d_model, 2 * modules)
+        init_linear(self.logits)
+        self.register_buffer("training_step", torch.zeros((), dtype=torch.int64))
+
+    def notice_training_step(self, step: int) -> None:
+        """Training has come so far."""
+        self.training_step.fill_(step)
+
+    @property
+    def temperature(self) -> Tensor:
+        """tau' at the current training step."""
+        return (self.start * self.decay ** self.training_step.double()).clamp(min=self.floor)
+
+    def route(self, x: Tensor) -> Routing:
+        logits = self.linear(self.logits, x).unflatten(-1, (self.modules_count, 2))
+        difference = logits[..., 1] - logits[..., 0]
+        if self.training:
+            # the difference of two Gumbel variables is logistic
+            uniform = torch.rand_like(difference).clamp(1e-7, 1 - 1e-7)
+            difference = difference + torch.logit(uniform)
+        return decide(difference / self.temperature.to(x.dtype))
+
+
+class XMoE(Router):
+    """Cosine scores against a learned embedding per option, one of which is "do nothing" (Chi et al., 2022).
+
+    The options compete: the best one wins, so at most one module is active per token.
+    """
+
+    def __init__(self, d_model: int, modules: int = 1, d_route: int = 16) -> None:
+        super().__init__(d_model, modules)
+        check_positive("d_route", d_route)
+        self.project = nn.Linear(d_model, d_route, bias=False)
+        self.options = nn.Parameter(torch.empty(modules + 1, d_route))
+        self.log_temperature = nn.Parameter(torch.empty(()))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Projection N(0, 0.02), option embeddings orthogonal where they can be, temperature 0.3."""
+        init_linear(self.project)
+        nn.init.orthogonal_(self.options)
+        nn.init.constant_(self.log_temperature, math.log(0.3))
+
+    @property
+    def temperature(self) -> Tensor:
+        """(): of the softmax over the options, kept within exp(-20) and exp(20)."""
+        return torch.exp(self.log_temperature.clamp(-20.0, 20.0))
+
+    def route(self, x: Tensor) -> Routing:
+        token = F.normalize(self.linear(self.project, x), dim=-1)
+        option = F.normalize(self.options.to(x.dtype), dim=-1)
+        scale = torch.exp(-self.log_temperature.clamp(-20.0, 20.0)).to(x.dtype)
+        probs = torch.softmax(token @ option.T * scale, dim=-1)
+        best = probs.argmax(dim=-1, keepdim=True)
+        options = torch.arange(1, probs.shape[-1], device=x.device)
+        # a token that is not finite has no best option
+        return Routing((best == options) & (probs[..., 1:] > 0), probs[..., 1:])
+
+    def margin(self, probs: Tensor, shift: Tensor) -> Tensor:
+        nothing = (1 - probs.sum(dim=-1, keepdim=True)).clamp(min=1e-7)
+        score = torch.cat([nothing, probs.clamp(min=1e-7)], dim=-1).log()
+        shifted = score + F.pad(shift.expand_as(probs), (1, 0))
+        best = shifted.topk(2, dim=-1)
+        options = torch.arange(1, score.shape[-1], device=probs.device)
+        rival = torch.where(best.indices[..., :1] == options, best.values[..., 1:], best.values[..., :1])
+        return score[..., 1:] - rival
+
+
+class AlwaysActive(Router):
+    """Every token activates every module, with confidence one."""
+
+    def route(self, x: Tensor) -> Routing:
+        # a token that is not finite activates nothing, so that it cannot reach its batch mates
+        finite = x.detach().sum(dim=-1, keepdim=True).isfinite()
+        active = finite.expand(*x.shape[:-1], self.modules_count)
+        return Routing(active, active.to(x.dtype))
+
+
+class ThresholdRouter(SigmoidRouter):
+    """One logit per module, active above a probability that is set by hand."""
+
+    def __init__(self, d_model: int, modules: int = 1, threshold: float = 0.5) -> None:
+        super().__init__(d_model, modules)
+        require(0 < threshold < 1, f"threshold must be between 0 and 1, got {threshold!r}")
+        self.threshold = threshold
+
+    def route(self, x: Tensor) -> Routing:
+        return above_border(self.linear(self.logits, x), self._border)
+
+    @property
+    def _border(self) -> float:
+        return math.log(self.threshold / (1 - self.threshold))
+
+    def margin(self, probs: Tensor, shift: Tensor) -> Tensor:
+        return super().margin(probs, shift) - self._border
+
+
+class ByRow(Router):
+    """What routers share that pick a share of each row, and remember where the border lies.
+
+    Args:
+        d_model: width of the tokens.
+        modules: how many to decide for.
+        capacity: share of the tokens of a row that each module takes, rounded up.
+    """
+
+    by_row = True
+    border: Tensor
+
+    def __init__(self, d_model: int, modules: int, capacity: float) -> None:
+        super().__init__(d_model, modules)
+        require(0 < capacity <= 1, f"capacity must be above 0 and at most 1, got {capacity!r}")
+        self.capacity = capacity
+        self.register_buffer("border", torch.zeros(modules))
+
+    def margin(self, probs: Tensor, shift: Tensor) -> Tensor:
+        return super().margin(probs, shift) - self.border.to(probs.dtype)
+
+    def select(self, score: Tensor, allowed: Tensor) -> Tensor:
+        lengths = allowed.sum(dim=1)
+        # 0.3 * 10 is a little more than 3
+        count = (self.capacity * lengths.double() - 1e-9).ceil().long()
+        hidden = torch.where(allowed, score, -math.inf)
+        ranked, order = hidden.sort(dim=1, descending=True, stable=True)
+        places = torch.arange(score.shape[1], device=score.device)[:, None]
+        picked = (places < count[:, None]).expand_as(score)
+        if self.training and score.shape[1]:
+            self._follow(ranked, count, lengths)
+        return torch.zeros_like(picked).scatter(1, order, picked) & allowed
+
+    @torch.no_grad()
+    def _follow(self, ranked: Tensor, count: Tensor, lengths: Tensor) -> None:
+        """Move the border towards the middle between the last token picked and the first one passed over."""
+        last = ranked.gather(1, (count - 1).clamp(min=0).expand(-1, ranked.shape[2])[:, None])[:, 0]
+        first = ranked.gather(1, count.clamp(max=ranked.shape[1] - 1).expand(-1, ranked.shape[2])[:, None])[
+            :, 0
+        ]
+        known = (count > 0) & (count < lengths)
+        middle = torch.where(known, (last + first) / 2, 0).sum(dim=0) / known.sum(dim=0).clamp(min=1)
+        moved = torch.lerp(self.border, middle.to(self.border.dtype), 0.1)
+        self.border.copy_(torch.where(known.any(), moved, self.border))
+
+
+class TopKCapacity(ByRow):
+    """The most probable tokens of each row, a fixed share of them (mixture of depths, Raposo et al., 2024)."""
+
+    def __init__(self, d_model: int, modules: int = 1, capacity: float = 0.5) -> None:
+        super().__init__(d_model, modules, capacity)
+        self.logits = nn.Linear(d_model, modules)
+        init_linear(self.logits)
+
+    def route(self, x: Tensor) -> Routing:
+        return above_border(self.linear(self.logits, x), self.border)
+
+
+class ExpertChoice(ByRow):
+    """Modules compete for each token, then each takes its best ones (expert choice, Zhou et al., 2022).
+
+    The competition is a softmax over the modules and "do nothing". A token may be taken by several, or by none.
+    """
+
+    def __init__(self, d_model: int, modules: int = 1, capacity: float = 0.5) -> None:
+        super().__init__(d_model, modules, capacity)
+        self.logits = nn.Linear(d_model, modules + 1)
+        init_linear(self.logits)
+
+    def route(self, x: Tensor) -> Routing:
+        logits = self.linear(self.logits, x)
+        # the log-odds of an option against all others
+        whole = torch.logsumexp(logits, dim=-1, keepdim=True)
+        rest = whole + torch.log1p(-torch.exp(logits - whole).clamp(max=1 - 1e-6))
+        return above_border((logits - rest)[..., 1:], self.border)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TemperedSoftmaxConfig:
+    """The paper's router."""
+
+    temperature_scale: float = 1.0
+    """The temperature starts at this times sqrt(d_model) (the paper's alpha)."""
+
+    def build(self, d_model: int, modules: int = 1) -> Router:
+        return TemperedSoftmax(d_model, modules, self.temperature_scale)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SigmoidConfig:
+    """The ablation SeqBoat-Sigmoid."""
+
+    def build(self, d_model: int, modules: int = 1) -> Router:
+        return SigmoidRouter(d_model, modules)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GumbelConfig:
+    """The ablation with Gumbel softmax."""
+
+    start: float = 2.0
+    """First temperature."""
+    decay: float = 0.999995
+    """Factor per training step."""
+    floor: float = 0.5
+    """Last temperature."""
+
+    def build(self, d_model: int, modules: int = 1) -> Router:
+        return GumbelSoftmax(d_model, modules, self.start, self.decay, self.floor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class XMoEConfig:
+    """The ablation SeqBoat-MoE."""
+
+    d_route: int = 16
+    """Width of the space in which tokens and options are compared."""
+
+    def build(self, d_model: int, modules: int = 1) -> Router:
+        return XMoE(d_model, modules, self.d_route)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlwaysActiveConfig:
+    """No routing: the ablations that always activate."""
+
+    def build(self, d_model: int, modules: int = 1) -> Router:
+        return AlwaysActive(d_model, modules)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThresholdConfig:
+    """A sigmoid with a threshold of its own."""
+
+    threshold: float = 0.5
+    """Probability above which a token is active."""
+
+    def build(self, d_model: int, modules: int = 1) -> Router:
+        return ThresholdRouter(d_model, modules, self.threshold)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopKConfig:
+    """A fixed share of each sequence, as in mixture of depths."""
+
+    capacity: float = 0.5
+    """Share of the tokens of a sequence that each module takes."""
+
+    def build(self, d_model: int, modules: int = 1) -> Router:
+        return TopKCapacity(d_model, modules, self.capacity)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertChoiceConfig:
+    """Modules that choose their tokens."""
+
+    capacity: float = 0.5
+    """Share of the tokens of a sequence that each module takes."""
+
+    def build(self, d_model: int, modules: int = 1) -> Router:
+        return ExpertChoice(d_model, modules, self.capacity)
+
+
+RouterConfig = (
+    TemperedSoftmaxConfig
+    | SigmoidConfig
+    | GumbelConfig
+    | XMoEConfig
+    | AlwaysActiveConfig
+    | ThresholdConfig
+    | TopKConfig
+    | ExpertChoiceConfig
+)
+
+ROUTERS = {
+    "tempered-softmax": TemperedSoftmaxConfig,
+    "sigmoid": SigmoidConfig,
+    "gumbel-softmax": GumbelConfig,
+    "x-moe": XMoEConfig,
+    "always-active": AlwaysActiveConfig,
+    "threshold": ThresholdConfig,
+    "top-k": TopKConfig,
+    "expert-choice": ExpertChoiceConfig,
+}
+"""Every router by the name that commands use."""
+
+
+def set_training_step(model: nn.Module, step: int) -> None:
+    """Tell every part that changes with training how far training has come.
+
+    These are the modules with a method `notice_training_step`: routers that anneal, budgets, revivals.
+    """
+    for part in model.modules():
+        notice = getattr(part, "notice_training_step", None)
+        if callable(notice):
+            notice(step)
+
+
+class Activation(NamedTuple):
+    """What one router did on a batch, per module."""
+
+    rate: Tensor
+    """(modules,): share of the real tokens that were activated"""
+    confidence: Tensor
+    """(modules,): mean confidence over the activated tokens; zero if there are none"""
+    per_row: Tensor
+    """(batch, modules): share of the row's real tokens that were activated"""
+
+
+@torch.no_grad()
+def activation(routing: Routing, mask: Tensor | None = None) -> Activation:
+    """Measure what a router did; nothing of this is computed unless asked for.
+
+    Args:
+        routing: from a layer's output.
+        mask: (batch, time), True on real tokens.
+    """
+    active = routing.active
+    if mask is None:
+        mask = active.new_ones(active.shape[:2])
+    check_mask(mask, active)
+    count = (active & mask[..., None]).sum(dim=1)
+    total = mask.sum(dim=1)[:, None]
+    confidence = torch.where(mask[..., None], routing.confidence, 0).sum(dim=(0, 1))
+    return Activation(
+        rate=count.sum(dim=0) / total.sum().clamp(min=1),
+        confidence=confidence / count.sum(dim=0).clamp(min=1),
+        per_row=count / total.clamp(min=1),
+    )
+
+
+def activations(routings: Sequence[Routing | None], mask: Tensor | None = None) -> list[Activation]:
+    """`activation` of every routed layer of a model's output."""
+    return [activation(routing, mask) for routing in routings if routing is not None]

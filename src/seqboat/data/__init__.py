@@ -1,0 +1,1 @@
+"""Raw files in, memory-mapped arrays out."""

@@ -1,0 +1,191 @@
+"""Downloads that survive bad connections: several mirrors, resumed where they stopped, checked before they are used.
+
+What is not finished is called `.NAME.part`; a file under its own name has the expected size and hash.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import os
+import socket
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+
+from seqboat.checks import require
+from seqboat.data.sources import MAX_BYTES, looks_like_html
+from seqboat.data.store import Progress, free_bytes
+from seqboat.version import __version__
+
+CHUNK = 1 << 18
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remote:
+    """A file that can be had from several places."""
+
+    name: str
+    """What the file is called."""
+    urls: tuple[str, ...]
+    """Where it is, best first."""
+    bytes: int | None = None
+    """Its size, if known."""
+    digest: str | None = None
+    """Its hash as "sha256:..." or "md5:...", if known; md5 guards against accidents only."""
+
+
+class DownloadError(Exception):
+    """No mirror had the file; the message says what each of them did."""
+
+
+class _Wrong(Exception):
+    """A mirror offers something else: there is no use in asking it again."""
+
+
+def digest_of(path: Path, algorithm: str) -> str:
+    """The hash of a file as "algorithm:hex"."""
+    with open(path, "rb") as file:
+        return f"{algorithm}:{hashlib.file_digest(file, algorithm).hexdigest()}"
+
+
+def check_file(path: Path, remote: Remote) -> None:
+    """Refuse a file that is not the expected one."""
+    size = path.stat().st_size
+    require(
+        remote.bytes is None or size == remote.bytes,
+        f"{path} has {size:,} bytes, expected {remote.bytes or 0:,}",
+    )
+    if remote.digest is not None:
+        got = digest_of(path, remote.digest.partition(":")[0])
+        require(got == remote.digest, f"{path} has {got}, expected {remote.digest}")
+
+
+def download(
+    remote: Remote,
+    folder: Path,
+    advance: Progress = lambda count: None,
+    *,
+    attempts: int = 5,
+    pause: float = 1.0,
+    timeout: float = 30.0,
+) -> Path:
+    """Get a file, or find it already there.
+
+    Args:
+        remote: what to get.
+        folder: where to put it.
+        advance: told about the bytes that arrive.
+        attempts: connections to each mirror that bring nothing new, before the next mirror is asked.
+        pause: seconds before the second connection, doubled for each further one.
+        timeout: seconds after which a silent connection is given up.
+
+    Raises:
+        DownloadError: if no mirror has the right file.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    final = folder / remote.name
+    if final.exists():
+        check_file(final, remote)
+        return final
+    part = folder / f".{remote.name}.part"
+    complaints = []
+    for url in remote.urls:
+        require(urllib.parse.urlsplit(url).scheme in ("http", "https"), f"not a web address: {url}")
+        complaint = _from_mirror(url, remote, part, advance, attempts, pause, timeout)
+        if complaint is None:
+            os.replace(part, final)
+            part.with_name(part.name + ".tag").unlink(missing_ok=True)
+            return final
+        complaints.append(f"{url}: {complaint}")
+    raise DownloadError(f"{remote.name} could not be downloaded; " + "; ".join(complaints))
+
+
+def _from_mirror(
+    url: str, remote: Remote, part: Path, advance: Progress, attempts: int, pause: float, timeout: float
+) -> str | None:
+    """Fill the part from one mirror; returns what went wrong, or None."""
+    failures = 0
+    while True:
+        before = part.stat().st_size if part.exists() else 0
+        try:
+            _fetch(url, remote, part, advance, timeout)
+            check_file(part, remote)
+            return None
+        except (_Wrong, ValueError) as error:
+            # whatever has arrived is not what is wanted, so nothing may be appended to it
+            part.unlink(missing_ok=True)
+            return str(error)
+        except (OSError, http.client.HTTPException) as error:
+            if (
+                isinstance(error, urllib.error.HTTPError)
+                and error.code < 500
+                and error.code not in (408, 429)
+            ):
+                return f"HTTP {error.code} {error.reason}"
+            if isinstance(error, urllib.error.URLError) and isinstance(error.reason, socket.gaierror):
+                return f"unknown host: {error.reason}"
+            arrived = part.stat().st_size if part.exists() else 0
+            failures = 1 if arrived > before else failures + 1
+            if failures >= attempts:
+                return f"{type(error).__name__}: {error}"
+            time.sleep(min(pause * 2 ** (failures - 1), 60))
+
+
+def _fetch(url: str, remote: Remote, part: Path, advance: Progress, timeout: float) -> None:
+    """One connection: append what is missing."""
+    have = part.stat().st_size if part.exists() else 0
+    if have and have == remote.bytes:
+        return
+    headers = {"User-Agent": f"seqboat/{__version__}", "Accept-Encoding": "identity"}
+    tag_file = part.with_name(part.name + ".tag")
+    if have and remote.digest is None:
+        # no hash will tell halves of two files from a whole one, so the server must say that it is the same file
+        known_url, _, tag = (tag_file.read_text() if tag_file.exists() else "").partition(" ")
+        have = have if known_url == url and tag else 0
+        headers["If-Range"] = tag
+    if have:
+        headers["Range"] = f"bytes={have}-"
+    else:
+        headers.pop("If-Range", None)
+    try:
+        response = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=timeout)
+    except urllib.error.HTTPError as error:
+        if error.code == 416 and have:
+            # the part is as long as the file or longer: begin anew
+            part.unlink()
+            raise ConnectionError("the mirror has no more bytes than we have") from None
+        raise
+    with response:
+        if have and not (response.status == 206 and _starts_at(response.headers.get("Content-Range"), have)):
+            have = 0
+        length = response.headers.get("Content-Length")
+        end = have + int(length) if length is not None and length.isdigit() else None
+        if end is not None and remote.bytes is not None and end != remote.bytes:
+            raise _Wrong(f"offers {end:,} bytes, expected {remote.bytes:,}")
+        limit = remote.bytes or end or MAX_BYTES
+        room = free_bytes(part.parent)
+        if end is not None and end - have > room:
+            raise _Wrong(f"needs {end - have:,} bytes, but {part.parent} has room for {room:,}")
+        if remote.digest is None and not have:
+            tag_file.write_text(f"{url} {response.headers.get('ETag', '')}")
+        with open(part, "ab" if have else "wb") as file:
+            while chunk := response.read(CHUNK):
+                if have == 0 and looks_like_html(chunk):
+                    raise _Wrong("sent a web page instead of the file")
+                have += len(chunk)
+                if have > limit:
+                    raise _Wrong(f"sent more than the {limit:,} bytes expected")
+                file.write(chunk)
+                advance(len(chunk))
+            file.flush()
+            os.fsync(file.fileno())
+        if have < (end or remote.bytes or 0):
+            raise ConnectionError(f"connection closed after {have:,} of {end or remote.bytes:,} bytes")
+
+
+def _starts_at(content_range: str | None, start: int) -> bool:
+    return content_range is not None and content_range.replace(" ", "").startswith(f"bytes{start}-")

@@ -1,0 +1,75 @@
+"""Work in parts that are shared between processes and survive an interruption.
+
+A part is a number and leaves a file under its own name; parts whose files are there are not made again. What a part
+holds must not depend on who makes it, so that any number of processes makes the same data.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from seqboat.data.store import Progress
+
+Make = Callable[[int, Progress], None]
+"""Makes a part, and tells how many examples are done; can be sent to another process."""
+
+
+def make_parts(make: Make, parts: Sequence[int], workers: int, advance: Progress) -> None:
+    """Make parts with some processes; one part, or one worker, is made here."""
+    if workers > 1 and len(parts) > 1:
+        _share(make, parts, min(workers, len(parts)), advance)
+        return
+    for part in parts:
+        make(part, advance)
+
+
+def _share(make: Make, parts: Sequence[int], workers: int, advance: Progress) -> None:
+    import multiprocessing
+    from multiprocessing.connection import Connection, wait
+
+    # a fresh interpreter: forking one in which torch runs threads can hang
+    context = multiprocessing.get_context("spawn")
+    processes, pipes = [], list[Connection]()
+    for worker in range(workers):
+        receiver, sender = context.Pipe(duplex=False)
+        arguments = (make, parts[worker::workers], sender, os.getpid())
+        process = context.Process(target=_work, args=arguments, daemon=True)
+        process.start()
+        sender.close()
+        processes.append(process)
+        pipes.append(receiver)
+    try:
+        while pipes:
+            for pipe in wait(pipes):
+                assert isinstance(pipe, Connection)
+                try:
+                    message = pipe.recv()
+                except EOFError:
+                    pipes.remove(pipe)
+                    continue
+                if isinstance(message, ValueError):
+                    raise message
+                advance(message)
+        for process in processes:
+            process.join()
+            if process.exitcode != 0:
+                raise RuntimeError(f"a process that made data ended with exit code {process.exitcode}")
+    finally:
+        for process in processes:
+            process.terminate()
+            process.join()
+
+
+def _work(make: Make, parts: Sequence[int], sender: Any, parent: int) -> None:
+    def advance(count: int) -> None:
+        if os.getppid() != parent:
+            raise SystemExit  # the run that wanted this is gone
+        sender.send(count)
+
+    try:
+        for part in parts:
+            make(part, advance)
+    except ValueError as error:
+        sender.send(error)

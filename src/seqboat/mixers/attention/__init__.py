@@ -1,0 +1,1 @@
+"""Attention layers: the Transformer and its long-sequence relatives."""

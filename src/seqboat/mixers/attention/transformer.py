@@ -1,0 +1,243 @@
+"""The Transformer layer (Vaswani et al., 2017): multi-head attention among all tokens, then a feed-forward block.
+
+    O_i = softmax(Q_i K_i^T / sqrt(d_head) + bias_i) V_i     for each head i
+    x   = x + (O_1 ... O_heads) W + b,   x = x + W_2 f(W_1 x + b_1) + b_2
+
+with the norm before each block (pre-norm) or after each sum (post-norm). Time and memory grow with the square of
+the sequence if scores are materialised ("plain"); `scaled_dot_product_attention` ("sdpa") keeps the memory linear.
+In decoding, keys and values of all earlier tokens are kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from seqboat.checks import check_choice, check_positive, check_rate, require
+from seqboat.core.nn import NORMS, Norm, NormName, check_even, init_linear, make_norm, rotate
+from seqboat.core.padding import zero_padding
+from seqboat.mixers.attention.cache import Cache, append, extend, make_cache, seen_by_step
+from seqboat.mixers.base import MixerOutput, RecurrentMixer, keep_rows
+
+Implementation = Literal["plain", "sdpa"]
+TransformerPositions = Literal["absolute", "rotary", "relative", "none"]
+TRANSFORMER_POSITIONS = ("absolute", "rotary", "relative", "none")
+ActivationName = Literal["relu", "gelu", "silu"]
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerConfig:
+    """A layer of the original Transformer."""
+
+    heads: int = 8
+    """Attention heads, each of width d_model / heads."""
+    d_ff: int | None = None
+    """Hidden width of the feed-forward block; four times the model's by default."""
+    activation: ActivationName = "relu"
+    """The function inside the feed-forward block."""
+    implementation: Implementation = "sdpa"
+    """Materialised softmax, or PyTorch's fused attention; the results are the same."""
+    positions: TransformerPositions = "absolute"
+    """Sinusoids that the model adds to its inputs, rotary ones, a learned bias per head and distance, or none."""
+    max_positions: int = 4096
+    """Distances beyond which the relative bias stays the same."""
+    causal: bool = False
+    """One direction, for language models; or else both."""
+    norm: NormName = "layer"
+    """The norm of both blocks."""
+    prenorm: bool = False
+    """Whether the norms come before the blocks instead of after them."""
+    dropout: float = 0.0
+    """Rate of dropout on attention weights and on the outputs of both blocks."""
+
+    def __post_init__(self) -> None:
+        check_positive("heads", self.heads)
+        check_positive("max_positions", self.max_positions)
+        check_choice("activation", self.activation, tuple(ACTIVATIONS))
+        check_choice("implementation", self.implementation, ("plain", "sdpa"))
+        check_choice("positions", self.positions, TRANSFORMER_POSITIONS)
+        check_choice("norm", self.norm, NORMS)
+        check_rate("dropout", self.dropout)
+        if self.d_ff is not None:
+            check_positive("d_ff", self.d_ff)
+
+    def build(self, d_model: int) -> Transformer:
+        return Transformer(d_model, self)
+
+
+class FeedForward(nn.Module):
+    """Two linear maps with a function between them, on each token alone."""
+
+    def __init__(self, d_model: int, d_hidden: int, activation: ActivationName = "relu") -> None:
+        super().__init__()
+        check_choice("activation", activation, tuple(ACTIVATIONS))
+        self.activation = activation
+        self.hidden = nn.Linear(d_model, d_hidden)
+        self.out = nn.Linear(d_hidden, d_model)
+        init_linear(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(ACTIVATIONS[self.activation](self.hidden(x)))
+
+
+class Visible(NamedTuple):
+    """What queries see, for either implementation."""
+
+    hidden: Tensor | None
+    """(batch or 1, 1, queries or 1, keys) bool: True where a query must not see a key"""
+    bias: Tensor | None
+    """(batch or 1, heads, queries, keys)"""
+    causal: bool
+    """whether, besides, query i sees key j only if j <= i"""
+
+
+class Transformer(RecurrentMixer):
+    """One Transformer layer on (batch, time, d_model)."""
+
+    def __init__(self, d_model: int, config: TransformerConfig | None = None) -> None:
+        super().__init__()
+        config = config or TransformerConfig()
+        check_positive("d_model", d_model)
+        require(
+            d_model % config.heads == 0,
+            f"d_model must be a multiple of heads = {config.heads}, got {d_model}",
+        )
+        self.config, self.d_model, self.causal = config, d_model, config.causal
+        self.wants_positions = config.positions == "absolute"
+        self.heads, self.d_head = config.heads, d_model // config.heads
+        if config.positions == "rotary":
+            check_even("d_model / heads", self.d_head, "with rotary positions")
+        self.norm: Norm = make_norm(config.norm, d_model)
+        self.qkv = nn.Linear(d_model, 3 * d_model)
+        self.out = nn.Linear(d_model, d_model)
+        self.ffn_norm: Norm = make_norm(config.norm, d_model)
+        self.ffn = FeedForward(d_model, config.d_ff or 4 * d_model, config.activation)
+        if config.positions == "relative":
+            self.bias = nn.Parameter(torch.empty(config.heads, 2 * config.max_positions - 1))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Weights N(0, 0.02), truncated at two deviations, biases 0; the relative bias N(0, 0.02)."""
+        init_linear(self)
+        if self.config.positions == "relative":
+            nn.init.trunc_normal_(self.bias, std=0.02, a=-0.04, b=0.04)
+
+    def closing_norm(self) -> nn.Module | None:
+        return make_norm(self.config.norm, self.d_model) if self.config.prenorm else None
+
+    def mix(self, x: Tensor, mask: Tensor | None, state: Cache | None) -> MixerOutput:
+        batch, time = x.shape[:2]
+        counts = torch.full((batch,), time, device=x.device) if mask is None else mask.sum(dim=1)
+        slot = torch.arange(time, device=x.device)
+        slots = slot.expand(batch, -1) if state is None else state.total[:, None] + slot
+        query, key, value = self._project(self.norm(x, mask) if self.config.prenorm else x, slots)
+        after = None
+        if self.causal:
+            empty = make_cache(batch, self.heads, self.d_head, self.d_head, x.dtype, x.device)
+            if state is None and mask is None:
+                after = Cache(key.to(x.dtype), value.to(x.dtype), counts)
+            else:
+                after = extend(empty if state is None else state, key, value, counts)
+        if state is None:
+            visible = self._visible(slots[:1], slot[None], mask)
+        else:
+            assert after is not None
+            key, value = after.keys.to(key.dtype), after.values.to(value.dtype)
+            visible = self._visible_with_past(slots, key.shape[2])
+        attended = self._attend(query, key, value, visible).transpose(1, 2).flatten(2)
+        return MixerOutput(zero_padding(self._close(x, attended, mask), mask), after)
+
+    def _project(self, x: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values (batch, heads, time, d_head) of (batch, time, d_model)."""
+        parts = self.qkv(x).unflatten(-1, (3, self.heads, self.d_head)).permute(2, 0, 3, 1, 4)
+        query, key, value = parts.unbind(0)
+        if self.config.positions == "rotary":
+            place = slots[:, None].expand(query.shape[:3])
+            query, key = rotate(query, place), rotate(key, place)
+        return query, key, value
+
+    def _relative(self, query_slot: Tensor, key_slot: Tensor) -> Tensor | None:
+        """(rows, heads, queries, keys): the bias of slots (rows, queries) and (rows, keys)."""
+        if self.config.positions != "relative":
+            return None
+        reach = self.config.max_positions - 1
+        distance = (key_slot[:, None, :] - query_slot[:, :, None]).clamp(-reach, reach)
+        return self.bias[:, distance + reach].transpose(0, 1)
+
+    def _visible(self, query_slot: Tensor, key_slot: Tensor, mask: Tensor | None) -> Visible:
+        """Of a sequence from its beginning. Padding comes last: causal queries never see it."""
+        bias = self._relative(query_slot, key_slot)
+        if self.causal or mask is None:
+            return Visible(None, bias, self.causal)
+        # the first key stays visible, so that rows without a real token have a finite softmax
+        first = torch.arange(mask.shape[1], device=mask.device) == 0
+        return Visible(~(mask | first)[:, None, None], bias, False)
+
+    def _visible_with_past(self, query_slot: Tensor, keys: int) -> Visible:
+        key_slot = torch.arange(keys, device=query_slot.device)[None]
+        hidden = (key_slot[:, None, :] > query_slot[:, :, None])[:, None]
+        return Visible(hidden, self._relative(query_slot, key_slot), False)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, visible: Visible) -> Tensor:
+        """(batch, heads, queries, d_head)."""
+        dropout = self.config.dropout if self.training else 0.0
+        hidden, bias, causal = visible
+        if causal and (bias is not None or self.config.implementation == "plain"):
+            ahead = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).triu(1)
+            hidden, causal = ahead, False
+        # the fused attention forgets the gradient of the bias of an empty sequence
+        if self.config.implementation == "sdpa" and query.numel():
+            given = None if hidden is None else ~hidden
+            if bias is not None:
+                given = bias.to(query.dtype)
+                given = given if hidden is None else given.masked_fill(hidden, _lowest(given))
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask=given, dropout_p=dropout, is_causal=causal
+            )
+        scores = (query * (1 / math.sqrt(self.d_head))) @ key.transpose(-1, -2)
+        if bias is not None:
+            scores = scores + bias
+        if hidden is not None:
+            scores = scores.masked_fill(hidden, _lowest(scores))
+        weights = torch.softmax(scores, dim=-1)
+        return (F.dropout(weights, dropout) if dropout else weights) @ value
+
+    def _close(self, x: Tensor, attended: Tensor, mask: Tensor | None) -> Tensor:
+        """Both residual connections, after the attention of (..., d_model)."""
+        y = x + self._drop(self.out(attended))
+        if self.config.prenorm:
+            return y + self._drop(self.ffn(self.ffn_norm(y, mask)))
+        y = self.norm(y, mask)
+        return self.ffn_norm(y + self._drop(self.ffn(y)), mask)
+
+    def _drop(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.config.dropout, self.training) if self.config.dropout else x
+
+    def make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> Cache:
+        return make_cache(batch, self.heads, self.d_head, self.d_head, dtype, device)
+
+    def advance(
+        self, x: Tensor, state: Cache, mask: Tensor | None = None, inplace: bool = False
+    ) -> MixerOutput:
+        branch = self.norm(x, mask) if self.config.prenorm else x
+        query, key, value = self._project(branch[:, None], state.total[:, None])
+        after = append(state, key[:, :, 0], value[:, :, 0], mask, inplace)
+        keys, values, seen = seen_by_step(after)
+        slots = torch.arange(keys.shape[2], device=x.device)[None]
+        # batches of equal length need no mask, which lets the fused attention take its fast path
+        hidden = None if x.shape[0] == 1 else ~seen[:, None, None]
+        visible = Visible(hidden, self._relative(after.total[:, None] - 1, slots), False)
+        attended = self._attend(query, keys.to(query.dtype), values.to(query.dtype), visible)
+        return MixerOutput(keep_rows(mask, self._close(x, attended.flatten(1), mask)), after)
+
+
+def _lowest(scores: Tensor) -> float:
+    """A score so low that its weight is zero, yet finite: rows without any key have no NaN."""
+    return torch.finfo(scores.dtype).min

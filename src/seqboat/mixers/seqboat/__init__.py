@@ -1,0 +1,1 @@
+"""The SeqBoat layer, its parts and its ablations."""

@@ -1,0 +1,186 @@
+"""The SeqBoat layer in the forms of the paper's ablations, appendix E.
+
+Each form is a configuration whose defaults differ from SeqBoat's in what its row of the tables changes; `ablate`
+makes the same change to any other SeqBoat. One of them has a part that SeqBoat lacks, a feed-forward block behind
+each layer:
+
+    y = SeqBoat(x),   out = y + W_2 SiLU(W_1 y + b_1) + b_2
+
+with the norm before the block or after the sum, as in MEGA.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from seqboat.core.nn import Norm, make_norm
+from seqboat.core.padding import zero_padding
+from seqboat.core.routers import AlwaysActiveConfig, GumbelConfig, RouterConfig, SigmoidConfig, XMoEConfig
+from seqboat.mixers.attention.transformer import FeedForward
+from seqboat.mixers.base import MixerOutput, RecurrentMixer, keep_rows
+from seqboat.mixers.seqboat.gau import GAUConfig
+from seqboat.mixers.seqboat.layer import SeqBoat, SeqBoatConfig, SeqBoatState
+from seqboat.mixers.ssm.ema import EMAConfig
+from seqboat.mixers.ssm.s4d import S4DConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeqBoatFullConfig(SeqBoatConfig):
+    """SeqBoat-full: the chosen tokens attend to all others, without a working memory."""
+
+    gau: GAUConfig = GAUConfig(span="full")
+    """Attention among the chosen tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeqBoatFullAlwaysConfig(SeqBoatFullConfig):
+    """SeqBoat-full, always activated: every token attends to all others."""
+
+    router: RouterConfig = AlwaysActiveConfig()
+    """Who decides which tokens attend."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeqBoatFullGumbelConfig(SeqBoatFullConfig):
+    """SeqBoat-full with Gumbel softmax decisions."""
+
+    router: RouterConfig = GumbelConfig()
+    """Who decides which tokens attend."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeqBoatFullS4DConfig(SeqBoatFullConfig):
+    """SeqBoat-full with S4D in place of the moving average."""
+
+    ssm: EMAConfig | S4DConfig = S4DConfig()
+    """The state-space layer that reads every token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeqBoatSigmoidConfig(SeqBoatConfig):
+    """SeqBoat-Sigmoid: decisions by a sigmoid instead of the tempered softmax."""
+
+    router: RouterConfig = SigmoidConfig()
+    """Who decides which tokens attend."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeqBoatMoEConfig(SeqBoatConfig):
+    """SeqBoat-MoE: decisions by the routing of X-MoE, between attention and nothing."""
+
+    router: RouterConfig = XMoEConfig()
+    """Who decides which tokens attend."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeqBoatLocalConfig(SeqBoatConfig):
+    """SeqBoat-local: every token attends to those around it."""
+
+    router: RouterConfig = AlwaysActiveConfig()
+    """Who decides which tokens attend."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeqBoatLocal32Config(SeqBoatLocalConfig):
+    """SeqBoat-local32: every token attends to the 32 around it."""
+
+    gau: GAUConfig = GAUConfig(window=32)
+    """Attention among the chosen tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeqBoatChunkConfig(SeqBoatLocalConfig):
+    """SeqBoat-chunk: every token attends inside its chunk of the sequence."""
+
+    gau: GAUConfig = GAUConfig(span="chunk")
+    """Attention among the chosen tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeqBoatMem32Config(SeqBoatConfig):
+    """SeqBoat-mem32: a working memory of 32 tokens."""
+
+    gau: GAUConfig = GAUConfig(window=32)
+    """Attention among the chosen tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeqBoatThenFFNConfig(SeqBoatConfig):
+    """SeqBoat-FFN: MEGA's feed-forward block behind each layer."""
+
+    d_ff: int | None = None
+    """Hidden width of the block; twice the model's by default."""
+
+    def build(self, d_model: int) -> SeqBoatThenFFN:  # type: ignore[override]
+        return SeqBoatThenFFN(d_model, self)
+
+
+def ablate(form: type[SeqBoatConfig], base: SeqBoatConfig) -> SeqBoatConfig:
+    """Change a SeqBoat as an ablation does, and leave the rest of it alone.
+
+    >>> base = SeqBoatConfig(gau=GAUConfig(d_z=16), norm="rms")
+    >>> local = ablate(SeqBoatLocal32Config, base)
+    >>> local.router, local.gau.window, local.gau.d_z, local.norm
+    (AlwaysActiveConfig(), 32, 16, 'rms')
+    """
+    new, default = form(), SeqBoatConfig()
+    return form(
+        **{
+            field.name: _changed(
+                getattr(new, field.name), getattr(default, field.name), getattr(base, field.name)
+            )
+            for field in fields(default)
+        }
+    )
+
+
+def _changed(new: Any, default: Any, base: Any) -> Any:
+    """The base, with what is new in comparison with the default."""
+    if new == default:
+        return base
+    if is_dataclass(base) and not isinstance(base, type) and type(new) is type(default) is type(base):
+        parts = {
+            field.name: _changed(*(getattr(part, field.name) for part in (new, default, base)))
+            for field in fields(new)
+        }
+        return replace(base, **parts)
+    return new
+
+
+class SeqBoatThenFFN(RecurrentMixer):
+    """A SeqBoat layer and a feed-forward block on (batch, time, d_model)."""
+
+    def __init__(self, d_model: int, config: SeqBoatThenFFNConfig | None = None) -> None:
+        super().__init__()
+        config = config or SeqBoatThenFFNConfig()
+        self.config, self.d_model, self.causal = config, d_model, config.causal
+        self.layer = SeqBoat(d_model, config)
+        self.norm: Norm = make_norm(config.norm, d_model)
+        self.ffn = FeedForward(d_model, config.d_ff or 2 * d_model, "silu")
+
+    def closing_norm(self) -> nn.Module | None:
+        return self.layer.closing_norm()
+
+    def mix(self, x: Tensor, mask: Tensor | None, state: SeqBoatState | None) -> MixerOutput:
+        out = self.layer.mix(x, mask, state)
+        return out._replace(y=zero_padding(self._close(out.y, mask), mask))
+
+    def _close(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        prenorm = self.config.prenorm
+        added = self.ffn(self.norm(x, mask) if prenorm else x).to(x.dtype)
+        y = x + (F.dropout(added, self.config.dropout, self.training) if self.config.dropout else added)
+        return y if prenorm else self.norm(y, mask).to(x.dtype)
+
+    def make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> SeqBoatState:
+        return self.layer.make_state(batch, dtype, device)
+
+    def advance(
+        self, x: Tensor, state: SeqBoatState, mask: Tensor | None = None, inplace: bool = False
+    ) -> MixerOutput:
+        out = self.layer.advance(x, state, mask, inplace)
+        return out._replace(y=keep_rows(mask, self._close(out.y, mask)))

@@ -1,0 +1,162 @@
+"""The SeqBoat layer, section 3.3 of the paper: a state-space layer on every token, attention on the chosen ones.
+
+    H   = dropout(SiLU(SSM(S)))
+    out = SiLU(c * extract(GAU(compress(H))) + H W + b + S)
+
+Pre-norm normalises S in the branch, post-norm the output. Dropout falls on the output of the attention in
+bidirectional layers and on the sum of both branches in causal ones.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from seqboat.checks import check_choice, check_positive, check_rate
+from seqboat.core.budget import BudgetConfig, RevivalConfig
+from seqboat.core.nn import NORMS, Norm, NormName, init_linear, make_norm
+from seqboat.core.padding import Aligned, zero_padding
+from seqboat.core.routers import RouterConfig, TemperedSoftmaxConfig
+from seqboat.mixers.attention.transformer import FeedForward
+from seqboat.mixers.base import MixerOutput, RecurrentMixer, keep_rows
+from seqboat.mixers.seqboat.activation import SMAState, SparseModularActivation
+from seqboat.mixers.seqboat.gau import GAUConfig
+from seqboat.mixers.ssm.base import SSMState, TruncatedState
+from seqboat.mixers.ssm.ema import EMAConfig
+from seqboat.mixers.ssm.s4d import S4DConfig
+from seqboat.ops.fused import combine, recomputed
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeqBoatConfig:
+    """The paper's layer."""
+
+    ssm: EMAConfig | S4DConfig = EMAConfig()
+    """The state-space layer that reads every token."""
+    router: RouterConfig = TemperedSoftmaxConfig()
+    """Who decides which tokens attend."""
+    gau: GAUConfig = GAUConfig()
+    """Attention among the chosen tokens."""
+    ffn: bool = False
+    """Whether a feed-forward block stands beside attention, for which the router decides on its own."""
+    d_ff: int | None = None
+    """Width of that block; None takes 2 d_model, as MEGA does."""
+    budget: BudgetConfig = BudgetConfig()
+    """How many tokens may attend; as many as want to by default."""
+    revival: RevivalConfig = RevivalConfig()
+    """What keeps the router alive in training; nothing by default."""
+    causal: bool = False
+    """One direction, for language models; or else both."""
+    norm: NormName = "layer"
+    """The norm of the layer."""
+    prenorm: bool = False
+    """Whether the norm comes before the branch instead of after the layer."""
+    dropout: float = 0.0
+    """Rate of dropout."""
+
+    def __post_init__(self) -> None:
+        check_choice("norm", self.norm, NORMS)
+        check_rate("dropout", self.dropout)
+        if self.d_ff is not None:
+            check_positive("d_ff", self.d_ff)
+
+    def build(self, d_model: int) -> SeqBoat:
+        return SeqBoat(d_model, self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeqBoatFFNConfig(SeqBoatConfig):
+    """The ablation SeqBoat-{GAU, FFN}: two modules that are activated independently (M = 2)."""
+
+    ffn: bool = True
+    """Whether a feed-forward block stands beside attention, for which the router decides on its own."""
+
+
+class SeqBoatState(NamedTuple):
+    """The state of a causal layer: of constant size, unless attention spans everything."""
+
+    ssm: SSMState | TruncatedState
+    sma: SMAState
+
+
+class SeqBoat(RecurrentMixer):
+    """One SeqBoat layer on (batch, time, d_model)."""
+
+    def __init__(self, d_model: int, config: SeqBoatConfig | None = None) -> None:
+        super().__init__()
+        config = config or SeqBoatConfig()
+        self.config, self.d_model, self.causal = config, d_model, config.causal
+        self.norm: Norm = make_norm(config.norm, d_model)
+        self.ssm = config.ssm.build(d_model, config.causal)
+        branch_dropout = 0.0 if config.causal else config.dropout
+        modules: dict[str, nn.Module] = {"gau": config.gau.build(d_model, config.causal, branch_dropout)}
+        if config.ffn:
+            ffn = FeedForward(d_model, config.d_ff or 2 * d_model, "silu")
+            modules["ffn"] = nn.Sequential(ffn, nn.Dropout(branch_dropout)) if branch_dropout else ffn
+        self.sma = SparseModularActivation(
+            modules,
+            d_model,
+            config.router,
+            budget=config.budget,
+            revival=config.revival,
+            causal=config.causal,
+        )
+        self.linear = nn.Linear(d_model, d_model)
+        init_linear(self.linear)
+
+    def closing_norm(self) -> nn.Module | None:
+        return make_norm(self.config.norm, self.d_model) if self.config.prenorm else None
+
+    def mix(self, x: Tensor, mask: Tensor | None, state: SeqBoatState | None) -> MixerOutput:
+        padding = None if mask is None else Aligned(mask)
+        branch = self._open(x, mask)
+        ssm = self.ssm(branch, padding, None if state is None else state.ssm)
+        hidden = self._drop(F.silu(ssm.y))
+        before = ssm.y.detach()
+        # SiLU is cheap to compute again; dropout is not
+        cheap = not (self.config.dropout and self.training)
+        with recomputed(hidden, lambda: F.silu(before)) if cheap else nullcontext():
+            sma = self.sma.activate(hidden, mask, None if state is None else state.sma)
+            if self.causal and self.config.dropout:
+                branches = combine(self.linear, torch.zeros_like(x), hidden, sma.rows, sma.out)
+                summed = self._drop(self.sma.attach(branches, sma.routing)) + x
+            else:
+                summed = self.sma.attach(combine(self.linear, x, hidden, sma.rows, sma.out), sma.routing)
+        after = SeqBoatState(ssm.state, sma.state) if sma.state is not None else None
+        return MixerOutput(zero_padding(self._close(summed, x.dtype, mask), mask), after, sma.routing)
+
+    def _open(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        # autocast may widen the output of a norm: states keep to the type of the inputs
+        return self.norm(x, mask).to(x.dtype) if self.config.prenorm else x
+
+    def _drop(self, x: Tensor) -> Tensor:
+        rate = self.config.dropout
+        return F.dropout(x, rate, self.training) if rate else x
+
+    def _close(self, summed: Tensor, dtype: torch.dtype, mask: Tensor | None) -> Tensor:
+        y = F.silu(summed) if self.config.prenorm else self.norm.after_silu(summed, mask)
+        return y.to(dtype)
+
+    def make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> SeqBoatState:
+        return SeqBoatState(
+            self.ssm.make_state(batch, dtype, device), self.sma.make_state(batch, dtype, device)
+        )
+
+    def advance(
+        self,
+        x: Tensor,
+        state: SeqBoatState,
+        mask: Tensor | None = None,
+        inplace: bool = False,
+    ) -> MixerOutput:
+        branch = self._open(x, mask)
+        ssm = self.ssm.advance(branch, state.ssm, mask, inplace)
+        hidden = self._drop(F.silu(ssm.y))
+        sma = self.sma.advance(hidden, state.sma, mask, inplace, self.linear(hidden))
+        y = self._close(self._drop(sma.y) + x, x.dtype, mask)
+        return MixerOutput(keep_rows(mask, y), SeqBoatState(ssm.state, sma.state), sma.routing)

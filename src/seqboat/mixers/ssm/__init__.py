@@ -1,0 +1,1 @@
+"""State-space kernels and the layers around them."""

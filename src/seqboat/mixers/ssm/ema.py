@@ -1,0 +1,99 @@
+"""Multi-dimensional damped exponential moving average (MD-EMA), appendix A.3 of the paper.
+
+Each channel spreads over `d_state` averages with their own rates and reads them back:
+
+    p = sigmoid(delta),  q = 1 - p * sigmoid(alpha)
+    z_t = p * beta * x_t + q * z_{t-1},   y_t = sum(gamma / sqrt(d_state) * z_t) + skip * x_t
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from seqboat.mixers.ssm.base import Coefficients, DiagonalSSM, Method
+from seqboat.ops.scan import BLOCK
+
+
+@dataclass(frozen=True, kw_only=True)
+class EMAConfig:
+    """The paper's state-space layer."""
+
+    d_state: int = 16
+    """Averages per channel (the paper's h)."""
+    truncation: int | None = None
+    """Cut the kernel after so many taps."""
+    method: Method = "scan"
+    """Block scan, or the convolution by FFT."""
+    block: int = BLOCK
+    """Tokens per block of the scan."""
+
+    def build(self, d_model: int, causal: bool) -> EMA:
+        return EMA(d_model, self, causal=causal)
+
+
+class EMA(DiagonalSSM):
+    """MD-EMA over (batch, time, d_model)."""
+
+    def __init__(self, d_model: int, config: EMAConfig | None = None, *, causal: bool) -> None:
+        config = config or EMAConfig()
+        super().__init__(d_model, config.d_state, causal, config.truncation, config.method, config.block)
+        shape = (self.directions, d_model, config.d_state)
+        self.delta = nn.Parameter(torch.empty(shape))
+        self.alpha = nn.Parameter(torch.empty(shape))
+        self.beta = nn.Parameter(torch.empty(shape))
+        self.gamma = nn.Parameter(torch.empty(shape))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initial values, all truncated at two deviations.
+
+        delta, alpha   N(0, 0.2)
+        beta           +1, -1, +1, ... over the states, plus N(0, 0.02)
+        gamma, skip    N(0, 1)
+        """
+        for parameter in (self.delta, self.alpha):
+            nn.init.trunc_normal_(parameter, std=0.2, a=-0.4, b=0.4)
+        nn.init.trunc_normal_(self.beta, std=0.02, a=-0.04, b=0.04)
+        with torch.no_grad():
+            self.beta[..., 0::2] += 1
+            self.beta[..., 1::2] -= 1
+        for parameter in (self.gamma, self.skip):
+            nn.init.trunc_normal_(parameter, std=1.0, a=-2.0, b=2.0)
+
+    def coefficients(self) -> Coefficients:
+        delta, alpha, beta, gamma = self._wide_parameters()
+        rate = torch.sigmoid(delta)
+        return Coefficients(log_decay(delta, alpha), rate * beta, gamma * (1 / math.sqrt(self.d_state)))
+
+    def step_coefficients(self) -> tuple[Tensor, Tensor, Tensor]:
+        delta, alpha, beta, gamma = (part[0] for part in self._wide_parameters())
+        rate = torch.sigmoid(delta)
+        decay = torch.addcmul(torch.sigmoid(-delta), rate, torch.sigmoid(-alpha))
+        return decay, rate * beta, gamma * (1 / math.sqrt(self.d_state))
+
+    def _wide_parameters(self) -> list[Tensor]:
+        parameters = (self.delta, self.alpha, self.beta, self.gamma)
+        return [part if part.dtype == torch.float64 else part.float() for part in parameters]
+
+
+def log_decay(delta: Tensor, alpha: Tensor) -> Tensor:
+    """log(1 - sigmoid(delta) * sigmoid(alpha)), accurate near 0 and near minus infinity.
+
+    1 - p * a is close to 1 for slow averages (log1p keeps the digits) and close to 0 for fast ones, where it is
+    the sum of two small positive numbers: (1 - p) + p * (1 - a).
+    """
+    p = torch.sigmoid(delta)
+    taken = p * torch.sigmoid(alpha)
+    slow = taken < 0.5
+    left = torch.sigmoid(-delta) + p * torch.sigmoid(-alpha)
+    tiny = torch.finfo(left.dtype).tiny
+    # each branch sees harmless numbers where the other one is used: no NaN can reach a gradient
+    return torch.where(
+        slow,
+        torch.log1p(-torch.where(slow, taken, torch.zeros_like(taken))),
+        torch.log(torch.where(slow, torch.ones_like(left), left).clamp(min=tiny)),
+    )

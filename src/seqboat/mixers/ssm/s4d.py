@@ -1,0 +1,124 @@
+"""S4D: a diagonal state-space layer with complex states (Gu et al., 2022), the paper's alternative kernel.
+
+x'(t) = A x(t) + B u(t), y = Re(C x), with diagonal A = -exp(log_real) + i * imag, B = 1, discretised with a
+zero-order hold and a learned step dt per channel:
+
+    q = exp(dt * A),   kernel[l] = 2 Re sum_n C_n (q_n - 1) / A_n q_n^l
+
+Half of the states are kept; their conjugates give the factor 2. Reference: "On the Parameterization and
+Initialization of Diagonal State Space Models". `S4D` is the bare kernel, which SeqBoat takes as its state-space
+layer; `S4DLayerConfig` makes a whole layer of a pure state-space model from it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from seqboat.checks import check_choice, check_steps
+from seqboat.mixers.ssm.base import Coefficients, DiagonalSSM, Method, check_states_even
+from seqboat.mixers.ssm.hippo import legs_modes
+from seqboat.mixers.ssm.layer import SSMLayer, SSMLayerConfig
+from seqboat.ops.scan import BLOCK
+
+Init = Literal["legs", "lin", "inv"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class S4DConfig:
+    """A diagonal state-space layer with complex states."""
+
+    d_state: int = 64
+    """Real states per channel: d_state / 2 conjugate pairs."""
+    init: Init = "legs"
+    """Initial A: the diagonal part of HiPPO-LegS, linear or inverse frequencies."""
+    dt_min: float = 0.001
+    """Smallest initial step."""
+    dt_max: float = 0.1
+    """Largest initial step."""
+    truncation: int | None = None
+    """Cut the kernel after so many taps."""
+    method: Method = "scan"
+    """Block scan, or the convolution by FFT."""
+    block: int = BLOCK
+    """Tokens per block of the scan."""
+
+    def build(self, d_model: int, causal: bool) -> S4D:
+        return S4D(d_model, self, causal=causal)
+
+
+@dataclass(frozen=True, kw_only=True)
+class S4DLayerConfig(SSMLayerConfig):
+    """A layer of an S4D model."""
+
+    ssm: S4DConfig = S4DConfig()
+    """The state-space core."""
+
+    def build(self, d_model: int) -> SSMLayer:
+        return SSMLayer(self.ssm.build(d_model, self.causal), self)
+
+
+class S4D(DiagonalSSM):
+    """S4D over (batch, time, d_model)."""
+
+    def __init__(self, d_model: int, config: S4DConfig | None = None, *, causal: bool) -> None:
+        config = config or S4DConfig()
+        super().__init__(d_model, config.d_state, causal, config.truncation, config.method, config.block)
+        check_states_even(config.d_state, "S4D")
+        check_choice("init", config.init, ("legs", "lin", "inv"))
+        check_steps(config.dt_min, config.dt_max)
+        self.config = config
+        pairs = config.d_state // 2
+        shape = (self.directions, d_model, pairs)
+        self.log_dt = nn.Parameter(torch.empty(self.directions, d_model))
+        self.log_real = nn.Parameter(torch.empty(shape))
+        self.imag = nn.Parameter(torch.empty(shape))
+        self.c = nn.Parameter(torch.empty(*shape, 2))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initial values.
+
+        log_dt    uniform in [log dt_min, log dt_max]
+        A         by `init`, the same for every channel
+        c         N(0, 1/2) in its real and imaginary part
+        skip      N(0, 1)
+        """
+        low, high = math.log(self.config.dt_min), math.log(self.config.dt_max)
+        nn.init.uniform_(self.log_dt, low, high)
+        poles = initial_poles(self.config.init, self.config.d_state)
+        with torch.no_grad():
+            self.log_real.copy_(torch.log(-poles.real).expand_as(self.log_real))
+            self.imag.copy_(poles.imag.expand_as(self.imag))
+        nn.init.normal_(self.c, std=math.sqrt(0.5))
+        nn.init.normal_(self.skip)
+
+    def coefficients(self) -> Coefficients:
+        log_dt, log_real, imag, c = (
+            part if part.dtype == torch.float64 else part.float()
+            for part in (self.log_dt, self.log_real, self.imag, self.c)
+        )
+        poles = torch.complex(-torch.exp(log_real), imag)
+        log_q = poles * torch.exp(log_dt)[..., None]
+        read = 2 * torch.view_as_complex(c) * torch.expm1(log_q) / poles
+        return Coefficients(log_q, torch.ones_like(read), read)
+
+
+def initial_poles(init: Init, d_state: int) -> Tensor:
+    """The d_state / 2 poles with positive imaginary part, in complex128.
+
+    lin:  A_n = -1/2 + i pi n
+    inv:  A_n = -1/2 + i N/pi (N / (2n + 1) - 1)
+    legs: eigenvalues of the normal part of the HiPPO-LegS matrix
+    """
+    pairs = d_state // 2
+    n = torch.arange(pairs, dtype=torch.float64)
+    if init == "lin":
+        return torch.complex(torch.full_like(n, -0.5), math.pi * n)
+    if init == "inv":
+        return torch.complex(torch.full_like(n, -0.5), d_state / math.pi * (d_state / (2 * n + 1) - 1))
+    return legs_modes(d_state).poles

@@ -1,0 +1,1 @@
+"""Whole models: a backbone of mixers, its heads, and the weights that come with the package."""

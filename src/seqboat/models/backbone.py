@@ -1,0 +1,432 @@
+"""Models: an input layer, a stack of mixers, a head. Names no mixer.
+
+- `Classifier`: mean over the real tokens, one hidden layer of width 2 d_model, class scores.
+- `Matcher`: two sequences through the same backbone, features [a, b, a * b, a - b].
+- `LanguageModel`: next-token scores with the embedding's own weights; carries a state of constant size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from seqboat.checks import check_dtype, check_mask, check_positive, check_rate, check_row_mask, require
+from seqboat.core.nn import init_linear, masked_mean, no_tracking, sinusoids
+from seqboat.core.padding import Aligned, align, zero_padding
+from seqboat.core.sma import Routing
+from seqboat.core.state import check_state
+from seqboat.mixers.base import Mixer, RecurrentMixer
+
+
+class MixerConfig(Protocol):
+    """What a model needs to know about a mixer's configuration."""
+
+    def build(self, d_model: int) -> Mixer: ...
+
+
+@runtime_checkable
+class StackConfig(Protocol):
+    """A mixer's configuration whose layers differ by their place in the stack."""
+
+    def build_layers(self, d_model: int, num_layers: int) -> Sequence[Mixer]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackboneConfig:
+    """An input layer and a stack of mixers, equal unless the mixer's configuration has another plan."""
+
+    mixer: MixerConfig
+    """The layer that is stacked."""
+    d_model: int = 128
+    """Width."""
+    num_layers: int = 4
+    """Depth."""
+    vocab: int | None = None
+    """Number of token ids; None for real-valued inputs."""
+    channels: int = 1
+    """Channels of real-valued inputs."""
+    scaled_embedding: bool = False
+    """Whether token embeddings are multiplied by sqrt(d_model) when read, as in the language model."""
+    absolute_positions: bool | None = None
+    """Whether sinusoidal positions with a learned scale are added to the inputs; None: if the mixer wants them."""
+    dropout: float = 0.0
+    """Rate of dropout on the inputs of the first layer."""
+
+    def __post_init__(self) -> None:
+        check_positive("d_model", self.d_model)
+        check_positive("num_layers", self.num_layers)
+        check_positive("channels", self.channels)
+        check_rate("dropout", self.dropout)
+        if self.vocab is not None:
+            check_positive("vocab", self.vocab)
+
+
+class BackboneState(NamedTuple):
+    """What a causal stack remembers."""
+
+    layers: tuple[Any, ...]
+    """one state per layer"""
+    seen: Tensor
+    """(batch,): real tokens so far"""
+
+
+class BackboneOutput(NamedTuple):
+    """What a stack returns."""
+
+    y: Tensor
+    """(batch, time, d_model), zeros on padding; (batch, d_model) from `step`"""
+    state: BackboneState | None
+    """after the last real token; None unless every layer is causal"""
+    routings: tuple[Routing | None, ...]
+    """one per layer"""
+
+
+class Backbone(nn.Module):
+    """An input layer and a stack of mixers.
+
+    Takes token ids (batch, time), or real values (batch, time) or (batch, time, channels).
+    """
+
+    def __init__(self, config: BackboneConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.gradient_checkpointing = False
+        # what a state must look like, kept from step to step
+        self._expected: tuple[tuple[int, torch.dtype], BackboneState] | None = None
+        d_model = config.d_model
+        if config.vocab is not None:
+            self.embedding: nn.Embedding | nn.Linear = nn.Embedding(config.vocab, d_model)
+        else:
+            self.embedding = nn.Linear(config.channels, d_model)
+        if isinstance(config.mixer, StackConfig):
+            self.layers = nn.ModuleList(config.mixer.build_layers(d_model, config.num_layers))
+        else:
+            self.layers = nn.ModuleList(config.mixer.build(d_model) for _ in range(config.num_layers))
+        first = self.layers[0]
+        assert isinstance(first, Mixer)
+        asked = config.absolute_positions
+        self.absolute_positions = first.wants_positions if asked is None else asked
+        if self.absolute_positions:
+            self.position_scale = nn.Parameter(torch.empty(()))
+        self.lead = nn.Parameter(torch.empty(first.lead, d_model)) if first.lead else None
+        if first.lead:
+            for layer in self.layers:
+                layer.follow()  # type: ignore[operator]
+        self.causal = all(isinstance(m, RecurrentMixer) and m.causal for m in self.layers)
+        self.norm = first.closing_norm()
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initial values of the input layer; mixers have their own.
+
+        token embedding    N(0, 1 / d_model)
+        real values        weights N(0, 1), biases N(0, 0.1)
+        position scale     1 / sqrt(d_model)
+        second stream      N(0, 1 / d_model)
+        """
+        if isinstance(self.embedding, nn.Embedding):
+            nn.init.normal_(self.embedding.weight, std=self.config.d_model**-0.5)
+        else:
+            nn.init.normal_(self.embedding.weight)
+            nn.init.normal_(self.embedding.bias, std=0.1)
+        if self.absolute_positions:
+            nn.init.constant_(self.position_scale, self.config.d_model**-0.5)
+        if self.lead is not None:
+            nn.init.normal_(self.lead, std=self.config.d_model**-0.5)
+
+    def forward(
+        self, inputs: Tensor, mask: Tensor | None = None, state: BackboneState | None = None
+    ) -> BackboneOutput:
+        """Run the stack.
+
+        Args:
+            inputs: token ids or real values.
+            mask: (batch, time), True on real tokens, in any pattern.
+            state: from an earlier call; causal stacks only.
+        """
+        inputs = self._check(inputs, mask)
+        if state is not None:
+            self._check_state(state, inputs.shape[0])
+        plan = None if mask is None else align(mask)
+        real = None
+        if plan is not None:
+            inputs, real = plan.pull(inputs), plan.mask
+        self._check_ids(inputs)
+        aligned = None if real is None else Aligned(real)
+        batch, time = inputs.shape[:2]
+        seen = inputs.new_zeros(batch, dtype=torch.int64) if state is None else state.seen
+        position = seen[:, None] + torch.arange(time, device=inputs.device)
+        x = self._embed(inputs, position)
+        lead = 0 if self.lead is None else len(self.lead)
+        if self.lead is not None:
+            x = torch.cat([self.lead.expand(batch, -1, -1).to(x.dtype), x], dim=1)
+            aligned = None if real is None else Aligned(F.pad(real, (lead, 0), value=True))
+        before = (None,) * len(self.layers) if state is None else state.layers
+        states, routings = [], []
+        for layer, memory in zip(self.layers, before, strict=True):
+            if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+                # torch's compiler takes no contexts here
+                around: Any = {}
+                if not torch.compiler.is_compiling():
+                    around = {"context_fn": partial(_recomputing, layer)}
+                x, after, routing = checkpoint(layer, x, aligned, memory, use_reentrant=False, **around)
+            else:
+                x, after, routing = layer(x, aligned, memory)
+            states.append(after)
+            routings.append(routing)
+        x = x[:, lead:]
+        if self.norm is not None:
+            x = zero_padding(self.norm(x, real), real)
+        if plan is not None:
+            x = plan.push(x)
+            routings = [
+                None if r is None else Routing(plan.push(r.active), plan.push(r.probs)) for r in routings
+            ]
+        final = None
+        if self.causal:
+            new = time if real is None else real.sum(dim=1)
+            final = BackboneState(tuple(states), seen + new)
+        return BackboneOutput(x, final, tuple(routings))
+
+    def _embed(self, inputs: Tensor, position: Tensor) -> Tensor:
+        if isinstance(self.embedding, nn.Embedding):
+            x = self.embedding(inputs)
+            if self.config.scaled_embedding:
+                x = x * math.sqrt(self.config.d_model)
+        else:
+            # autocast narrows the product; the layers and their states keep to the type of the weights
+            x = self.embedding(inputs).to(self.embedding.weight.dtype)
+        if self.absolute_positions:
+            x = x + (sinusoids(position, self.config.d_model) * self.position_scale).to(x.dtype)
+        return F.dropout(x, self.config.dropout, self.training) if self.config.dropout else x
+
+    def _check(self, inputs: Tensor, mask: Tensor | None) -> Tensor:
+        require(isinstance(inputs, Tensor), f"inputs must be a tensor, got {type(inputs).__name__}")
+        shape = tuple(inputs.shape)
+        if self.config.vocab is not None:
+            require(
+                inputs.dim() == 2 and inputs.dtype in (torch.int64, torch.int32),
+                f"inputs must be integer token ids of shape (batch, time), got {inputs.dtype} of shape {shape}",
+            )
+        else:
+            if inputs.dim() == 2 and self.config.channels == 1:
+                inputs = inputs[..., None]
+            require(
+                inputs.dim() == 3 and inputs.shape[2] == self.config.channels and inputs.is_floating_point(),
+                f"inputs must be floating point of shape (batch, time, {self.config.channels}), "
+                f"got {inputs.dtype} of shape {shape}",
+            )
+        weight = self.embedding.weight
+        require(
+            inputs.device == weight.device,
+            f"inputs are on {inputs.device} but the model is on {weight.device}",
+        )
+        if isinstance(self.embedding, nn.Linear):
+            check_dtype(inputs, weight, "inputs", "model")
+        if mask is not None:
+            check_mask(mask, inputs)
+        return inputs
+
+    def _check_ids(self, ids: Tensor) -> None:
+        """Refuse token ids out of range; other devices than the CPU say so themselves."""
+        vocab = self.config.vocab
+        if vocab is None or ids.device.type != "cpu" or not ids.numel() or torch.compiler.is_compiling():
+            return
+        low, high = (int(edge) for edge in ids.aminmax())
+        require(
+            low >= 0 and high < vocab,
+            f"inputs must be token ids in 0..{vocab - 1}, got {low if low < 0 else high}",
+        )
+
+    def _check_state(self, state: BackboneState, batch: int) -> None:
+        require(self.causal, "this model is bidirectional: only causal models carry a state")
+        weight = self.embedding.weight
+        expected = (batch, weight.dtype)
+        if self._expected is None or self._expected[0] != expected:
+            fresh = self._make_state(batch, weight.dtype, torch.device("meta"))
+            self._expected = expected, fresh
+        check_state(state, self._expected[1], weight.device, "model")
+
+    def _make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> BackboneState:
+        layers = tuple(layer.make_state(batch, dtype, device) for layer in self.layers)  # type: ignore[operator]
+        return BackboneState(layers, torch.zeros(batch, dtype=torch.int64, device=device))
+
+    def init_state(self, batch: int) -> BackboneState:
+        """The state before the first token."""
+        require(self.causal, "this model is bidirectional: only causal models carry a state")
+        weight = self.embedding.weight
+        return self._make_state(batch, weight.dtype, weight.device)
+
+    def step(
+        self,
+        inputs: Tensor,
+        state: BackboneState,
+        mask: Tensor | None = None,
+        inplace: bool = False,
+    ) -> BackboneOutput:
+        """Take one token per row.
+
+        Args:
+            inputs: (batch,) token ids, or (batch, channels) real values.
+            state: from `init_state`, `forward` or `step`.
+            mask: (batch,), False for rows that rest.
+            inplace: whether the given state may be overwritten.
+        """
+        require(isinstance(inputs, Tensor), f"inputs must be a tensor, got {type(inputs).__name__}")
+        wanted = "integer token ids of shape (batch,)"
+        if self.config.vocab is None:
+            wanted = f"floating point of shape (batch, {self.config.channels})"
+        single = self.config.vocab is not None or (self.config.channels == 1 and inputs.dim() == 1)
+        require(
+            inputs.dim() == (1 if single else 2),
+            f"inputs must be {wanted}, got {inputs.dtype} of shape {tuple(inputs.shape)}",
+        )
+        if mask is not None:
+            check_row_mask(mask, inputs)
+        inputs = self._check(inputs[:, None], None)
+        self._check_state(state, inputs.shape[0])
+        real = None if mask is None else mask[:, None]
+        inputs = zero_padding(inputs, real)
+        self._check_ids(inputs)
+        x = zero_padding(self._embed(inputs, state.seen[:, None]), real)[:, 0]
+        states, routings = [], []
+        for layer, memory in zip(self.layers, state.layers, strict=True):
+            assert isinstance(layer, RecurrentMixer)
+            x, after, routing = layer.advance(x, memory, mask, inplace)
+            states.append(after)
+            routings.append(routing)
+        if self.norm is not None:
+            x = self.norm(x)
+        if mask is not None:
+            x = torch.where(mask[:, None], x, 0)
+        seen = state.seen + (1 if mask is None else mask.to(state.seen.dtype))
+        return BackboneOutput(x, BackboneState(tuple(states), seen), tuple(routings))
+
+
+def _recomputing(layer: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """What surrounds a checkpointed layer, the first time and again: a batch moves running averages only once."""
+    return nullcontext(), no_tracking(layer)
+
+
+class ClassifierOutput(NamedTuple):
+    """What a classifier or a matcher returns."""
+
+    logits: Tensor
+    """(batch, classes)"""
+    routings: tuple[Routing | None, ...]
+    """one per layer; of a matcher, those of the first sequence, then those of the second"""
+
+
+class Head(nn.Module):
+    """One hidden layer with GELU, then class scores."""
+
+    def __init__(self, d_in: int, d_hidden: int, classes: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        check_positive("classes", classes)
+        self.hidden = nn.Linear(d_in, d_hidden)
+        self.out = nn.Linear(d_hidden, classes)
+        self.dropout = dropout
+        init_linear(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.dropout(self.hidden(x), self.dropout, self.training)
+        return self.out(F.gelu(hidden))
+
+
+class Classifier(nn.Module):
+    """One label for a sequence."""
+
+    def __init__(self, config: BackboneConfig, classes: int) -> None:
+        super().__init__()
+        self.backbone = Backbone(config)
+        d_model = config.d_model
+        self.head = Head(d_model, 2 * d_model, classes, config.dropout)
+
+    def forward(self, inputs: Tensor, mask: Tensor | None = None) -> ClassifierOutput:
+        """Class scores of token ids or real values (batch, time)."""
+        out = self.backbone(inputs, mask)
+        return ClassifierOutput(self.head(masked_mean(out.y, mask)), out.routings)
+
+
+class Matcher(nn.Module):
+    """One label for a pair of sequences."""
+
+    def __init__(self, config: BackboneConfig, classes: int = 2) -> None:
+        super().__init__()
+        self.backbone = Backbone(config)
+        d_model = config.d_model
+        self.head = Head(4 * d_model, 2 * d_model, classes, config.dropout)
+
+    def forward(
+        self,
+        first: Tensor,
+        second: Tensor,
+        first_mask: Tensor | None = None,
+        second_mask: Tensor | None = None,
+    ) -> ClassifierOutput:
+        """Class scores of pairs (batch, time) and (batch, other time)."""
+        require(
+            first.shape[:1] == second.shape[:1],
+            f"first and second must hold as many rows, got {first.shape[0]} and {second.shape[0]}",
+        )
+        one = self.backbone(first, first_mask)
+        two = self.backbone(second, second_mask)
+        a, b = masked_mean(one.y, first_mask), masked_mean(two.y, second_mask)
+        logits = self.head(torch.cat([a, b, a * b, a - b], dim=-1))
+        return ClassifierOutput(logits, one.routings + two.routings)
+
+
+class LanguageModelOutput(NamedTuple):
+    """What a language model returns."""
+
+    logits: Tensor
+    """(batch, time, vocab): scores of the token after each token; (batch, vocab) from `step`"""
+    state: BackboneState
+    """after the last real token"""
+    routings: tuple[Routing | None, ...]
+    """one per layer"""
+
+
+class LanguageModel(nn.Module):
+    """Scores the next token, with tied input and output embeddings."""
+
+    def __init__(self, config: BackboneConfig) -> None:
+        super().__init__()
+        require(config.vocab is not None, "a language model needs a vocab, got None")
+        self.backbone = Backbone(config)
+        require(self.backbone.causal, "a language model needs causal mixers: set causal=True")
+
+    def forward(
+        self, tokens: Tensor, mask: Tensor | None = None, state: BackboneState | None = None
+    ) -> LanguageModelOutput:
+        """Scores after every token of (batch, time); pass the state back to continue the sequences."""
+        out = self.backbone(tokens, mask, state)
+        return LanguageModelOutput(self._score(out.y), out.state, out.routings)
+
+    def init_state(self, batch: int) -> BackboneState:
+        """The state before the first token."""
+        return self.backbone.init_state(batch)
+
+    def step(
+        self,
+        tokens: Tensor,
+        state: BackboneState,
+        mask: Tensor | None = None,
+        inplace: bool = False,
+    ) -> LanguageModelOutput:
+        """Scores after one more token per row, (batch,); see `Backbone.step`."""
+        out = self.backbone.step(tokens, state, mask, inplace)
+        assert out.state is not None
+        return LanguageModelOutput(self._score(out.y), out.state, out.routings)
+
+    def _score(self, y: Tensor) -> Tensor:
+        return F.linear(y, self.backbone.embedding.weight)

@@ -1,0 +1,1 @@
+"""Runs as HTML pages."""

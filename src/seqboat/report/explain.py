@@ -1,0 +1,382 @@
+"""One input through a trained model: what it predicts, and which tokens attended, for people and for programs.
+
+    examples = subject("runs/listops", lambda task: (task.read_text(b"[MAX 2 9 [MIN 4 7 ] 0 ]"),))
+    found = explain(examples)
+    print(render(found, examples.task, colour=False))
+    as_record(found, examples.task)
+
+In colour, a token lies on the shade of its confidence. Without, a digit below it says the tenths of the confidence,
+and a dot that it was not activated. Nothing of the input reaches a terminal as it is: control characters are spelt.
+"""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from seqboat.analysis.measures import Examples, LayerTrace, SampleTrace, SequenceTrace, trace
+from seqboat.checks import require
+from seqboat.report.page import Html, asset, element, visible, write_page
+from seqboat.report.samples import (
+    PAGE_BYTES,
+    collect_samples,
+    explorer,
+    label_name,
+    pack_samples,
+    spell_tokens,
+)
+from seqboat.tasks.base import IGNORE, Dataset, Example, Task
+from seqboat.tasks.image import SHADES, draw
+from seqboat.training.evaluate import find_checkpoint, load_model, task_of
+
+LONGEST = 8192
+"""Tokens of a text that are read, unless the task's own sequences are longer."""
+LABEL = 9
+"""Columns of a terminal before the tokens."""
+WIDEST_PICTURE = 64
+"""Pixels side by side that are shown; larger images are shown in squares."""
+RESET = "\033[0m"
+LEVELS = ((195, 16), (153, 16), (111, 16), (68, 231), (25, 231))
+"""Background and foreground, of the 256 colours of terminals, from a confidence of one half on by tenths."""
+
+Sequences = tuple[NDArray[Any], ...]
+"""One sequence, or the two that a task compares."""
+
+
+class Single(Dataset):
+    """A data set of one example."""
+
+    def __init__(self, example: Example) -> None:
+        self.example = example
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> Example:
+        return self.example
+
+
+def subject(
+    run: Path | str,
+    read: Callable[[Task], Sequences],
+    which: str = "best",
+    fields: Sequence[str] = (),
+) -> Examples:
+    """The model of a run, and one input that nobody has labelled.
+
+    Args:
+        run: the run's folder, or one checkpoint in it.
+        read: makes the inputs, by what the task says; of a task that compares two sequences, both.
+        which: "best" or "latest".
+        fields: changes of the data, as arguments `--data.x=value`.
+    """
+    checkpoint = find_checkpoint(run, which)
+    model, config = load_model(checkpoint.path)
+    task = task_of(checkpoint, config, fields)
+    parts = read(task)
+    wanted = 2 if task.kind == "match" else 1
+    require(
+        len(parts) == wanted,
+        f"the task {task.name} takes {wanted} input{'s' * (wanted > 1)}, got {len(parts)}",
+    )
+    for part in parts:
+        require(len(part) > 0, "the input must not be empty")
+    parts = tuple(part[: longest(task)] for part in parts)
+    target: NDArray[Any] | int = IGNORE
+    if task.kind == "lm":
+        target = np.append(parts[0][1:], IGNORE)
+    example = Example(parts[0], target, parts[1] if wanted == 2 else None)
+    return Examples(model, config, task, Single(example), checkpoint.step)
+
+
+def longest(task: Task) -> int:
+    """Tokens of an input that are read."""
+    return max(task.max_length, LONGEST) if task.kind == "lm" else task.max_length
+
+
+def explain(examples: Examples) -> SampleTrace:
+    """What the model made of the input."""
+    return trace(examples.model, examples.task.kind, examples.batch([0]))[0]
+
+
+# for programs
+
+
+def as_record(found: SampleTrace, task: Task, layers: Sequence[int] | None = None) -> dict[str, Any]:
+    """Prediction and activation as plain data.
+
+    Args:
+        found: from `explain`.
+        task: of the run.
+        layers: which to tell of, from 0; all by default.
+    """
+    last = (found.ranked[-1], found.probs[-1]) if task.kind == "lm" else (found.ranked, found.probs)
+    ranked = [
+        {"class": int(number), "name": name_of(task, int(number)), "probability": float(prob)}
+        for number, prob in zip(*last, strict=True)
+    ]
+    record: dict[str, Any] = {"prediction": ranked[0], "ranked": ranked}
+    if task.kind == "lm":
+        record["bits_per_token"] = bits_per_token(found)
+    record["sequences"] = [
+        {
+            "tokens": sequence.inputs.tolist() if task.vocab is not None else None,
+            "length": len(sequence.inputs),
+            "layers": [
+                _layer_record(number, layer)
+                for number, layer in enumerate(sequence.layers)
+                if layers is None or number in layers
+            ],
+        }
+        for sequence in found.sequences
+    ]
+    return record
+
+
+def _layer_record(number: int, layer: LayerTrace | None) -> dict[str, Any]:
+    if layer is None:
+        return {"layer": number + 1, "module": None}
+    return {
+        "layer": number + 1,
+        "module": layer.module,
+        "rate": float(layer.active.mean()),
+        "active": np.flatnonzero(layer.active).tolist(),
+        "confidence": [round(float(prob), 6) for prob in layer.probs[layer.active]],
+    }
+
+
+def name_of(task: Task, number: int) -> str:
+    """A class, or the next token of a language model, in words."""
+    if task.kind == "lm":
+        words = spell_tokens(task, np.array([number]))
+        return str(number) if words is None else words[0]
+    return label_name(task, number)
+
+
+def bits_per_token(found: SampleTrace) -> float | None:
+    """Of the tokens after the first one; None if there are none."""
+    probs = np.asarray(found.label_prob, dtype=np.float64)
+    known = probs[~np.isnan(probs)]
+    return float(-np.log2(np.maximum(known, 1e-30)).mean()) if len(known) else None
+
+
+# as a page
+
+
+def explain_page(examples: Examples, run: str) -> str:
+    """Prediction and explorer of the input as one self-contained page.
+
+    Args:
+        examples: from `subject`.
+        run: what the page calls the run.
+    """
+    task = examples.task
+    samples = collect_samples(examples, 1)
+    found = samples[0].trace
+    facts = [*prediction_text(found, task).splitlines(), *_rate_lines(found, None)]
+    about = element("section", *(element("p", line) for line in facts), id="prediction", class_="card")
+    sections = [("prediction", "Prediction", about)]
+    explored, texts = None, []
+    if any(layer is not None for layer in found.sequences[0].layers):
+        packed = pack_samples(samples, task, PAGE_BYTES)
+        explored, texts = explorer(samples, task, packed), packed.texts
+        sections.append(("explorer", "Explorer", Html(asset("explorer.html"))))
+    lead = f"{run}, step {examples.step:,}"
+    return write_page(f"What {task.name} made of one input", visible(lead), sections, {}, explored, texts)
+
+
+# for people
+
+
+def prediction_text(found: SampleTrace, task: Task) -> str:
+    """What the model says, in a line or two."""
+    record = as_record(found, task, [])
+    lm = task.kind == "lm"
+    if not math.isfinite(record["ranked"][0]["probability"]):
+        return "no prediction: what the model computed is not a number"
+    # a space would not be seen otherwise
+    first, *others = [
+        f"{repr(item['name']) if lm else item['name']} ({item['probability']:.1%})"
+        for item in record["ranked"][:5]
+    ]
+    line = f"{'next token' if lm else 'prediction'}: {first}"
+    if others:
+        line += f"; then {', '.join(others)}"
+    if record.get("bits_per_token") is not None:
+        line += f"\n{record['bits_per_token']:.3f} bits per token of the text after its first"
+    return line
+
+
+def render(
+    found: SampleTrace, task: Task, layers: Sequence[int] | None = None, colour: bool = False, width: int = 80
+) -> str:
+    """Prediction and activation for a terminal.
+
+    Args:
+        found: from `explain`.
+        task: of the run.
+        layers: which to show, from 0; all by default.
+        colour: whether the terminal has colours.
+        width: its columns.
+    """
+    lines = [prediction_text(found, task), *_rate_lines(found, layers)]
+    for number, sequence in enumerate(found.sequences):
+        shown = _shown(sequence, layers)
+        if shown:
+            title = [f"sequence {number + 1}"] if len(found.sequences) > 1 else []
+            lines += ["", *title, *_pictures(sequence, task, shown, colour, max(width, LABEL + 20))]
+    if any(_shown(sequence, layers) for sequence in found.sequences):
+        lines.append(legend(task, colour))
+    return "\n".join(lines)
+
+
+def _shown(sequence: SequenceTrace, layers: Sequence[int] | None) -> list[tuple[int, LayerTrace]]:
+    """The layers to show that have a router."""
+    return [
+        (i, layer)
+        for i, layer in enumerate(sequence.layers)
+        if layer is not None and (layers is None or i in layers)
+    ]
+
+
+def _rate_lines(found: SampleTrace, layers: Sequence[int] | None) -> Iterator[str]:
+    """How much of each sequence attends, layer by layer."""
+    for number, sequence in enumerate(found.sequences):
+        where = f"sequence {number + 1}, " if len(found.sequences) > 1 else ""
+        for i, layer in _shown(sequence, layers):
+            text = f"{where}layer {i + 1}: {layer.active.mean():.1%} of {len(layer.active):,} tokens attend"
+            if layer.active.any():
+                text += f", mean confidence {layer.probs[layer.active].mean():.2f}"
+            yield text
+    if not any(_shown(sequence, layers) for sequence in found.sequences):
+        yield "no layer has a router: every token is treated alike"
+
+
+def legend(task: Task, colour: bool) -> str:
+    """What shades and digits mean."""
+    if task.modality == "wave":
+        return "share of the samples that attend: . none, digits: tenths of it, rounded down"
+    if colour:
+        return "confidence: not activated " + " ".join(
+            _shade(f" {low / 10} ", low / 10) for low in range(5, 10)
+        )
+    return "confidence: . not activated, digits: tenths of it, rounded down"
+
+
+Shown = Sequence[tuple[int, LayerTrace]]
+
+
+def _pictures(sequence: SequenceTrace, task: Task, shown: Shown, colour: bool, width: int) -> Iterator[str]:
+    words = spell_tokens(task, sequence.inputs)
+    if words is not None:
+        gap = "" if task.modality == "bytes" else " "
+        return (_coloured if colour else _marked)(words, gap, shown, width)
+    if task.picture is not None:
+        return _squares(sequence.inputs, task.picture, shown, colour)
+    return _bins(sequence.inputs, shown, colour, width - LABEL)
+
+
+def _level(confidence: float) -> int:
+    # 0.7 * 10 is a little less than 7
+    return min(9, int(confidence * 10 + 1e-6))
+
+
+def _shade(text: str, confidence: float) -> str:
+    """Text on the colour of its confidence."""
+    back, front = LEVELS[min(max(_level(confidence) - 5, 0), len(LEVELS) - 1)]
+    return f"\033[48;5;{back}m\033[38;5;{front}m{text}{RESET}"
+
+
+def _mark(confidence: float) -> str:
+    return str(_level(confidence)) if confidence > 0 else "."
+
+
+def _columns(text: str) -> int:
+    """Columns of a terminal that a text takes."""
+    wide = sum(unicodedata.east_asian_width(c) in "WF" for c in text)
+    return len(text) + wide - sum(unicodedata.category(c) in ("Mn", "Me") for c in text)
+
+
+def _lines(words: Sequence[str], gap: str, room: int) -> Iterator[range]:
+    """Numbers of the words of each line; a line end in the text ends one too."""
+    begin = used = 0
+    for i, word in enumerate(words):
+        size = _columns(word) + len(gap)
+        if used + size > room and i > begin:
+            yield range(begin, i)
+            begin, used = i, 0
+        used += size
+        if word == "⏎":
+            yield range(begin, i + 1)
+            begin, used = i + 1, 0
+    if begin < len(words):
+        yield range(begin, len(words))
+
+
+def _coloured(words: Sequence[str], gap: str, shown: Shown, width: int) -> Iterator[str]:
+    """The text once per layer."""
+    for number, layer in shown:
+        confidence = layer.confidence
+        yield f"layer {number + 1}"
+        for line in _lines(words, gap, width):
+            parts = [_shade(words[i], confidence[i]) if layer.active[i] else words[i] for i in line]
+            yield gap.join(parts)
+        yield ""
+
+
+def _marked(words: Sequence[str], gap: str, shown: Shown, width: int) -> Iterator[str]:
+    """The text line by line, with a line of marks per layer below."""
+    for line in _lines(words, gap, width - LABEL):
+        yield " " * LABEL + gap.join(words[i] for i in line)
+        for number, layer in shown:
+            confidence = layer.confidence
+            marks = gap.join(_mark(confidence[i]).ljust(_columns(words[i])) for i in line)
+            yield f"{f'layer {number + 1}':<{LABEL}}{marks}".rstrip()
+        yield ""
+
+
+def _squares(values: Any, picture: tuple[int, int], shown: Shown, colour: bool) -> Iterator[str]:
+    """The image, then its confidences per layer; of a large image, the highest of each square."""
+    height, width = picture
+    pixels = np.asarray(values, dtype=float).reshape(height, width)
+    side = -(-width // WIDEST_PICTURE)
+    low, high = pixels.min(), pixels.max()
+    small = _blocks(pixels, side).mean(axis=(1, 3))
+    yield draw(((small - low) / ((high - low) or 1)).reshape(-1))
+    yield ""
+    for number, layer in shown:
+        yield f"layer {number + 1}"
+        grid = _blocks(layer.confidence.reshape(height, width), side).max(axis=(1, 3))
+        for row in grid:
+            if colour:
+                yield "".join(_shade("  ", value) if value > 0 else "··" for value in row)
+            else:
+                yield " ".join(_mark(value) for value in row)
+        yield ""
+
+
+def _blocks(pixels: Any, side: int) -> Any:
+    """(rows, side, columns, side): squares of an image, its edges repeated to make them whole."""
+    pad = [(0, -size % side) for size in pixels.shape]
+    padded = np.pad(pixels, pad, mode="edge")
+    rows, columns = (size // side for size in padded.shape)
+    return padded.reshape(rows, side, columns, side)
+
+
+def _bins(values: Any, shown: Shown, colour: bool, columns: int) -> Iterator[str]:
+    """Size of the signal and share of active samples, in as many bins as there are columns."""
+    size = np.abs(np.asarray(values, dtype=float)).max(axis=-1)
+    parts = np.array_split(np.arange(len(size)), min(columns, len(size)))
+    loud = np.array([size[part].mean() for part in parts])
+    levels = (loud / (loud.max() or 1) * (len(SHADES) - 1)).round().astype(int)
+    yield f"{'signal':<{LABEL}}{''.join(SHADES[i] for i in levels)}"
+    for number, layer in shown:
+        shares = [float(layer.active[part].mean()) for part in parts]
+        text = "".join(_shade(_mark(s), (1 + s) / 2) if colour and s > 0 else _mark(s) for s in shares)
+        yield f"{f'layer {number + 1}':<{LABEL}}{text}"

@@ -1,0 +1,425 @@
+"""Samples for the explorer of a report: every token with its decisions in all layers and the weights of its query.
+
+A sample is one run of bytes, compressed: a header in JSON and arrays, which the page's script unpacks when the
+sample is looked at. Probabilities and weights take a byte each. Which tokens a query can see follows from two
+counts; of their weights only the largest are kept, as many as the size of the page allows, each as the square root
+of its share of the largest one. A weight of a 16th of the largest is then off by at most 2 % of itself.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from seqboat.analysis.measures import (
+    Attention,
+    Examples,
+    LayerTrace,
+    SampleTrace,
+    SequenceTrace,
+    attention_weights,
+    trace,
+)
+from seqboat.report.page import finite, visible
+from seqboat.tasks.base import IGNORE, Task
+
+PAGE_BYTES = 4_750_000
+"""Size that a page keeps below, if fewer weights can bring that about."""
+KEPT = (128, 96, 64, 48, 32, 24, 20, 16, 14, 12, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0)
+"""How many weights of a query may be kept; the most that fits is taken."""
+NOTHING = 0xFFFF
+"""Stands for "no token is wanted here"."""
+TITLE = 48
+"""Characters of a sample's text in the list of samples."""
+
+Array = NDArray[Any]
+
+
+class Sight(NamedTuple):
+    """What the queries of a layer see: the largest weights of each, sorted. Slots count active tokens."""
+
+    before: Array
+    """(active,): visible keys before the query"""
+    after: Array
+    """(active,): visible keys behind it"""
+    columns: Array
+    """(kept, active): place of the key among the visible ones, the largest weight first"""
+    shares: Array
+    """(kept, active) float32: its share of all weight of the query"""
+    sums: Array
+    """(active,) float32: what the weights add up to"""
+
+
+class Sample(NamedTuple):
+    """One example, and what its queries saw in every layer."""
+
+    trace: SampleTrace
+    sights: tuple[tuple[Sight | None, ...], ...]
+    """by sequence and layer; None without attention"""
+
+
+def sight_of(attention: Attention, most: int = KEPT[0]) -> Sight:
+    """The largest weights of every query."""
+    count = len(attention.positions)
+    slot = np.arange(count)
+    weights = attention.weights
+    keep = min(most, weights.shape[1])
+    columns = np.argsort(-weights, axis=1, kind="stable")[:, :keep]
+    sums = weights.sum(axis=1, dtype=np.float64)
+    largest = np.take_along_axis(weights, columns, axis=1) / np.where(sums > 0, sums, 1)[:, None]
+    return Sight(
+        (slot - attention.first).astype(np.uint32),
+        (attention.end - slot - 1).astype(np.uint32),
+        _narrow(columns.T),
+        largest.T.astype(np.float32),
+        sums.astype(np.float32),
+    )
+
+
+def collect_samples(
+    examples: Examples, count: int, progress: Callable[[int, int], None] | None = None
+) -> list[Sample]:
+    """The first examples, traced one at a time: no padding, and the weights of one layer in memory.
+
+    Args:
+        examples: model, task and data.
+        count: how many; fewer if there are fewer.
+        progress: called with the samples done and all.
+    """
+    model, kind = examples.model, examples.task.kind
+    samples = []
+    count = min(count, len(examples.dataset))
+    for i in range(count):
+        batch = examples.batch([i])
+        (found,) = trace(model, kind, batch)
+        sights: list[list[Sight | None]] = [[] for _ in found.sequences]
+        for layer in range(len(found.sequences[0].layers)):
+            (seen,) = attention_weights(model, kind, batch, layer)
+            for place, attention in zip(sights, seen, strict=True):
+                place.append(None if attention is None else sight_of(attention))
+        samples.append(Sample(found, tuple(map(tuple, sights))))
+        if progress is not None:
+            progress(i + 1, count)
+    return samples
+
+
+# tokens as text
+
+
+def spell_bytes(data: bytes) -> list[str]:
+    """What to show for each byte of a text: a character stands at its first byte, dots at the others.
+
+    >>> spell_bytes("a é\\n".encode() + b"\\xff")
+    ['a', ' ', 'é', '·', '⏎', '⟨FF⟩']
+    """
+    shown: list[str] = []
+    at = 0
+    while at < len(data):
+        size, character = _character(data, at)
+        if character is None:
+            shown.append(f"⟨{data[at]:02X}⟩")
+        else:
+            shown += [_alone(character), *"·" * (size - 1)]
+        at += size
+    return shown
+
+
+def _character(data: bytes, at: int) -> tuple[int, str | None]:
+    first = data[at]
+    size = 1 if first < 0x80 else 2 if first < 0xE0 else 3 if first < 0xF0 else 4
+    try:
+        return size, data[at : at + size].decode("utf-8")
+    except UnicodeDecodeError:
+        return 1, None
+
+
+def _alone(character: str) -> str:
+    """A character that stands in a cell of its own; marks get a circle to sit on."""
+    import unicodedata
+
+    mark = unicodedata.category(character).startswith("M")
+    return "◌" + character if mark else visible(character)
+
+
+def spell_tokens(task: Task, ids: Array) -> list[str] | None:
+    """What to show for each token; None where inputs are numbers."""
+    if task.modality == "bytes":
+        return spell_bytes(ids.astype(np.uint8).tobytes())
+    if task.modality == "tokens":
+        names = task.token_names
+        return [visible(names[i]) if names else str(i) for i in ids.tolist()]
+    return None
+
+
+def label_name(task: Task, label: int) -> str:
+    """A class in words."""
+    return visible(task.labels[label]) if task.labels else str(label)
+
+
+# packing
+
+
+class _Pack:
+    """Strings and arrays of one sample."""
+
+    def __init__(self) -> None:
+        self.strings: dict[str, int] = {}
+        self.arrays: dict[str, Array] = {}
+
+    def text(self, name: str, words: Sequence[str]) -> None:
+        self.arrays[name] = np.array(
+            [self.strings.setdefault(w, len(self.strings)) for w in words], np.uint16
+        )
+
+    def bytes(self, **head: object) -> bytes:
+        # wide items first, so that each array begins at a multiple of its item's size
+        order = sorted(self.arrays.items(), key=lambda item: -item[1].dtype.itemsize)
+        listed = [[name, f"{array.dtype.kind}{array.dtype.itemsize}", array.size] for name, array in order]
+        text = json.dumps({"strings": list(self.strings), "arrays": listed, **head}).encode()
+        text += b" " * (-len(text) % 8 + 4)
+        parts = [len(text).to_bytes(4, "little"), text]
+        parts += [array.astype(array.dtype.newbyteorder("<")).tobytes() for _, array in order]
+        return zlib.compress(b"".join(parts), 9)
+
+
+def _narrow(values: Array) -> Array:
+    """The same whole numbers in as few bytes as hold them all."""
+    most = int(values.max()) if values.size else 0
+    return values.astype(np.uint8 if most < 1 << 8 else np.uint16 if most < 1 << 16 else np.uint32)
+
+
+def to_bytes(probs: Array) -> Array:
+    """Numbers from 0 to 1 as bytes."""
+    return np.rint(np.clip(np.nan_to_num(probs), 0, 1) * 255).astype(np.uint8)
+
+
+def pack_layer(pack: _Pack, name: str, layer: LayerTrace, sight: Sight | None, keep: int) -> None:
+    """Decisions and weights of one layer.
+
+    Args:
+        pack: where they go.
+        name: of the sequence and the layer.
+        layer: the decisions.
+        sight: the weights, if the layer has attention.
+        keep: how many of each query.
+    """
+    pack.arrays[f"{name}.active"] = np.packbits(layer.active, bitorder="little")
+    pack.arrays[f"{name}.probs"] = to_bytes(layer.probs)
+    if sight is None:
+        return
+    pack.arrays[f"{name}.before"] = _narrow(sight.before)
+    pack.arrays[f"{name}.after"] = _narrow(sight.after)
+    if not keep:
+        return
+    count = len(sight.before)
+    columns, shares = sight.columns[:keep], sight.shares[:keep]
+    if len(columns) < keep:
+        # all layers have as many rows: the script need not know who has how many
+        empty = np.zeros((keep - len(columns), count), np.uint8)
+        columns, shares = np.concatenate([columns, empty]), np.concatenate([shares, empty])
+    peak = shares[0]
+    ratio = np.sqrt(shares[1:] / np.where(peak > 0, peak, 1))
+    pack.arrays[f"{name}.top"] = _narrow(columns).reshape(-1)
+    pack.arrays[f"{name}.share"] = to_bytes(ratio).reshape(-1)
+    pack.arrays[f"{name}.peak"] = np.rint(np.clip(np.nan_to_num(peak), 0, 1) * 65535).astype(np.uint16)
+    if np.abs(sight.sums - 1).max(initial=0) > 1e-3:
+        pack.arrays[f"{name}.sum"] = sight.sums
+
+
+def pack_sample(sample: Sample, task: Task, keep: int) -> bytes:
+    """A sample as the page's script reads it."""
+    pack = _Pack()
+    sequences = []
+    for s, (sequence, sights) in enumerate(zip(sample.trace.sequences, sample.sights, strict=True)):
+        words = spell_tokens(task, sequence.inputs)
+        if words is None:
+            pack.arrays[f"{s}.values"] = _scale_values(
+                sequence.inputs, centred=task.modality == "wave"
+            ).reshape(-1)
+        else:
+            pack.text(f"{s}.text", words)
+        for number, (layer, sight) in enumerate(zip(sequence.layers, sights, strict=True)):
+            if layer is not None:
+                pack_layer(pack, f"{s}.{number}", layer, sight, keep)
+        sequences.append(
+            {
+                "length": len(sequence.inputs),
+                "channels": 1 if sequence.inputs.ndim == 1 else sequence.inputs.shape[1],
+                "layers": [layer is not None for layer in sequence.layers],
+            }
+        )
+    if task.kind == "lm":
+        _pack_next(pack, sample.trace, task)
+    return pack.bytes(sequences=sequences)
+
+
+def _pack_next(pack: _Pack, found: SampleTrace, task: Task) -> None:
+    """What a language model expected after each token, and what came."""
+    assert isinstance(found.label, np.ndarray)
+    pack.text("next", _each_alone(task, found.ranked[:, 0]))
+    pack.arrays["next_prob"] = to_bytes(found.probs[:, 0])
+    pack.text("wanted", _each_alone(task, np.maximum(found.label, 0)))
+    pack.arrays["wanted"][found.label == IGNORE] = NOTHING
+    pack.arrays["wanted_prob"] = to_bytes(np.asarray(found.label_prob))
+
+
+def _each_alone(task: Task, ids: Array) -> list[str]:
+    return [(spell_tokens(task, ids[i : i + 1]) or [""])[0] for i in range(len(ids))]
+
+
+def _scale_values(values: Array, centred: bool) -> Array:
+    """Real inputs as bytes: from their least to their greatest, or about 128 if zero must stay in the middle."""
+    values = np.nan_to_num(values.astype(np.float64))
+    if centred:
+        return np.rint(128 + 127 * values / max(float(np.abs(values).max(initial=0)), 1e-12)).astype(np.uint8)
+    low, high = float(values.min(initial=0)), float(values.max(initial=0))
+    low = float(values.min()) if values.size else low
+    return np.rint(255 * (values - low) / max(high - low, 1e-12)).astype(np.uint8)
+
+
+# the explorer
+
+
+class Packed(NamedTuple):
+    """All samples, ready for a page."""
+
+    texts: list[str]
+    """in base64"""
+    keep: int
+    """weights of each query"""
+    coverage: float
+    """share of all weight that they hold"""
+
+
+def pack_samples(samples: Sequence[Sample], task: Task, room: int) -> Packed:
+    """Pack all samples with as many weights as there is room for.
+
+    Args:
+        samples: to pack.
+        task: what their tokens are.
+        room: bytes that they may take; without any weight they take what they take.
+    """
+    most = max(
+        (len(s.columns) for sample in samples for part in sample.sights for s in part if s is not None),
+        default=0,
+    )
+    lengths = [sum(len(part.inputs) for part in sample.trace.sequences) for sample in samples]
+    for keep in (most, *(fewer for fewer in KEPT if fewer < most)):
+        texts: list[str] = []
+        size = done = 0
+        for sample, tokens in zip(samples, lengths, strict=True):
+            texts.append(base64.b64encode(pack_sample(sample, task, keep)).decode())
+            size, done = size + len(texts[-1]), done + tokens
+            # far too large already after some of them: try fewer weights at once
+            if keep and (size > room or size * sum(lengths) > 1.2 * room * done):
+                break
+        else:
+            return Packed(texts, keep, coverage(samples, keep))
+    raise AssertionError("without weights everything fits")
+
+
+def coverage(samples: Sequence[Sample], keep: int) -> float:
+    """Share of the weight of all queries that their largest weights hold; 1 where there is no weight."""
+    sights = [s for sample in samples for part in sample.sights for s in part if s is not None]
+    held = [s.shares[:keep].sum(axis=0)[s.sums > 0] for s in sights]
+    total = np.concatenate(held) if held else np.zeros(0)
+    return float(np.minimum(total, 1).mean()) if total.size else 1.0
+
+
+def explorer(samples: Sequence[Sample], task: Task, packed: Packed) -> dict[str, Any]:
+    """What the page's script needs to know besides the samples themselves."""
+    layers = samples[0].trace.sequences[0].layers
+    routed = [number for number, layer in enumerate(layers) if layer is not None]
+    chosen = [
+        float(layer.probs[layer.active].min())
+        for sample in samples
+        for sequence in sample.trace.sequences
+        for layer in sequence.layers
+        if layer is not None and layer.active.any()
+    ]
+    # a softmax of two is at least one half sure; other routers may not be
+    low = 0.5 if not chosen or min(chosen) >= 0.499 else 0.0
+    return finite(
+        {
+            "modality": task.modality,
+            "unit": {"bytes": "byte", "tokens": "token", "image": "pixel", "wave": "sample"}[task.modality],
+            "picture": task.picture,
+            "layers": [f"layer {number + 1}" for number in range(len(layers))],
+            "start": _start(samples, routed),
+            "low": low,
+            "keep": packed.keep,
+            "samples": [describe_sample(i, sample.trace, task) for i, sample in enumerate(samples)],
+            "about": _about(packed, samples),
+        }
+    )
+
+
+def _start(samples: Sequence[Sample], routed: Sequence[int]) -> list[int]:
+    """The two layers to begin with: those that activate most."""
+    counts = dict.fromkeys(routed, 0)
+    for sample in samples:
+        for sequence in sample.trace.sequences:
+            for number in routed:
+                layer = sequence.layers[number]
+                counts[number] += 0 if layer is None else int(layer.active.sum())
+    chosen = sorted(sorted(routed, key=lambda number: -counts[number])[:2])
+    return [chosen[0], chosen[-1]]
+
+
+def _about(packed: Packed, samples: Sequence[Sample]) -> str:
+    seen = any(s is not None and len(s.before) for sample in samples for part in sample.sights for s in part)
+    text = "Colour is the router's confidence where a layer's attention is activated; white is not activated."
+    if not seen:
+        return text
+    if not packed.keep:
+        return f"{text} The weights of queries are left out, to keep this page small."
+    if packed.coverage > 1 - 1e-6:
+        return f"{text} All weights of every query are kept."
+    count = "the largest weight" if packed.keep == 1 else f"the {packed.keep} largest weights"
+    share = "more than 99.9 %" if packed.coverage > 0.999 else f"{100 * packed.coverage:.1f} %"
+    return (
+        f"{text} Of every query this page keeps {count}, to stay small: on average {share} of its weight; "
+        "the rest is not shown."
+    )
+
+
+def describe_sample(number: int, found: SampleTrace, task: Task) -> dict[str, Any]:
+    """Title and facts of a sample, in words."""
+    length = " + ".join(f"{len(s.inputs):,}" for s in found.sequences)
+    facts: list[list[str]] = []
+    if task.kind == "lm":
+        wanted = np.asarray(found.label) != IGNORE
+        probs = np.maximum(np.asarray(found.label_prob)[wanted], 1e-12)
+        hit = np.asarray(found.prediction)[wanted] == np.asarray(found.label)[wanted]
+        if wanted.any():
+            facts.append(["bits per token", f"{-np.log2(probs).mean():.3f}"])
+            facts.append(["next token right", f"{100 * hit.mean():.1f} %"])
+    else:
+        assert isinstance(found.label, int) and isinstance(found.prediction, int)
+        guess = f"{label_name(task, found.prediction)} ({100 * float(found.probs[0]):.0f} %)"
+        if found.label == IGNORE:  # nobody said what it is
+            facts.append(["predicted", guess])
+        else:
+            right = found.label == found.prediction
+            facts.append(["label", label_name(task, found.label)])
+            verdict = "right" if right else "wrong"
+            facts.append(["predicted", f"{guess} {'✓' if right else '✗'} {verdict}", verdict])
+            if not right:
+                facts.append(["probability of the label", f"{100 * float(found.label_prob):.0f} %"])
+    facts.append(["length", length])
+    return {"title": f"{number + 1}. {_title(found.sequences[0], task, facts)}", "facts": facts}
+
+
+def _title(sequence: SequenceTrace, task: Task, facts: Sequence[Sequence[str]]) -> str:
+    words = spell_tokens(task, sequence.inputs[: 2 * TITLE])
+    if words is None:
+        return " ".join(f"{name} {value}" for name, value, *_ in facts[:2])
+    text = ("" if task.modality == "bytes" else " ").join(w for w in words if w != "·")
+    text = " ".join(text.replace("⏎", " ").split()) or "(nothing to read)"
+    return text if len(text) <= TITLE else text[: TITLE - 1] + "…"

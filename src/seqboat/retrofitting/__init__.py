@@ -1,0 +1,1 @@
+"""Sparse activation for modules of a model that exists already."""

@@ -1,0 +1,253 @@
+"""Pathfinder and Path-X: are the two dots on the same dashed curve? Pixels in rows, section 4.1 of the paper.
+
+    . . . . . . . . . . . .          . . . . . . . . . . . .
+    . O - - - . . . . | . .          . O - - - . . . . | . .
+    . . . . . . \\ . . . | .          . . . . . . \\ . . . O .
+    . . . - - . . \\ . . | .    1     . . . - - . . \\ . . . .    0
+    . . . . . . . . O . . .          . . . . . . . . - . . .
+
+The images of Linsley et al. (2018) as the Long Range Arena has them, 200,000 in each size: read from its archive, or
+drawn by `curves`. Pathfinder has 32 x 32 pixels, Path-X 128 x 128, and pathfinder16 is a small one for trials.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from seqboat.checks import check_positive, require
+from seqboat.data.shards import make_parts
+from seqboat.data.sources import Source
+from seqboat.data.store import ArrayWriter, Prepared, Progress, Skips, Staging
+from seqboat.tasks.base import SPLITS, Dataset, Example, Split
+from seqboat.tasks.image import PixelDataset, check_image, draw, to_sequence
+from seqboat.tasks.stored import StoredTask, StoredTaskConfig, shuffled_rows
+from seqboat.tasks.synthetic.curves import PathfinderConfig, make_image
+
+SHARD = 500
+"""Images per unit of parallel and interruptible work."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PathfinderTaskConfig(StoredTaskConfig):
+    """Two dots on one curve or on two, pixel by pixel."""
+
+    size: int = 32
+    """Height and width: 32, or 16 for the small images, which are stored as pathfinder16."""
+    mean: float = 0.5
+    """Subtracted from pixels in [0, 1]."""
+    std: float = 0.5
+    """What pixels are then divided by."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive("size", self.size)
+        require(self.std > 0, f"std must be positive, got {self.std!r}")
+
+    def build(self) -> PathfinderTask:
+        return PathfinderTask(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PathXTaskConfig(PathfinderTaskConfig):
+    """Path-X: the same question at 128 x 128 pixels, 16,384 tokens."""
+
+    size: int = 128
+
+    def build(self) -> PathXTask:
+        return PathXTask(self)
+
+
+class PathfinderTask(StoredTask):
+    """Two dots on one curve or on two."""
+
+    name = "pathfinder"
+    kind = "classify"
+    vocab = None
+    classes = 2
+    labels = ("two curves", "one curve")
+    fixed_length = True
+
+    def __init__(self, config: PathfinderTaskConfig | None = None) -> None:
+        self.settings = config or PathfinderTaskConfig()
+        super().__init__(self.settings)
+        self.picture = (self.settings.size, self.settings.size)
+        self.max_length = self.settings.size**2
+
+    @property
+    def store_name(self) -> str:
+        return self.config.store or (
+            "pathfinder" if self.settings.size == 32 else f"pathfinder{self.settings.size}"
+        )
+
+    def whole(self, split: Split) -> Dataset:
+        got = self.store[f"{split}.images"].shape[1]
+        require(
+            got == self.settings.size,
+            f"{self.store.folder} holds images of size {got}, expected {self.settings.size}",
+        )
+        return PixelDataset(self.store, split, self.settings.mean, self.settings.std)
+
+    def read_image(self, pixels: NDArray[np.uint8]) -> NDArray[Any]:
+        check_image(pixels, self.settings.size)
+        return to_sequence(pixels, self.settings.mean, self.settings.std)
+
+    def show(self, example: Example) -> str:
+        return f"{draw(example.inputs[:, 0] * self.settings.std + self.settings.mean)}\n-> {example.target}"
+
+
+class PathXTask(PathfinderTask):
+    """Two dots on one curve or on two, in large images."""
+
+    name = "pathx"
+
+    def __init__(self, config: PathXTaskConfig | None = None) -> None:
+        super().__init__(config or PathXTaskConfig())
+
+    @property
+    def store_name(self) -> str:
+        return self.config.store or "pathx"
+
+
+def prepare_drawn(
+    staging: Staging,
+    counts: Mapping[str, int],
+    seed: int,
+    config: PathfinderConfig,
+    workers: int,
+    advance: Progress,
+) -> Prepared:
+    """Make images, the splits one after the other; finished parts of an interrupted run are kept."""
+    folder = staging.folder / "shards"
+    folder.mkdir(exist_ok=True)
+    total = sum(counts.values())
+    starts = range(0, total, SHARD)
+    missing = [start for start in starts if not _shard(folder, start).exists()]
+    advance(sum(min(SHARD, total - start) for start in starts if start not in set(missing)))
+    make_parts(partial(_make_part, folder, total, seed, config), missing, workers, advance)
+    number = 0
+    for split, count in counts.items():
+        images = staging.array(f"{split}.images", np.uint8, (config.size, config.size))
+        labels = staging.array(f"{split}.labels", np.uint8)
+        end = number + count
+        while number < end:
+            start = number - number % SHARD
+            rows = np.load(_shard(folder, start), allow_pickle=False)[number - start : end - start]
+            images.append(rows[:, 1:].reshape(-1, config.size, config.size))
+            labels.append(rows[:, 0])
+            number += len(rows)
+    return Prepared(dict(counts), {"seed": seed})
+
+
+def _shard(folder: Path, start: int) -> Path:
+    return folder / f"{start:09d}.npy"
+
+
+def _make_part(
+    folder: Path, total: int, seed: int, config: PathfinderConfig, start: int, advance: Progress
+) -> None:
+    advance(_make_shard(folder, start, min(start + SHARD, total), seed, config))
+
+
+def _make_shard(folder: Path, start: int, end: int, seed: int, config: PathfinderConfig) -> int:
+    rows = np.empty((end - start, 1 + config.size**2), np.uint8)
+    for row, index in zip(rows, range(start, end), strict=True):
+        image, row[0] = make_image(seed, index, config)
+        row[1:] = image.reshape(-1)
+    temporary = folder / f".{start:09d}.{os.getpid()}.npy"
+    np.save(temporary, rows)
+    os.replace(temporary, _shard(folder, start))
+    return end - start
+
+
+def prepare_published(source: Source, staging: Staging, skips: Skips, size: int) -> Prepared:
+    """Read folders `imgs` and `metadata` of PNG images, as in the LRA archive; hard images are preferred.
+
+    Splits are 80/10/10 at random, drawn with torch's generator and seed 42, as published.
+    """
+    unsorted = staging.scratch("unsorted", np.uint8, (size, size))
+    labels = _read_published(source, unsorted, skips, size)
+    unsorted.close()
+    pixels = np.load(unsorted.path, mmap_mode="r")
+    order = shuffled_rows(len(labels), 42)
+    held = len(labels) // 10
+    borders = {"train": (0, len(labels) - 2 * held), "val": (len(labels) - 2 * held, len(labels) - held)}
+    borders["test"] = (len(labels) - held, len(labels))
+    counts = {}
+    for split in SPLITS:
+        rows = order[slice(*borders[split])]
+        images = staging.array(f"{split}.images", np.uint8, (size, size))
+        for row in rows:
+            images.append(pixels[row][None])
+        staging.put(f"{split}.labels", labels[rows])
+        counts[str(split)] = len(rows)
+    return Prepared(counts)
+
+
+def _read_published(source: Source, pixels: ArrayWriter, skips: Skips, size: int) -> NDArray[np.uint8]:
+    from PIL import Image, UnidentifiedImageError
+
+    images: dict[str, Callable[[], bytes]] = {}
+    tables_read: dict[str, bytes] = {}
+    folder = source.kind() == "folder"
+    for entry in source.entries(lambda name: name.endswith((".png", ".npy"))):
+        folders = [part for part in entry.parts if part.startswith("pathfinder")]
+        if folders and folders[-1] != f"pathfinder{size}":
+            continue
+        if "metadata" in entry.parts:
+            tables_read[entry.name] = entry.read()
+        elif entry.base.endswith(".png"):
+            # a folder is read again when its image's turn has come; an archive must be read now
+            images[entry.name] = entry.read if folder else partial(bytes, entry.read())
+    hard = {name for name in tables_read if "curv_contour_length_14" in name}
+    names = sorted(
+        hard or tables_read, key=lambda name: (int(s) if (s := Path(name).stem).isdigit() else -1, name)
+    )
+    require(
+        len(names) > 0,
+        f"{source} holds no pathfinder{size} images: expected curv_contour_length_14/imgs/*/*.png and metadata/*.npy",
+    )
+    labels: list[int] = []
+    for name in names:
+        root = name.rpartition("metadata/")[0]
+        for number, fields in enumerate(_metadata(name, tables_read[name]), start=1):
+            where = f"line {number}"
+            if len(fields) < 4 or fields[3] not in ("0", "1"):
+                skips.add(name, where, f"label must be 0 or 1, got {fields[3:4]}")
+                continue
+            path = f"{root}{fields[0]}/{fields[1]}"
+            if path not in images:
+                skips.add(name, where, f"no image {path}")
+                continue
+            try:
+                with Image.open(io.BytesIO(images[path]()), formats=["PNG"]) as image:
+                    require(image.size == (size, size), f"expected {size} x {size} pixels, got {image.size}")
+                    pixels.append(np.asarray(image.convert("L"))[None])
+            except (ValueError, OSError, SyntaxError, UnidentifiedImageError) as error:
+                skips.add(path, "image", str(error))
+                continue
+            labels.append(int(fields[3]))
+    require(
+        len(labels) >= 10, f"{source} holds {len(labels)} usable images, expected at least 10 to split them"
+    )
+    return np.array(labels, np.uint8)
+
+
+def _metadata(name: str, content: bytes) -> Iterator[list[str]]:
+    """The fields of each image; the files are called .npy, but those of LRA are text."""
+    if content.startswith(np.lib.format.MAGIC_PREFIX):
+        try:
+            rows = np.load(io.BytesIO(content), allow_pickle=False)
+        except ValueError as error:
+            raise ValueError(f"{name} is not a table of strings: {error}") from None
+        yield from ([str(field) for field in row] for row in rows)
+    else:
+        yield from (line.split() for line in content.decode("utf-8", "replace").splitlines() if line.strip())

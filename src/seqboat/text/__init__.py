@@ -1,0 +1,1 @@
+"""Reading, generating and scoring text with a language model."""

@@ -1,0 +1,374 @@
+"""Scoring a model on held-out data, and loading the model of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from seqboat.checks import check_positive, require
+from seqboat.core.sma import Routing
+from seqboat.core.state import map_state
+from seqboat.models.backbone import Classifier, LanguageModel, Matcher
+from seqboat.tasks.base import BYTES, Batch, Dataset, Kind, Split, Task, draw_subset
+from seqboat.tasks.enwik8 import SegmentDataset
+from seqboat.training.checkpoint import MODEL, Checkpoint, CheckpointError, Store, load_model_tensors, verify
+from seqboat.training.config import RunConfig, from_dict, override, split_arguments
+from seqboat.training.loader import Part, batches, share
+from seqboat.training.parallel import World
+
+
+def apply_model(model: nn.Module, kind: Kind, batch: Batch, state: Any = None) -> Any:
+    """Call a model of this kind on a batch."""
+    if kind == "match":
+        return model(batch.inputs, batch.second, batch.mask, batch.second_mask)
+    if kind == "lm":
+        return model(batch.inputs, batch.mask, state)
+    return model(batch.inputs, batch.mask)
+
+
+@torch.no_grad()
+def activation_sums(
+    routings: Sequence[Routing | None], batch: Batch, modules: Sequence[int | None] | None = None
+) -> Tensor:
+    """How many tokens each layer activated, and how many it saw: (layers, 2) in float64.
+
+    A layer without a router counts no tokens. Of a pair of sequences both count. Where a layer has several modules
+    the mean over them is counted, or the one whose place `modules` names.
+    """
+    halves = [(routings, batch.inputs, batch.mask)]
+    if batch.second is not None:
+        middle = len(routings) // 2
+        halves = [
+            (routings[:middle], batch.inputs, batch.mask),
+            (routings[middle:], batch.second, batch.second_mask),
+        ]
+    sums = torch.zeros(len(halves[0][0]), 2, dtype=torch.float64)
+    for half, inputs, mask in halves:
+        real = float(inputs.shape[0] * inputs.shape[1] if mask is None else mask.sum())
+        for layer, routing in enumerate(half):
+            if routing is not None:
+                place = None if modules is None else modules[layer]
+                active = routing.active if place is None else routing.active[..., place : place + 1]
+                active = active if mask is None else active & mask[..., None]
+                sums[layer, 0] += float(active.sum()) / active.shape[-1]
+                sums[layer, 1] += real
+    return sums
+
+
+def rates(sums: Tensor) -> list[float | None]:
+    """Activation rate of each layer; None where nothing was routed."""
+    return [active / seen if seen else None for active, seen in sums.tolist()]
+
+
+class Evaluation(NamedTuple):
+    """Scores of a split."""
+
+    metrics: dict[str, float]
+    """by name, the task's own metric among them"""
+    activation: list[float | None]
+    """activation rate of each layer"""
+    examples: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Windows:
+    """A long text in overlapping windows, each read from nothing: section 4.3 of the paper."""
+
+    window: int = 8192
+    """Tokens in a window."""
+    context: int = 7000
+    """Tokens of it that come before the scored ones; fewer only at the beginning of the text."""
+
+    def __post_init__(self) -> None:
+        check_positive("window", self.window)
+        check_positive("context", self.context, least=0)
+        require(
+            self.context < self.window,
+            f"context must be less than the window of {self.window}, got {self.context}: nothing would be scored",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Streaming:
+    """A long text read once, with a state that is handed on: every token is scored with all tokens before it."""
+
+    chunk: int = 8192
+    """Tokens that are read at once; the result does not depend on it."""
+
+    def __post_init__(self) -> None:
+        check_positive("chunk", self.chunk)
+
+
+MODES: dict[type, str] = {Windows: "windows", Streaming: "stream"}
+"""How commands call the ways to read a text."""
+
+
+def cut_text(text: NDArray[Any], reading: Windows | Streaming, limit: int | None = None) -> SegmentDataset:
+    """A text as examples; with a limit, only so many targets at its beginning."""
+    text = text if limit is None else text[: limit + 1]
+    if isinstance(reading, Streaming):
+        return SegmentDataset({"text": text}, "text", 0, len(text), reading.chunk)
+    scored = reading.window - reading.context
+    return SegmentDataset({"text": text}, "text", 0, len(text), scored, reading.context)
+
+
+def evaluation_parts(dataset: Dataset, batch_size: int, world: World, fixed: bool) -> list[Part]:
+    """The batches of this process; all processes get as many. Similar lengths go together."""
+    order = np.arange(len(dataset))
+    if not fixed:
+        order = np.argsort(dataset.lengths(), kind="stable")
+    cuts = range(0, len(order), batch_size)
+    return [share(order[i : i + batch_size], world.size)[world.rank] for i in cuts]
+
+
+def stream_parts(count: int, batch_size: int, world: World) -> list[Part]:
+    """Batches in which every row continues the row of the batch before; rows end, the last ones first."""
+    rows = min(batch_size, count)
+    each = -(-count // rows)
+    mine = np.array_split(np.arange(rows), world.size)[world.rank]
+    parts = []
+    for t in range(each):
+        numbers = tuple(int(b) * each + t for b in mine if int(b) * each + t < count)
+        parts.append(Part(numbers, True) if numbers else Part((0,), False))
+    return parts
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    task: Task,
+    split: Split,
+    world: World,
+    *,
+    batch_size: int = 32,
+    limit: int | None = None,
+    workers: int = 0,
+    bf16: bool = False,
+    carry_state: bool = False,
+    reading: Windows | Streaming | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    modules: Sequence[int | None] | None = None,
+) -> Evaluation:
+    """Score a model.
+
+    Args:
+        model: is put into eval mode and back.
+        task: scores.
+        split: of the task.
+        world: every process scores its share.
+        batch_size: over all processes.
+        limit: score only so many examples, drawn at random but always the same; whole for contiguous text.
+        workers: processes that read data.
+        bf16: whether to run in bf16 where it is safe.
+        carry_state: whether a language model keeps its state along the text.
+        reading: how to cut a long text instead of as the task does and `carry_state` says; a limit then counts
+            tokens at its beginning. More than one row of a `Streaming` read parts of the text side by side.
+        progress: called with the batches done and all.
+        modules: place of the module of each layer whose activation is counted; the mean over all by default.
+    """
+    task.check_split(split)
+    if reading is None:
+        dataset = task.dataset(split)
+    else:
+        dataset, limit = cut_text(task.text(split), reading, limit), None
+        carry_state = isinstance(reading, Streaming)
+    if carry_state:
+        if limit is not None and limit < len(dataset):
+            dataset = _Head(dataset, limit)
+        parts = stream_parts(len(dataset), batch_size, world)
+    else:
+        dataset = draw_subset(dataset, limit)
+        parts = evaluation_parts(dataset, batch_size, world, task.fixed_length)
+    totals: dict[str, Tensor] = {}
+    routed: Tensor | None = None
+    state = None
+    was_training = model.training
+    model.eval()
+    try:
+        for done, (part, batch) in enumerate(batches(task, dataset, split, iter(parts), workers), start=1):
+            batch = batch.to(world.device)
+            if state is not None:
+                state = first_rows(state, len(part.examples))
+            with torch.autocast(world.device.type, torch.bfloat16, enabled=bf16):
+                output = apply_model(model, task.kind, batch, state)
+            if carry_state:
+                state = output.state
+            sums = activation_sums(output.routings, batch, modules) * part.counted
+            routed = sums if routed is None else routed + sums
+            for name, value in task.score(output, batch).items():
+                value = value.cpu() * part.counted
+                totals[name] = totals[name] + value if name in totals else value
+            if progress is not None:
+                progress(done, len(parts))
+    finally:
+        model.train(was_training)
+    assert routed is not None
+    totals = {name: world.sum(value.to(world.device)).cpu() for name, value in totals.items()}
+    routed = world.sum(routed.to(world.device)).cpu()
+    return Evaluation(task.summarise(totals), rates(routed), len(dataset))
+
+
+def first_rows(state: Any, count: int) -> Any:
+    """The first rows of a state."""
+    return map_state(lambda rows: rows[:count], state)
+
+
+class _Head(Dataset):
+    """The first examples of a dataset."""
+
+    def __init__(self, whole: Dataset, size: int) -> None:
+        self.whole, self.size = whole, size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Any:
+        return self.whole[index]
+
+    def lengths(self) -> Any:
+        return self.whole.lengths()[: self.size]
+
+
+def find_checkpoint(path: Path | str, which: str = "best") -> Checkpoint:
+    """The best or the newest checkpoint of a run's folder, or the checkpoint that is named itself."""
+    path = Path(path)
+    if not path.is_dir():
+        raise ValueError(f"{path} is not the folder of a run")
+    if path.name.startswith("step-"):
+        return verify(path)
+    store = Store(path)
+    found = store.best() if which == "best" else store.newest()
+    if found is None:
+        raise ValueError(f"{path} holds no whole checkpoint")
+    return found
+
+
+def load_model(run: Path | str, which: str = "best") -> tuple[nn.Module, RunConfig]:
+    """The model of a run, in eval mode on the CPU, and the run's configuration.
+
+    Args:
+        run: the run's folder, or one checkpoint in it.
+        which: "best" or "latest".
+    """
+    checkpoint = find_checkpoint(run, which)
+    config = checkpoint_config(checkpoint)
+    # by what is in the checkpoint, not by the training data, which may be elsewhere
+    model = config.build_model(classes=checkpoint.state["classes"])
+    load_model_tensors(model, checkpoint.tensors(MODEL))
+    return model.eval(), config
+
+
+def load_language_model(run: Path | str, which: str = "best") -> tuple[LanguageModel, RunConfig]:
+    """As `load_model`, for text: refuses a model that is not a language model of bytes."""
+    model, config = load_model(run, which)
+    kind = {Classifier: "a classifier", Matcher: "a matcher of two sequences"}.get(type(model), "")
+    vocab = None if kind else model.backbone.config.vocab  # type: ignore[union-attr]
+    found = kind or f"a language model of {vocab} token ids"
+    if not isinstance(model, LanguageModel) or vocab != BYTES:
+        raise ValueError(f"{run} must be the run of a language model of bytes, got {found}")
+    return model, config
+
+
+def checkpoint_config(checkpoint: Checkpoint) -> RunConfig:
+    """The configuration in a checkpoint."""
+    try:
+        return from_dict(checkpoint.state["config"])
+    except (KeyError, ValueError) as error:
+        raise CheckpointError(f"{checkpoint.path}: its configuration does not fit: {error}") from error
+
+
+def task_of(checkpoint: Checkpoint, config: RunConfig, fields: Sequence[str] = ()) -> Task:
+    """The task that a checkpoint was trained on; `fields` change its data, as arguments `--data.x=value` do."""
+    for name, _ in split_arguments(fields):
+        require(
+            name.startswith(("data.", "task.")), f"only the data can be changed (--data.FIELD), got --{name}"
+        )
+    task = override(config, fields).build_task()
+    # the training data may be elsewhere
+    if labels := checkpoint.state.get("labels"):
+        task.labels = tuple(labels)
+    return task
+
+
+def evaluate_run(
+    run: Path | str,
+    split: Split = "test",
+    which: str = "best",
+    batch_size: int | None = None,
+    limit: int | None = None,
+    fields: Sequence[str] = (),
+    progress: Callable[[int, int], None] | None = None,
+    reading: Windows | Streaming | None = None,
+    device: torch.device | None = None,
+    control: Callable[[nn.Module], AbstractContextManager[None]] | None = None,
+) -> dict[str, Any]:
+    """Score a run's checkpoint; returns what `seqboat eval --json` prints.
+
+    Without `reading` the text of a language model is read as in training: in the segments of the task, or with a
+    carried state in as many rows as the batch has. `fields` change the data, as arguments `--data.x=value` do.
+    `control` may take decisions of the model by hand, while what it returns is open.
+    """
+    checkpoint = find_checkpoint(run, which)
+    model, config = load_model(checkpoint.path)
+    task = task_of(checkpoint, config, fields)
+    usual = config.evaluation.batch_size
+    if isinstance(reading, Streaming):
+        # one row reads the whole text: with more of them each would begin from nothing somewhere in it
+        usual = 1
+    elif reading is not None:
+        # about as many tokens at a time as the run itself evaluates
+        usual = max(1, usual * task.max_length // reading.window)
+    world = World(0, 1, device or torch.device("cpu"))
+    with nullcontext() if control is None else control(model):
+        result = evaluate(
+            model.to(world.device),
+            task,
+            split,
+            world,
+            batch_size=batch_size or usual,
+            limit=limit,
+            carry_state=config.training.carry_state,
+            reading=reading,
+            progress=progress,
+        )
+    read: dict[str, Any] = {}
+    if reading is not None:
+        tokens = len(task.text(split)) - 1
+        read = {
+            "mode": MODES[type(reading)],
+            **dataclasses.asdict(reading),
+            "tokens": min(limit or tokens, tokens),
+        }
+    return {
+        "run": str(run),
+        "recipe": config.recipe,
+        "step": checkpoint.step,
+        "split": split,
+        **read,
+        "examples": result.examples,
+        **result.metrics,
+        "activation": result.activation,
+    }
+
+
+def iterate_metrics(path: Path | str) -> Iterator[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl; a line that a crash cut off or damaged is left out."""
+    import json
+
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(record, dict) and isinstance(record.get("step"), int):
+                yield record
