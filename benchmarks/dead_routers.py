@@ -23,8 +23,8 @@ from seqboat.tasks.base import Task
 from seqboat.training.checkpoint import write_atomically
 from seqboat.training.config import override
 from seqboat.training.display import PlainDisplay
-from seqboat.training.evaluate import iterate_metrics
 from seqboat.training.loop import train
+from seqboat.training.metrics import iterate_metrics
 
 MIXER = "--model.mixer."
 ARMS: dict[str, tuple[str, ...]] = {

@@ -24,8 +24,9 @@ from seqboat.cli import main
 from seqboat.core.routers import TemperedSoftmax, activation
 from seqboat.mixers import SeqBoat
 from seqboat.tasks import TASKS
-from seqboat.training.evaluate import find_checkpoint, iterate_metrics
+from seqboat.training.evaluate import find_checkpoint
 from seqboat.training.loop import train
+from seqboat.training.metrics import iterate_metrics
 from small_runs import Spy, ToyConfig, small_run
 
 TINY = Setting(batch=2, length=48, d_model=16, d_z=8, d_v=12, d_state=4, window=8, heads=2)

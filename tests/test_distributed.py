@@ -17,8 +17,8 @@ import torch
 from seqboat.tasks import TASKS
 from seqboat.training.checkpoint import MODEL, OPTIM, Store
 from seqboat.training.config import RunConfig
-from seqboat.training.evaluate import iterate_metrics
 from seqboat.training.loop import train
+from seqboat.training.metrics import iterate_metrics
 from small_runs import Spy, ToyConfig, small_run, without_dropout
 
 HERE = Path(__file__).parent

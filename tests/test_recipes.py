@@ -13,9 +13,8 @@ import yaml
 from seqboat.mixers import MIXERS
 from seqboat.mixers.seqboat.layer import SeqBoatConfig
 from seqboat.recipes import RECIPES, find_recipe
-from seqboat.tasks.base import Batch, Task
+from seqboat.tasks.base import Batch, Task, apply_model
 from seqboat.training.config import from_dict, override, to_dict, to_yaml
-from seqboat.training.evaluate import apply_model
 from seqboat.training.optim import build_optimiser
 
 FULL = [name for name in RECIPES if f"{name}-small" in RECIPES]

@@ -21,9 +21,9 @@ from seqboat.tasks import TASKS
 from seqboat.training import loop as train_module
 from seqboat.training.checkpoint import MODEL, OPTIM, CheckpointError, Store
 from seqboat.training.config import RunConfig, from_yaml, to_dict
-from seqboat.training.evaluate import iterate_metrics
 from seqboat.training.loader import LoaderError
 from seqboat.training.loop import Outcome, train
+from seqboat.training.metrics import iterate_metrics
 from seqboat.training.track import numbers
 from small_runs import Spy, ToyConfig, numbers_of, same_tensors, small_run
 

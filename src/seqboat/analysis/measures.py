@@ -41,19 +41,18 @@ from seqboat.mixers.seqboat.activation import SparseModularActivation
 from seqboat.mixers.seqboat.gau import GAU, RowWeights
 from seqboat.mixers.seqboat.layer import SeqBoat
 from seqboat.mixers.ssm.base import DiagonalSSM
-from seqboat.tasks.base import IGNORE, Batch, Dataset, Kind, Split, Task, draw_subset
+from seqboat.tasks.base import IGNORE, Batch, Dataset, Kind, Split, Task, apply_model, draw_subset
 from seqboat.training.config import RunConfig
 from seqboat.training.evaluate import (
     Windows,
-    apply_model,
     cut_text,
     evaluation_parts,
     find_checkpoint,
-    iterate_metrics,
     load_model,
     task_of,
 )
 from seqboat.training.loader import batches
+from seqboat.training.metrics import iterate_metrics
 from seqboat.training.parallel import World
 
 QUERIES_AT_ONCE = 256

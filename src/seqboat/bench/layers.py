@@ -49,7 +49,8 @@ from seqboat.mixers.seqboat.gau import GAU, Positions
 from seqboat.mixers.ssm.base import DiagonalSSM
 from seqboat.ops.attention import AttentionName
 from seqboat.training.config import change_field
-from seqboat.training.evaluate import find_checkpoint, iterate_metrics
+from seqboat.training.evaluate import find_checkpoint
+from seqboat.training.metrics import iterate_metrics
 
 Mode = Literal["training", "inference"]
 MODES: tuple[Mode, ...] = ("training", "inference")

@@ -24,8 +24,9 @@ from seqboat.paper.targets import Bench, Scale, Target, Trial
 from seqboat.training.checkpoint import Store, write_atomically
 from seqboat.training.config import difference
 from seqboat.training.display import Display
-from seqboat.training.evaluate import checkpoint_config, evaluate_run, iterate_metrics
+from seqboat.training.evaluate import evaluate_run
 from seqboat.training.loop import Outcome, train
+from seqboat.training.metrics import iterate_metrics
 
 Part = TypeVar("Part", Trial, Bench)
 
@@ -90,7 +91,7 @@ def _progress(run: Path, trial: Trial, seed: int) -> tuple[int, bool]:
     found = Store(run).newest() if run.is_dir() else None
     if found is None:
         return 0, False
-    other = difference(checkpoint_config(found), trial.config(seed))
+    other = difference(found.config(), trial.config(seed))
     if other is not None:
         raise ValueError(f"{run} was made with other settings: {other}; move it away to run it anew")
     progress = found.state["progress"]

@@ -40,7 +40,8 @@ from seqboat.tasks.base import Split, Task, draw_subset
 from seqboat.training.checkpoint import MODEL, STATE, Checkpoint
 from seqboat.training.config import to_dict
 from seqboat.training.display import NO_SCORES
-from seqboat.training.evaluate import checkpoint_config, find_checkpoint, iterate_metrics
+from seqboat.training.evaluate import find_checkpoint
+from seqboat.training.metrics import iterate_metrics
 
 POINTS = 160
 """Points of a curve; longer ones are averaged in groups of neighbours."""
@@ -63,7 +64,7 @@ def describe_run(run: Path | str, which: str = "best") -> Numbers:
     """
     checkpoint = find_checkpoint(run, which)
     folder = checkpoint.path.parent
-    config = checkpoint_config(checkpoint)
+    config = checkpoint.config()
     about = _read_json(folder / "run.json")
     path = folder / "metrics.jsonl"
     records = list(iterate_metrics(path)) if path.is_file() else []

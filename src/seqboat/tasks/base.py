@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from seqboat.checks import check_choice, check_positive, require
 from seqboat.data.store import Skips
@@ -317,6 +317,15 @@ class Task(ABC):
     def check_split(self, split: str) -> None:
         """Refuse a split that this task does not have."""
         check_choice("split", split, self.splits)
+
+
+def apply_model(model: nn.Module, kind: Kind, batch: Batch, state: Any = None) -> Any:
+    """Run a model of this kind on a batch; a language model continues from `state`."""
+    if kind == "match":
+        return model(batch.inputs, batch.second, batch.mask, batch.second_mask)
+    if kind == "lm":
+        return model(batch.inputs, batch.mask, state)
+    return model(batch.inputs, batch.mask)
 
 
 def _flatten(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

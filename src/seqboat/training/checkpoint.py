@@ -33,6 +33,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from seqboat.checks import require
+from seqboat.training.config import RunConfig, from_dict
 
 FORMAT = 1
 """Version of the layout above; a newer one is refused."""
@@ -58,6 +59,13 @@ class Checkpoint(NamedTuple):
     @property
     def step(self) -> int:
         return int(self.state["step"])
+
+    def config(self) -> RunConfig:
+        """The configuration of the run that wrote it."""
+        try:
+            return from_dict(self.state["config"])
+        except (KeyError, ValueError) as error:
+            raise CheckpointError(f"{self.path}: its configuration does not fit: {error}") from error
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """The tensors of one of its files, on the CPU."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,21 +18,12 @@ from seqboat.checks import check_positive, require
 from seqboat.core.sma import Routing
 from seqboat.core.state import map_state
 from seqboat.models.backbone import Classifier, LanguageModel, Matcher
-from seqboat.tasks.base import BYTES, Batch, Dataset, Kind, Split, Task, draw_subset
+from seqboat.tasks.base import BYTES, Batch, Dataset, Split, Task, apply_model, draw_subset
 from seqboat.tasks.enwik8 import SegmentDataset
-from seqboat.training.checkpoint import MODEL, Checkpoint, CheckpointError, Store, load_model_tensors, verify
-from seqboat.training.config import RunConfig, from_dict, override, split_arguments
+from seqboat.training.checkpoint import MODEL, Checkpoint, Store, load_model_tensors, verify
+from seqboat.training.config import RunConfig, override, split_arguments
 from seqboat.training.loader import Part, batches, share
 from seqboat.training.parallel import World
-
-
-def apply_model(model: nn.Module, kind: Kind, batch: Batch, state: Any = None) -> Any:
-    """Call a model of this kind on a batch."""
-    if kind == "match":
-        return model(batch.inputs, batch.second, batch.mask, batch.second_mask)
-    if kind == "lm":
-        return model(batch.inputs, batch.mask, state)
-    return model(batch.inputs, batch.mask)
 
 
 @torch.no_grad()
@@ -260,7 +251,7 @@ def load_model(run: Path | str, which: str = "best") -> tuple[nn.Module, RunConf
         which: "best" or "latest".
     """
     checkpoint = find_checkpoint(run, which)
-    config = checkpoint_config(checkpoint)
+    config = checkpoint.config()
     # by what is in the checkpoint, not by the training data, which may be elsewhere
     model = config.build_model(classes=checkpoint.state["classes"])
     load_model_tensors(model, checkpoint.tensors(MODEL))
@@ -276,14 +267,6 @@ def load_language_model(run: Path | str, which: str = "best") -> tuple[LanguageM
     if not isinstance(model, LanguageModel) or vocab != BYTES:
         raise ValueError(f"{run} must be the run of a language model of bytes, got {found}")
     return model, config
-
-
-def checkpoint_config(checkpoint: Checkpoint) -> RunConfig:
-    """The configuration in a checkpoint."""
-    try:
-        return from_dict(checkpoint.state["config"])
-    except (KeyError, ValueError) as error:
-        raise CheckpointError(f"{checkpoint.path}: its configuration does not fit: {error}") from error
 
 
 def task_of(checkpoint: Checkpoint, config: RunConfig, fields: Sequence[str] = ()) -> Task:
@@ -358,17 +341,3 @@ def evaluate_run(
         **result.metrics,
         "activation": result.activation,
     }
-
-
-def iterate_metrics(path: Path | str) -> Iterator[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl; a line that a crash cut off or damaged is left out."""
-    import json
-
-    with open(path, encoding="utf-8", errors="replace") as file:
-        for line in file:
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(record, dict) and isinstance(record.get("step"), int):
-                yield record

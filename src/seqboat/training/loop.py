@@ -38,19 +38,13 @@ from seqboat.core.routers import set_training_step
 from seqboat.core.sma import Routing
 from seqboat.core.state import detach_state, map_state, tensors
 from seqboat.mixers.base import auxiliary_loss
-from seqboat.tasks.base import Batch, Loss
+from seqboat.tasks.base import Batch, Loss, apply_model
 from seqboat.training import checkpoint as ck
 from seqboat.training.config import RunConfig, difference, to_dict, to_yaml
 from seqboat.training.display import Display, make_display
-from seqboat.training.evaluate import (
-    activation_sums,
-    apply_model,
-    checkpoint_config,
-    evaluate,
-    iterate_metrics,
-    rates,
-)
+from seqboat.training.evaluate import activation_sums, evaluate, rates
 from seqboat.training.loader import Loaded, Part, Plan, batches, share
+from seqboat.training.metrics import iterate_metrics
 from seqboat.training.optim import build_optimiser, learning_rate, set_learning_rate
 from seqboat.training.parallel import World, join, spread
 from seqboat.training.track import make_trackers
@@ -333,7 +327,7 @@ class Run:
         found = self.store.newest()
         if found is None:
             return False
-        other = difference(checkpoint_config(found), self.config)
+        other = difference(found.config(), self.config)
         if other is not None:
             raise ValueError(f"{found.path} is of another configuration: {other}")
         if found.state["versions"].get("torch") != torch.__version__:
