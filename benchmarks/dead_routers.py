@@ -18,9 +18,9 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from seqboat.data.files import write_text
 from seqboat.recipes import find_recipe
 from seqboat.tasks.base import Task
-from seqboat.training.checkpoint import write_atomically
 from seqboat.training.config import override
 from seqboat.training.display import PlainDisplay
 from seqboat.training.loop import train
@@ -148,7 +148,7 @@ def main() -> None:
     for run in runs:
         if not options.table:
             perform(run, options.out)
-        write_atomically(options.out / "dead_routers.md", table(runs, options.out))
+        write_text(options.out / "dead_routers.md", table(runs, options.out))
     print(table(runs, options.out))
 
 

@@ -1,9 +1,8 @@
-"""Checkpoints: whole or not there, whatever goes wrong; and the lock of a folder."""
+"""Checkpoints: whole or not there, whatever goes wrong."""
 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import random
 import shutil
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from seqboat.data.files import Lock
 from seqboat.training import checkpoint as ck
 from seqboat.training.checkpoint import (
     MODEL,
@@ -23,7 +23,6 @@ from seqboat.training.checkpoint import (
     PHASES,
     STATE,
     CheckpointError,
-    Lock,
     Store,
     load_model_tensors,
     load_optimiser_tensors,
@@ -182,7 +181,8 @@ import os, signal, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from test_checkpoint import save
-from seqboat.training.checkpoint import PHASES, Lock, Store
+from seqboat.data.files import Lock
+from seqboat.training.checkpoint import PHASES, Store
 
 def die(name):
     if name == phase and armed:
@@ -293,29 +293,6 @@ def test_a_full_volume(tmp_path: Path) -> None:
         assert not [p for p in volume.iterdir() if p.name.startswith(".")]
     finally:
         subprocess.run(["umount", str(volume)], check=True)
-
-
-def test_two_runs_in_one_folder(tmp_path: Path) -> None:
-    with Lock(tmp_path):
-        with pytest.raises(ValueError, match=rf"is in use by another run .*\"pid\": {os.getpid()}"):
-            Lock(tmp_path).acquire()
-        script = (
-            "import sys; from pathlib import Path; from seqboat.training.checkpoint import Lock; "
-            "Lock(Path(sys.argv[1])).acquire()"
-        )
-        done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True)
-        assert done.returncode == 1 and f'"pid": {os.getpid()}' in done.stderr
-    with Lock(tmp_path):
-        pass
-
-
-def test_a_lock_of_another_host_is_respected(tmp_path: Path) -> None:
-    (tmp_path / "lock").write_text(json.dumps({"pid": 1, "host": "elsewhere.example"}))
-    with pytest.raises(ValueError, match=r"elsewhere.example.*remove .*lock if that run is dead"):
-        Lock(tmp_path).acquire()
-    (tmp_path / "lock").unlink()
-    with Lock(tmp_path):
-        pass
 
 
 def test_sweeping_leaves_everything_else(tmp_path: Path) -> None:

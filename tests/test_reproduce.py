@@ -14,6 +14,7 @@ import pytest
 import seqboat.paper.reproduce as reproduce
 from seqboat.analysis.measures import load_examples, measure_run, trace
 from seqboat.cli import main
+from seqboat.data.files import Lock
 from seqboat.mixers import MIXERS
 from seqboat.mixers.base import directions_of
 from seqboat.paper.matching import count_of_run
@@ -22,7 +23,6 @@ from seqboat.paper.results import add_records, read_records
 from seqboat.paper.targets import READ_LISTOPS, TARGETS, Target, Trial
 from seqboat.recipes import RECIPES
 from seqboat.tasks import TASKS
-from seqboat.training.checkpoint import Lock
 from seqboat.training.config import RunConfig, override
 from small_runs import Spy, Toy, ToyConfig, small_run
 

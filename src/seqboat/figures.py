@@ -29,6 +29,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from seqboat.checks import check_choice, require
+from seqboat.data.files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -703,12 +704,10 @@ def save_figure(figure: Figure, path: str | Path) -> None:
     path = Path(path)
     kind = path.suffix[1:].lower()
     require(kind in FORMATS, f"the name of a picture must end with .png, .svg or .pdf, got {path.name!r}")
-    partial = path.with_name(f".{path.name}.partial")
     # the same picture gives the same file: no dates, no random names
     metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": {}}[kind]
-    with rc_context({"svg.hashsalt": "seqboat"}):
-        figure.savefig(partial, format=kind, dpi=110, metadata=metadata)
-    partial.replace(path)
+    with rc_context({"svg.hashsalt": "seqboat"}), replacing(path) as stage:
+        figure.savefig(stage, format=kind, dpi=110, metadata=metadata)
 
 
 def write_figure(

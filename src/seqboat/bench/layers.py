@@ -15,7 +15,6 @@ from __future__ import annotations
 import ast
 import importlib.util
 import math
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
@@ -42,6 +41,7 @@ from seqboat.bench.measure import (
 from seqboat.checks import require
 from seqboat.core.routers import AlwaysActive, Router
 from seqboat.core.sma import Routing
+from seqboat.data.files import replacing
 from seqboat.mixers import MIXERS, Mixer, SeqBoat, SeqBoatConfig
 from seqboat.mixers.attention.mega import MegaConfig
 from seqboat.mixers.base import directions_of
@@ -822,7 +822,6 @@ def plot(rows: Sequence[Row], path: Path) -> None:
             axes[i][j].yaxis.set_minor_formatter(NullFormatter())
             axes[i][j].grid(True, which="both", alpha=0.3)
     axes[0][0].legend(fontsize="small")
-    temporary = path.with_name(path.name + ".part")
-    figure.savefig(temporary, format="png", dpi=130)
+    with replacing(path) as stage:
+        figure.savefig(stage, format="png", dpi=130)
     pyplot.close(figure)
-    os.replace(temporary, path)

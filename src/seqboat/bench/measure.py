@@ -7,7 +7,6 @@ allocator set to give freed memory back at once; on CUDA it is what the allocato
 from __future__ import annotations
 
 import gc
-import json
 import math
 import multiprocessing
 import os
@@ -210,13 +209,6 @@ def machine() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
-
-
-def write_json(record: Mapping[str, Any], path: Path) -> None:
-    """Write a record whole or not at all."""
-    temporary = path.with_name(path.name + ".part")
-    temporary.write_text(json.dumps(record, indent=1) + "\n")
-    os.replace(temporary, path)
 
 
 def human_bytes(count: float) -> str:

@@ -118,7 +118,7 @@ def run(options: argparse.Namespace) -> int:
     import torch
 
     from seqboat.bench.layers import PRESETS
-    from seqboat.bench.measure import write_json
+    from seqboat.data.files import write_json
 
     if options.device.startswith("cuda") and not torch.cuda.is_available():
         raise UsageError(f"--device {options.device}: torch sees no CUDA device")
@@ -128,7 +128,7 @@ def run(options: argparse.Namespace) -> int:
     report = {"layer": _layers, "profile": _profile, "decode": _decode, "decode-lm": _decode_lm}[options.what]
     record = report(options, setting)
     if options.json:
-        write_json(record, options.json)
+        write_json(options.json, record)
         print(f"wrote {options.json}")
     return 0
 

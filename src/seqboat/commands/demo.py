@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -436,6 +435,8 @@ def write_numbers(
     """Leave what was run and what came of it beside the picture."""
     import torch
 
+    from seqboat.data.files import write_json
+
     numbers = {
         "recipe": asdict(recipe),
         "seed": options.seed,
@@ -449,9 +450,7 @@ def write_numbers(
         "confidence": result.confidence.tolist(),
     }
     path = options.out / "demo.json"
-    partial = options.out / ".demo.json.partial"
-    partial.write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
-    partial.replace(path)
+    write_json(path, numbers, indent=2)
     print(f"numbers  {path}")
 
 

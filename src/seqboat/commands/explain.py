@@ -178,7 +178,7 @@ def read_pixels(content: bytes) -> Any:
 
 def write_html(path: Path, examples: Examples, run: str) -> None:
     """A page to look into the input."""
+    from seqboat.data.files import write_text
     from seqboat.report.explain import explain_page
-    from seqboat.training.checkpoint import write_atomically
 
-    write_atomically(path, explain_page(examples, run))
+    write_text(path, explain_page(examples, run))

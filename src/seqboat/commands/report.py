@@ -47,11 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
     from seqboat.commands.eval import show_progress
+    from seqboat.data.files import write_text
     from seqboat.report.compare import collect_comparison, comparison_page
     from seqboat.report.page import finite
     from seqboat.report.run import collect, report_page
     from seqboat.shipped import find_run
-    from seqboat.training.checkpoint import write_atomically
     from seqboat.training.parallel import choose_device
 
     if options.samples is not None and options.samples < 0:
@@ -100,7 +100,7 @@ def run(options: argparse.Namespace) -> int:
         numbers = found.numbers
         text = report_page(found) if wants_page else ""
     if wants_page:
-        write_atomically(page, text)
+        write_text(page, text)
     if options.json:
         print(json.dumps(finite(numbers)))
     else:

@@ -145,9 +145,9 @@ def _is_measured(page: Path, target: Target, scale: str, bench: Bench) -> bool:
 def _run_jobs(jobs: Sequence[Job], page: Path, collect_only: bool) -> int:
     """Train what is not finished and write down what is."""
     from seqboat.commands.eval import show_progress
+    from seqboat.data.files import InUse
     from seqboat.paper.reproduce import collect, observe, refreshed, run_job
     from seqboat.paper.results import add_records
-    from seqboat.training.checkpoint import InUse
 
     progress = show_progress if sys.stderr.isatty() else None
     written = diverged = False

@@ -5,7 +5,6 @@ What is not finished is called `.NAME.part`; a file under its own name has the e
 
 from __future__ import annotations
 
-import hashlib
 import http.client
 import os
 import socket
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from seqboat.checks import require
+from seqboat.data.files import digest_of
 from seqboat.data.sources import MAX_BYTES, looks_like_html
 from seqboat.data.store import Progress, free_bytes
 from seqboat.version import __version__
@@ -46,12 +46,6 @@ class _Wrong(Exception):
     """A mirror offers something else: there is no use in asking it again."""
 
 
-def digest_of(path: Path, algorithm: str) -> str:
-    """The hash of a file as "algorithm:hex"."""
-    with open(path, "rb") as file:
-        return f"{algorithm}:{hashlib.file_digest(file, algorithm).hexdigest()}"
-
-
 def check_file(path: Path, remote: Remote) -> None:
     """Refuse a file that is not the expected one."""
     size = path.stat().st_size
@@ -60,7 +54,8 @@ def check_file(path: Path, remote: Remote) -> None:
         f"{path} has {size:,} bytes, expected {remote.bytes or 0:,}",
     )
     if remote.digest is not None:
-        got = digest_of(path, remote.digest.partition(":")[0])
+        algorithm = remote.digest.partition(":")[0]
+        got = f"{algorithm}:{digest_of(path, algorithm)}"
         require(got == remote.digest, f"{path} has {got}, expected {remote.digest}")
 
 

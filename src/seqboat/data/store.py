@@ -9,7 +9,6 @@ A folder under its final name is always complete: it is filled under another nam
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -24,6 +23,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from seqboat.checks import require
+from seqboat.data.files import Lock, digest_of, flush_folder, write_json
 
 FORMAT = 1
 """Version of the layout of prepared folders; folders of another version are not read."""
@@ -36,12 +36,6 @@ _HEADER = 128
 
 class MissingData(ValueError):
     """The data of a task is not there; the message says how to get it."""
-
-
-def sha256_of(path: Path) -> str:
-    """The sha256 of a file."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def free_bytes(folder: Path) -> int:
@@ -69,26 +63,6 @@ def used_bytes(path: Path) -> int:
     if path.is_file():
         return path.stat().st_size
     return sum(inner.stat().st_size for inner in path.rglob("*") if inner.is_file())
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder survive a crash of the machine."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def write_json(path: Path, content: object) -> None:
-    """Write JSON so that the file is either whole or not there."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        json.dump(content, file, indent=1, ensure_ascii=False, sort_keys=True)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 class Skips:
@@ -183,18 +157,18 @@ class Staging:
         self.plan = None if plan is None else {"format": FORMAT, **plan}
         self.writers: dict[str, ArrayWriter] = {}
         self.scratches: list[ArrayWriter] = []
-        self.lock: BinaryIO | None = None
+        self.lock = Lock(root, f".{name}.lock", f"another process is preparing {self.final}")
 
     def __enter__(self) -> Self:
         self.root.mkdir(parents=True, exist_ok=True)
         restore(self.root, self.name)
-        self.lock = _lock(self.root / f".{self.name}.lock")
+        self.lock.acquire()
         plan_file = self.folder / "plan.json"
         if self.folder.exists() and not (self.plan is not None and _read_json(plan_file) == self.plan):
             shutil.rmtree(self.folder)
         self.folder.mkdir(exist_ok=True)
         if self.plan is not None:
-            write_json(plan_file, self.plan)
+            write_json(plan_file, self.plan, sort_keys=True)
         return self
 
     def array(self, name: str, dtype: DTypeLike, row: tuple[int, ...] = ()) -> ArrayWriter:
@@ -222,7 +196,7 @@ class Staging:
             arrays[name] = {
                 "bytes": writer.path.stat().st_size,
                 "dtype": writer.dtype.str,
-                "sha256": sha256_of(writer.path),
+                "sha256": digest_of(writer.path),
                 "shape": [writer.rows, *writer.row],
             }
         for path in self.folder.iterdir():
@@ -238,13 +212,13 @@ class Staging:
             "arrays": arrays,
             "extra": dict(made.extra),
         }
-        write_json(self.folder / MANIFEST, manifest)
-        sync_folder(self.folder)
+        write_json(self.folder / MANIFEST, manifest, sort_keys=True)
+        flush_folder(self.folder)
         old = self.root / f".{self.name}.old"
         if self.final.exists():
             os.rename(self.final, old)
         os.rename(self.folder, self.final)
-        sync_folder(self.root)
+        flush_folder(self.root)
         if old.exists():
             shutil.rmtree(old)
         return self.final
@@ -256,9 +230,7 @@ class Staging:
             writer.file.close()
         if self.folder.exists() and self.plan is None:
             shutil.rmtree(self.folder)
-        if self.lock is not None:
-            self.lock.close()
-            (self.root / f".{self.name}.lock").unlink(missing_ok=True)
+        self.lock.release(remove=True)
 
 
 def restore(root: Path, name: str) -> None:
@@ -269,21 +241,6 @@ def restore(root: Path, name: str) -> None:
             shutil.rmtree(old)
         else:
             os.rename(old, final)
-
-
-def _lock(path: Path) -> BinaryIO:
-    """Keep other processes out until the file is closed; a killed process keeps nothing."""
-    try:
-        import fcntl
-    except ImportError:  # not a Unix: nothing to lock with
-        return open(path, "wb")
-    file = open(path, "wb")  # noqa: SIM115 - the open file is the lock
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        file.close()
-        raise ValueError(f"another process is preparing {path.parent / path.name[1:-5]}") from None
-    return file
 
 
 def _read_json(path: Path) -> Any:
@@ -347,7 +304,7 @@ class Store:
         """Compare every array with its sha256."""
         for name, entry in self.manifest["arrays"].items():
             path = self.folder / f"{name}.npy"
-            got = sha256_of(path)
+            got = digest_of(path)
             require(
                 got == entry["sha256"],
                 f"{path} is damaged: sha256 is {got}, expected {entry['sha256']}; prepare it again",

@@ -10,7 +10,6 @@ Whatever the mixers are, padding may be anywhere (attention_mask says where) and
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -33,6 +32,7 @@ from transformers.utils.generic import can_return_tuple
 from seqboat.checks import check_dtype, require
 from seqboat.core.nn import masked_mean
 from seqboat.core.padding import align
+from seqboat.data.files import digest_of, write_json
 from seqboat.hf.cache import SeqBoatCache
 from seqboat.hf.configuration import SeqBoatConfig
 from seqboat.mixers.base import MixerOutput
@@ -150,10 +150,8 @@ def check_weights(folder: Path) -> None:
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
         if path.name in expected:
-            with open(path, "rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
             require(
-                digest == expected[path.name],
+                digest_of(path) == expected[path.name],
                 f"{path} is not what was saved: its sha256 differs from the one in {sums} "
                 f"(delete {sums.name} if you changed the weights on purpose)",
             )
@@ -161,11 +159,8 @@ def check_weights(folder: Path) -> None:
 
 def write_checksums(folder: Path) -> None:
     """Write down what the weights in a folder hash to."""
-    sums = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with open(path, "rb") as file:
-            sums[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
-    (folder / CHECKSUMS).write_text(json.dumps(sums, indent=1) + "\n", encoding="utf-8")
+    sums = {path.name: digest_of(path) for path in sorted(folder.glob("*.safetensors"))}
+    write_json(folder / CHECKSUMS, sums)
 
 
 class SeqBoatPreTrainedModel(PreTrainedModel):

@@ -20,8 +20,9 @@ import numpy as np
 
 from seqboat.analysis.measures import load_examples, measure_run, trace
 from seqboat.checks import require
+from seqboat.data.files import write_json
 from seqboat.paper.targets import Bench, Scale, Target, Trial
-from seqboat.training.checkpoint import Store, write_atomically
+from seqboat.training.checkpoint import Store
 from seqboat.training.config import difference
 from seqboat.training.display import Display
 from seqboat.training.evaluate import evaluate_run
@@ -223,7 +224,7 @@ def _test_score(run: Path, progress: Callable[[int, int], None] | None) -> dict[
             return known
     score = evaluate_run(run, "test", progress=progress)
     score.pop("run")
-    write_atomically(path, json.dumps(score, indent=1) + "\n")
+    write_json(path, score)
     return score
 
 

@@ -6,23 +6,20 @@ from all of them, so that runs of several days and machines add up.
 
 from __future__ import annotations
 
-import fcntl
 import html
 import importlib.util
 import inspect
 import json
 import math
-import os
 import statistics
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
+from seqboat.data.files import taking_turns, write_text
 from seqboat.paper.efficiency import MODELS, PUBLISHED_LENGTH, PUBLISHED_MIXERS, TASKS
 from seqboat.paper.targets import TARGETS, Bench, Scale, Target, Trial
 from seqboat.recipes import find_recipe
-from seqboat.training.checkpoint import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -58,19 +55,8 @@ def add_records(page: Path, new: Sequence[Record]) -> list[Record]:
     Processes that write to one page take turns.
     """
     page.parent.mkdir(parents=True, exist_ok=True)
-    with _turn(page.parent):
+    with taking_turns(page.parent):
         return _add_records(page, new)
-
-
-@contextmanager
-def _turn(folder: Path) -> Iterator[None]:
-    """Wait until no other process writes to a folder's page, and keep others waiting."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)  # gives the lock back
 
 
 def _add_records(page: Path, new: Sequence[Record]) -> list[Record]:
@@ -79,7 +65,7 @@ def _add_records(page: Path, new: Sequence[Record]) -> list[Record]:
     records = sorted(
         found.values(), key=lambda r: (order.get(r["target"], len(order)), r["scale"], r["trial"], r["seed"])
     )
-    write_atomically(page.with_suffix(".json"), _compact(records))
+    write_text(page.with_suffix(".json"), _compact(records))
     write_page(page, records, {(r["target"], r["scale"]) for r in new})
     return records
 
@@ -111,7 +97,7 @@ def write_page(page: Path, records: Sequence[Record], changed: Collection[tuple[
             if target.names(scale):
                 pictures = Pictures(page.parent, (target.name, scale) in changed)
                 lines += _section(pictures, target, scale, mine)
-    write_atomically(page, "\n".join(lines).rstrip() + "\n")
+    write_text(page, "\n".join(lines).rstrip() + "\n")
 
 
 class Pictures(NamedTuple):

@@ -34,6 +34,7 @@ from seqboat.checks import check_choice, check_positive, require
 from seqboat.core.budget import Steering, rate_loss
 from seqboat.core.routers import ROUTERS, Router, RouterConfig, SigmoidConfig, SigmoidRouter
 from seqboat.core.sma import Routing, pack
+from seqboat.data.files import replacing, write_json
 
 Kind = Literal["tokens", "sequence", "block"]
 """How a module is run: on packed tokens, on each row's active tokens, or so with its residual connection inside."""
@@ -604,10 +605,9 @@ class Retrofit:
             "router": {"name": names[type(self.router)], **asdict(self.router)},
             "budget": self.budget,
         }
-        save_file(tensors, folder / "retrofit.safetensors.new")
-        (folder / "retrofit.json.new").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
-        for file in ("retrofit.safetensors", "retrofit.json"):
-            (folder / f"{file}.new").replace(folder / file)
+        with replacing(folder / "retrofit.safetensors") as stage:
+            save_file(tensors, stage)
+        write_json(folder / "retrofit.json", about, indent=2)
 
     def undo(self) -> None:
         """Give every module its own forward back and remove the routers; weights stay as they are now."""

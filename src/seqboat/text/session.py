@@ -27,6 +27,7 @@ from torch import Tensor
 
 from seqboat.checks import check_positive, require
 from seqboat.core.state import check_state, map_state, rebuild, tensors
+from seqboat.data.files import replacing
 from seqboat.models.backbone import BackboneState, LanguageModel
 from seqboat.training.checkpoint import model_tensors
 
@@ -207,14 +208,8 @@ def save_session(path: Path | str, session: Session, model: LanguageModel) -> No
     path = Path(path)
     check_state_path(path)
     parts = {name: part.detach().cpu().contiguous().clone() for name, part in tensors(session, "session")}
-    stage = path.with_name(f".{path.name}-{os.getpid()}")
-    try:
+    with replacing(path) as stage:
         save_file(parts, stage, _seal(fingerprint(model), parts))
-        with open(stage, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(stage, path)
-    finally:
-        stage.unlink(missing_ok=True)
 
 
 def check_state_path(path: Path) -> None:

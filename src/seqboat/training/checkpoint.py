@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there, and a lock on the folder they are in.
+"""Checkpoints that are whole or not there.
 
     run/
       lock                     pid and host of the run that writes here
@@ -17,12 +17,10 @@ pickled: a file can hold numbers and words, never code.
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
 import shutil
-import socket
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -33,6 +31,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from seqboat.checks import require
+from seqboat.data.files import digest_of, flush_file, flush_folder, write_text
 from seqboat.training.config import RunConfig, from_dict
 
 FORMAT = 1
@@ -72,36 +71,6 @@ class Checkpoint(NamedTuple):
         return load_file(self.path / name)
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a small file so that readers see the old one or the new one, also after a crash."""
-    stage = path.with_name(f".{path.name}-{os.getpid()}")
-    with open(stage, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(stage, path)
-    _flush_folder(path.parent)
-
-
-def _flush_folder(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _flush_file(path: Path) -> None:
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-
-
-def sha256(path: Path) -> str:
-    """Hash of a file."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _seal(state: Mapping[str, Any]) -> str:
     """A state as JSON text that holds its own hash, so that any changed byte is found."""
     plain = json.dumps(state, indent=1, sort_keys=True)
@@ -138,79 +107,9 @@ def verify(path: Path) -> Checkpoint:
     for name in sorted(found - expected.keys()):
         raise CheckpointError(f"{path / name} does not belong to the checkpoint")
     for name, digest in sorted(expected.items()):
-        if sha256(path / name) != digest:
+        if digest_of(path / name) != digest:
             raise CheckpointError(f"{path / name} does not match its sha256: the file was changed or damaged")
     return Checkpoint(path, state)
-
-
-class InUse(ValueError):
-    """A folder that another run works in."""
-
-
-class Lock:
-    """Keeps a second run out of a folder while this process lives; a dead run's lock is taken over."""
-
-    _held: set[Path] = set()  # noqa: RUF012 - shared on purpose: record locks do not exclude their own process
-
-    def __init__(self, folder: Path) -> None:
-        self.path = folder.resolve() / "lock"
-        self._file: Any = None
-
-    def acquire(self) -> None:
-        """Take the lock, or raise an InUse error that names the holder."""
-        if self.path in self._held:
-            # not even opened: closing any handle of the file would give this process's lock back
-            raise self._refusal(self._line())
-        file = open(self.path, "a+", encoding="utf-8")  # noqa: SIM115 - open as long as it is held
-        try:
-            # of this kind, and not flock: such a lock is not inherited by the workers of the data loader
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            locked = True
-        except OSError:
-            locked = False
-        file.seek(0)
-        holder = file.read().strip()
-        # a lock of the system tells the dead from the living, but may not reach other hosts
-        if not locked or (holder and self._host(holder) != socket.gethostname()):
-            file.close()
-            raise self._refusal(holder or "unknown")
-        file.truncate(0)
-        file.write(self._line() + "\n")
-        file.flush()
-        self._file = file
-        self._held.add(self.path)
-
-    @staticmethod
-    def _line() -> str:
-        return json.dumps({"pid": os.getpid(), "host": socket.gethostname()})
-
-    def _refusal(self, holder: str) -> InUse:
-        return InUse(
-            f"{self.path.parent} is in use by another run ({holder}); choose another folder, or remove "
-            f"{self.path} if that run is dead"
-        )
-
-    @staticmethod
-    def _host(holder: str) -> str | None:
-        try:
-            return str(json.loads(holder)["host"])
-        except (ValueError, KeyError, TypeError):
-            return None
-
-    def release(self) -> None:
-        """Give the lock back."""
-        if self._file is not None:
-            self._file.truncate(0)
-            self._file.close()
-            self._file = None
-            self._held.discard(self.path)
-
-    def __enter__(self) -> Lock:
-        self.acquire()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
 
 
 def _warn(message: str) -> None:
@@ -277,19 +176,19 @@ class Store:
             hashes = {}
             for name, tensors in files.items():
                 save_file({key: t.detach().cpu().contiguous() for key, t in tensors.items()}, stage / name)
-                hashes[name] = sha256(stage / name)
+                hashes[name] = digest_of(stage / name)
             text = _seal({**state, "format": FORMAT, "step": step, "files": hashes})
             (stage / STATE).write_text(text, encoding="utf-8")
             self._phase("flush")
             for entry in stage.iterdir():
-                _flush_file(entry)
-            _flush_folder(stage)
+                flush_file(entry)
+            flush_folder(stage)
             self._phase("rename")
             if final.exists():
                 # a damaged checkpoint of this step that a resumed run writes anew
                 self._remove(final)
             os.rename(stage, final)
-            _flush_folder(self.folder)
+            flush_folder(self.folder)
             self._phase("pointer")
             self.point("latest", step)
             if best:
@@ -311,7 +210,7 @@ class Store:
 
     def point(self, name: str, step: int) -> None:
         """Make a pointer (latest or best) name a checkpoint."""
-        write_atomically(self.folder / name, f"step-{step}\n")
+        write_text(self.folder / name, f"step-{step}\n")
 
     def pointed(self, name: str) -> int | None:
         """The step that a pointer names, if there is one."""

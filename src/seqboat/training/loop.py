@@ -37,6 +37,7 @@ from seqboat.core.budget import budget_loss, outer_policies, update_budgets
 from seqboat.core.routers import set_training_step
 from seqboat.core.sma import Routing
 from seqboat.core.state import detach_state, map_state, tensors
+from seqboat.data.files import Lock, write_text
 from seqboat.mixers.base import auxiliary_loss
 from seqboat.tasks.base import Batch, Loss, apply_model
 from seqboat.training import checkpoint as ck
@@ -167,7 +168,7 @@ class Metrics:
         """Drop what a run wrote after the checkpoint that it goes on from."""
         if self.path.exists():
             kept = [r for r in iterate_metrics(self.path) if r.get("step", 0) <= step]
-            ck.write_atomically(self.path, "".join(json.dumps(r) + "\n" for r in kept))
+            write_text(self.path, "".join(json.dumps(r) + "\n" for r in kept))
 
     def write(self, record: dict[str, Any]) -> None:
         try:
@@ -208,7 +209,7 @@ def train(
                     # a run that never starts, for want of data for example, leaves no folder behind
                     stack.callback(remove_unused, folder)
                     prepare_folder(folder, resume)
-                    stack.enter_context(ck.Lock(folder))
+                    stack.enter_context(Lock(folder))
                     ck.Store(folder).sweep()
                 except (OSError, ValueError) as caught:
                     error = caught
@@ -310,7 +311,7 @@ class Run:
 
     def describe(self) -> None:
         """Leave configuration, seed and versions beside the checkpoints."""
-        ck.write_atomically(self.folder / "config.yaml", to_yaml(self.config))
+        write_text(self.folder / "config.yaml", to_yaml(self.config))
         about = {
             "seed": self.config.seed,
             "parameters": self.parameters,
@@ -319,7 +320,7 @@ class Run:
             "versions": versions(),
             "commit": commit(),
         }
-        ck.write_atomically(self.folder / "run.json", json.dumps(about, indent=1) + "\n")
+        write_text(self.folder / "run.json", json.dumps(about, indent=1) + "\n")
         self.metrics.rewind(self.progress.step)
 
     def load(self) -> bool:

@@ -15,7 +15,6 @@ do not, and models never see them.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seqboat.checks import check_positive, require
+from seqboat.data.files import replacing
 from seqboat.data.shards import make_parts
 from seqboat.data.sources import Source
 from seqboat.data.store import Prepared, Progress, RaggedWriter, Skips, Staging
@@ -440,10 +440,9 @@ def _make_block(
         if len(rows) % 100 == 0:
             advance(100)
     advance(len(rows) % 100)
-    temporary = files[block].with_name(f".{files[block].stem}.{os.getpid()}.npz")
     lengths = np.array([len(row) for row in rows], np.int64)
-    np.savez(temporary, tokens=np.concatenate(rows), lengths=lengths, values=np.array(values, np.uint8))
-    os.replace(temporary, files[block])
+    with replacing(files[block]) as stage, open(stage, "wb") as file:
+        np.savez(file, tokens=np.concatenate(rows), lengths=lengths, values=np.array(values, np.uint8))
 
 
 def _read_block(file: Path) -> Iterator[tuple[NDArray[np.uint8], int]]:

@@ -13,7 +13,6 @@ drawn by `curves`. Pathfinder has 32 x 32 pixels, Path-X 128 x 128, and pathfind
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seqboat.checks import check_positive, require
+from seqboat.data.files import replacing
 from seqboat.data.shards import make_parts
 from seqboat.data.sources import Source
 from seqboat.data.store import ArrayWriter, Prepared, Progress, Skips, Staging
@@ -162,9 +162,8 @@ def _make_shard(folder: Path, start: int, end: int, seed: int, config: Pathfinde
     for row, index in zip(rows, range(start, end), strict=True):
         image, row[0] = make_image(seed, index, config)
         row[1:] = image.reshape(-1)
-    temporary = folder / f".{start:09d}.{os.getpid()}.npy"
-    np.save(temporary, rows)
-    os.replace(temporary, _shard(folder, start))
+    with replacing(_shard(folder, start)) as stage, open(stage, "wb") as file:
+        np.save(file, rows)
     return end - start
 
 

@@ -1,0 +1,185 @@
+"""Files that are whole or absent, their checksums, and a lock that keeps a folder to one process.
+
+    with replacing(path) as stage:    # write to `stage`; `path` appears, complete, when the block ends
+        save(stage)
+
+A file is written under another name, flushed to disk and renamed, so that a reader sees the old content or the new
+content and never half of either, also after a crash.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+try:
+    import fcntl
+except ImportError:  # not a Unix: there is nothing to lock with
+    fcntl = None  # type: ignore[assignment]
+
+
+def digest_of(path: Path, algorithm: str = "sha256") -> str:
+    """The hash of a file's content, in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, algorithm).hexdigest()
+
+
+def flush_file(path: Path) -> None:
+    """Make the content of a file survive a crash of the machine."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def flush_folder(folder: Path) -> None:
+    """Make the names in a folder survive a crash of the machine."""
+    if os.name == "nt":
+        return  # Windows opens no folders, and keeps names on its own
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A path to write in place of `path`: flushed and renamed when the block ends, removed if it fails."""
+    stage = path.with_name(f".{path.name}-{os.getpid()}")
+    try:
+        yield stage
+        flush_file(stage)
+        os.replace(stage, path)
+    finally:
+        stage.unlink(missing_ok=True)
+    flush_folder(path.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file by this text."""
+    with replacing(path) as stage:
+        stage.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, content: object, *, indent: int = 1, sort_keys: bool = False) -> None:
+    """Replace a file by this content as JSON."""
+    write_text(path, json.dumps(content, indent=indent, ensure_ascii=False, sort_keys=sort_keys) + "\n")
+
+
+class InUse(ValueError):
+    """A folder that another process works in."""
+
+
+class Lock:
+    """Keeps other processes out of a folder while this one lives; the lock of a dead process is taken over."""
+
+    _held: set[Path] = set()  # noqa: RUF012 - shared on purpose: record locks do not exclude their own process
+
+    def __init__(self, folder: Path, name: str = "lock", busy: str | None = None) -> None:
+        """
+        Args:
+            folder: to lock.
+            name: of the lock file in it.
+            busy: how a refusal begins.
+        """
+        self.path = folder.resolve() / name
+        self.busy = busy or f"{self.path.parent} is in use by another run"
+        self._file: Any = None
+
+    def acquire(self) -> None:
+        """Take the lock.
+
+        Raises:
+            InUse: if another process holds it; the message names that process.
+        """
+        if self.path in self._held:
+            # not even opened: closing any handle of the file would give this process's lock back
+            raise self._refusal(self._line())
+        file = self._open()
+        file.seek(0)
+        holder = file.read().strip()
+        # a lock of the system tells the dead from the living, but may not reach other hosts
+        if holder and self._host(holder) != socket.gethostname():
+            file.close()
+            raise self._refusal(holder)
+        file.truncate(0)
+        file.write(self._line() + "\n")
+        file.flush()
+        self._file = file
+        self._held.add(self.path)
+
+    def _open(self) -> Any:
+        """The lock file, open and locked."""
+        while True:
+            file = open(self.path, "a+", encoding="utf-8")  # noqa: SIM115 - open as long as it is held
+            try:
+                if fcntl is not None:
+                    # of this kind, and not flock: such a lock is not inherited by the workers of the data loader
+                    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # its holder may have removed the file in the meantime: then the lock is on nothing
+                if os.path.samestat(os.fstat(file.fileno()), os.stat(self.path)):
+                    return file
+            except FileNotFoundError:
+                pass
+            except OSError:
+                file.seek(0)
+                holder = file.read().strip()
+                file.close()
+                raise self._refusal(holder or "unknown") from None
+            file.close()
+
+    @staticmethod
+    def _line() -> str:
+        return json.dumps({"pid": os.getpid(), "host": socket.gethostname()})
+
+    def _refusal(self, holder: str) -> InUse:
+        return InUse(
+            f"{self.busy} ({holder}); choose another folder, or remove {self.path} if that run is dead"
+        )
+
+    @staticmethod
+    def _host(holder: str) -> str | None:
+        try:
+            return str(json.loads(holder)["host"])
+        except (ValueError, KeyError, TypeError):
+            return None
+
+    def release(self, *, remove: bool = False) -> None:
+        """Give the lock back.
+
+        Args:
+            remove: the file too.
+        """
+        if self._file is not None:
+            self._file.truncate(0)
+            if remove:
+                self.path.unlink(missing_ok=True)
+            self._file.close()
+            self._file = None
+            self._held.discard(self.path)
+
+    def __enter__(self) -> Lock:
+        self.acquire()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+@contextmanager
+def taking_turns(folder: Path) -> Iterator[None]:
+    """Wait until no other process is in such a block for this folder, and keep others waiting."""
+    if fcntl is None:
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)  # gives the lock back
