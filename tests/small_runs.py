@@ -18,7 +18,7 @@ from seqboat.tasks import TASKS
 from seqboat.tasks.base import Dataset, Example, Kind, Split, Task
 from seqboat.training.config import EvaluationConfig, RunConfig, TrainingConfig
 from seqboat.training.display import Display
-from seqboat.training.optim import OptimiserConfig, ScheduleConfig
+from seqboat.training.optim import OptimizerConfig, ScheduleConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +108,7 @@ def small_run(task: Any = None, **changes: Any) -> RunConfig:
             num_layers=2,
             dropout=0.1,
         ),
-        optimiser=OptimiserConfig(lr=0.01),
+        optimizer=OptimizerConfig(lr=0.01),
         schedule=ScheduleConfig(steps=24, warmup_steps=4),
         training=TrainingConfig(batch_size=8, accumulation=2, bucketing=True, log_every=1, save_every=4),
         evaluation=EvaluationConfig(every=12, batch_size=16),

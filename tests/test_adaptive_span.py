@@ -247,7 +247,7 @@ def test_training_pays_for_spans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     spans = {}
     for weight in (0.0, 1.0):
         mixer = AdaptiveSpanConfig(heads=2, max_span=9, ramp=3, first_span=5.0, span_weight=weight)
-        config = small_run(model={"mixer": mixer}, optimiser={"lr": 0.1})
+        config = small_run(model={"mixer": mixer}, optimizer={"lr": 0.1})
         found: list[torch.Tensor] = []
 
         def keep(step: int, model: torch.nn.Module, found: list[torch.Tensor] = found) -> None:

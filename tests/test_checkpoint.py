@@ -25,9 +25,9 @@ from seqboat.training.checkpoint import (
     CheckpointError,
     Store,
     load_model_tensors,
-    load_optimiser_tensors,
+    load_optimizer_tensors,
     model_tensors,
-    optimiser_tensors,
+    optimizer_tensors,
     verify,
 )
 
@@ -338,16 +338,16 @@ def test_shared_parameters_are_saved_once() -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RAdam])
-def test_optimisers_continue(kind: Any) -> None:
+def test_optimizers_continue(kind: Any) -> None:
     def fresh() -> tuple[torch.nn.Module, Any]:
         torch.manual_seed(0)
         model = torch.nn.Linear(3, 2)
         return model, kind(list(model.named_parameters()), lr=0.1)
 
-    def step(model: torch.nn.Module, optimiser: Any, number: int) -> None:
-        optimiser.zero_grad()
+    def step(model: torch.nn.Module, optimizer: Any, number: int) -> None:
+        optimizer.zero_grad()
         model(torch.arange(3.0) + number).square().sum().backward()
-        optimiser.step()
+        optimizer.step()
 
     one, first = fresh()
     for number in range(6):
@@ -355,13 +355,13 @@ def test_optimisers_continue(kind: Any) -> None:
     two, second = fresh()
     for number in range(3):
         step(two, second, number)
-    weights, memory = model_tensors(two), optimiser_tensors(second)
+    weights, memory = model_tensors(two), optimizer_tensors(second)
     assert sorted(memory)[0] == "bias/exp_avg"
     three, third = fresh()
     load_model_tensors(three, weights)
-    load_optimiser_tensors(third, memory)
+    load_optimizer_tensors(third, memory)
     for number in range(3, 6):
         step(three, third, number)
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), three.parameters(), strict=True))
-    with pytest.raises(CheckpointError, match="the optimiser has no parameter other"):
-        load_optimiser_tensors(third, {"other/exp_avg": torch.ones(1)})
+    with pytest.raises(CheckpointError, match="the optimizer has no parameter other"):
+        load_optimizer_tensors(third, {"other/exp_avg": torch.ones(1)})

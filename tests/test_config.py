@@ -93,10 +93,10 @@ def test_overrides_reach_every_kind_of_field() -> None:
         small_run(),
         [
             "--model.num_layers=3",
-            "--optimiser.lr",
+            "--optimizer.lr",
             "1e-3",
-            "--optimiser.betas=0.8,0.9",
-            "--optimiser.clip=none",
+            "--optimizer.betas=0.8,0.9",
+            "--optimizer.clip=none",
             "--training.compile",
             "--training.bucketing=false",
             "--training.trackers=tensorboard,wandb",
@@ -108,7 +108,7 @@ def test_overrides_reach_every_kind_of_field() -> None:
         ],
     )
     assert config.model.num_layers == 3
-    assert (config.optimiser.lr, config.optimiser.betas, config.optimiser.clip) == (1e-3, (0.8, 0.9), None)
+    assert (config.optimizer.lr, config.optimizer.betas, config.optimizer.clip) == (1e-3, (0.8, 0.9), None)
     assert (config.training.compile, config.training.bucketing) == (True, False)
     assert config.training.trackers == ("tensorboard", "wandb")
     assert mixer_of(config).gau.attention == "relu2"
@@ -141,9 +141,9 @@ def test_another_mixer_keeps_its_direction() -> None:
         (["--model.num_layers=two"], "model.num_layers must be an integer, got 'two'"),
         (["--model.num_layers=2.5"], "model.num_layers must be an integer, got '2.5'"),
         (["--model.num_layers=0"], "num_layers must be an integer >= 1, got 0"),
-        (["--optimiser.lr=fast"], "optimiser.lr must be a number, got 'fast'"),
-        (["--optimiser.betas=0.9"], "optimiser.betas must be 2 values, got 0.9"),
-        (["--optimiser.name=sgd"], "optimiser.name must be one of adamw, radam, got 'sgd'"),
+        (["--optimizer.lr=fast"], "optimizer.lr must be a number, got 'fast'"),
+        (["--optimizer.betas=0.9"], "optimizer.betas must be 2 values, got 0.9"),
+        (["--optimizer.name=sgd"], "optimizer.name must be one of adamw, radam, got 'sgd'"),
         (["--training.compile=maybe"], "training.compile must be true or false, got 'maybe'"),
         (["--training.trackers=mlflow"], "training.trackers must be one of tensorboard"),
         (["--model=big"], "model is a group of fields: set one of model.mixer"),
@@ -163,7 +163,7 @@ def test_wrong_overrides_are_named(arguments: list[str], message: str) -> None:
     ("text", "message"),
     [
         ("model: {num_layer: 2}", "field 'model.num_layer' is unknown; did you mean model.num_layers?"),
-        ("optimiser: {lr: [1]}", r"optimiser.lr must be a number, got \[1\]"),
+        ("optimizer: {lr: [1]}", r"optimizer.lr must be a number, got \[1\]"),
         ("seed: true", "seed must be an integer, got True"),
         ("seed: -1", "seed must be an integer >= 0, got -1"),
         ("model: {mixer: {name: nothing}}", "'nothing' is unknown"),
@@ -198,12 +198,12 @@ def test_files_without_a_recipe_must_be_complete(tmp_path: Path) -> None:
 def test_a_file_over_a_recipe_changes_only_what_it_says(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(
-        "model: {mixer: {ssm: {name: s4d, d_state: 4}, router: sigmoid}}\noptimiser: {lr: 1e-3}\n"
+        "model: {mixer: {ssm: {name: s4d, d_state: 4}, router: sigmoid}}\noptimizer: {lr: 1e-3}\n"
     )
     base = small_run()
     config = from_yaml(path, base)
     mixer = dataclasses.replace(mixer_of(base), ssm=S4DConfig(d_state=4), router=SigmoidConfig())
-    assert config == base.replace(model={"mixer": mixer}, optimiser={"lr": 0.001})
+    assert config == base.replace(model={"mixer": mixer}, optimizer={"lr": 0.001})
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_what_a_resumed_run_may_change() -> None:
     for change in (["--training.workers=2"], ["--training.save_every=9"], ["--training.distributed=fsdp"]):
         assert difference(base, override(base, change)) is None
     for change, text in (
-        (["--optimiser.lr=0.5"], "optimiser.lr is 0.5, it was 0.01"),
+        (["--optimizer.lr=0.5"], "optimizer.lr is 0.5, it was 0.01"),
         (["--model.mixer.ssm=s4d"], "model.mixer.ssm.name is 's4d', it was 'ema'"),
         (["--seed=3"], "seed is 3, it was 0"),
     ):

@@ -1,4 +1,4 @@
-"""Parameter groups, optimisers and the schedule."""
+"""Parameter groups, optimizers and the schedule."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from seqboat.mixers.seqboat.layer import SeqBoatConfig
 from seqboat.mixers.ssm.s4d import S4DConfig
 from seqboat.models.backbone import BackboneConfig, Classifier
 from seqboat.training.optim import (
-    OptimiserConfig,
+    OptimizerConfig,
     ScheduleConfig,
-    build_optimiser,
+    build_optimizer,
     learning_rate,
     parameter_groups,
     set_learning_rate,
@@ -82,22 +82,22 @@ def test_decay_shrinks_matrices_and_spares_biases(name: Any) -> None:
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 3)
     before = [p.detach().clone() for p in (model.weight, model.bias)]
-    optimiser = build_optimiser(model, OptimiserConfig(name=name, lr=0.1, weight_decay=0.5))
+    optimizer = build_optimizer(model, OptimizerConfig(name=name, lr=0.1, weight_decay=0.5))
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    optimiser.step()
+    optimizer.step()
     # decoupled: by the factor 1 - lr * weight_decay, whatever the gradient
     torch.testing.assert_close(model.weight.detach(), before[0] * 0.95)
     torch.testing.assert_close(model.bias.detach(), before[1])
 
 
-def test_settings_reach_the_optimiser() -> None:
-    config = OptimiserConfig(lr=0.3, betas=(0.5, 0.6), eps=1e-3)
-    optimiser = build_optimiser(torch.nn.Linear(2, 2), config)
-    group = optimiser.param_groups[0]
+def test_settings_reach_the_optimizer() -> None:
+    config = OptimizerConfig(lr=0.3, betas=(0.5, 0.6), eps=1e-3)
+    optimizer = build_optimizer(torch.nn.Linear(2, 2), config)
+    group = optimizer.param_groups[0]
     assert (group["lr"], group["betas"], group["eps"]) == (0.3, (0.5, 0.6), 1e-3)
-    set_learning_rate(optimiser, 0.01)
-    assert {g["lr"] for g in optimiser.param_groups} == {0.01}
+    set_learning_rate(optimizer, 0.01)
+    assert {g["lr"] for g in optimizer.param_groups} == {0.01}
 
 
 def test_schedule_meets_its_corners() -> None:
@@ -119,14 +119,14 @@ def test_schedule_without_warmup_and_all_warmup() -> None:
     ("make", "message"),
     [
         (
-            lambda: OptimiserConfig(name="adam"),  # type: ignore[arg-type]
-            "optimiser.name must be one of adamw, radam; got 'adam'",
+            lambda: OptimizerConfig(name="adam"),  # type: ignore[arg-type]
+            "optimizer.name must be one of adamw, radam; got 'adam'",
         ),
-        (lambda: OptimiserConfig(lr=0), "optimiser.lr must be positive, got 0"),
-        (lambda: OptimiserConfig(betas=(0.9, 1.0)), r"optimiser.betas must be two numbers in \[0, 1\)"),
-        (lambda: OptimiserConfig(weight_decay=-1), "optimiser.weight_decay must be >= 0, got -1"),
-        (lambda: OptimiserConfig(clip=0.0), "optimiser.clip must be positive or None, got 0.0"),
-        (lambda: OptimiserConfig(eps=0.0), "optimiser.eps must be positive"),
+        (lambda: OptimizerConfig(lr=0), "optimizer.lr must be positive, got 0"),
+        (lambda: OptimizerConfig(betas=(0.9, 1.0)), r"optimizer.betas must be two numbers in \[0, 1\)"),
+        (lambda: OptimizerConfig(weight_decay=-1), "optimizer.weight_decay must be >= 0, got -1"),
+        (lambda: OptimizerConfig(clip=0.0), "optimizer.clip must be positive or None, got 0.0"),
+        (lambda: OptimizerConfig(eps=0.0), "optimizer.eps must be positive"),
         (lambda: ScheduleConfig(steps=0), "schedule.steps must be an integer >= 1, got 0"),
         (lambda: ScheduleConfig(steps=5, warmup_steps=6), "must not exceed schedule.steps, got 6 and 5"),
         (lambda: ScheduleConfig(warmup_from=-1.0), "schedule.warmup_from must be >= 0"),

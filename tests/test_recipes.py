@@ -15,7 +15,7 @@ from seqboat.mixers.seqboat.layer import SeqBoatConfig
 from seqboat.recipes import RECIPES, find_recipe
 from seqboat.tasks.base import Batch, Task, apply_model
 from seqboat.training.config import from_dict, override, to_dict, to_yaml
-from seqboat.training.optim import build_optimiser
+from seqboat.training.optim import build_optimizer
 
 FULL = [name for name in RECIPES if f"{name}-small" in RECIPES]
 FILES = {"classify": ["--data.train", "train.csv"], "lm": ["--data.text", "notes.txt"]}
@@ -66,12 +66,12 @@ def test_settings_are_those_of_the_table(name: str) -> None:
         mixer.norm,
         mixer.prenorm,
         config.training.batch_size,
-        config.optimiser.lr,
+        config.optimizer.lr,
         mixer.dropout,
-        config.optimiser.weight_decay,
+        config.optimizer.weight_decay,
     ) == TABLE[name]
     assert config.model.dropout == mixer.dropout and not mixer.causal
-    assert (config.optimiser.name, config.optimiser.betas, config.optimiser.clip) == (
+    assert (config.optimizer.name, config.optimizer.betas, config.optimizer.clip) == (
         "adamw",
         (0.9, 0.98),
         1.0,
@@ -113,9 +113,9 @@ def test_enwik8_is_that_of_its_table() -> None:
     assert (mixer.ssm.d_state, mixer.router.temperature_scale, mixer.gau.window) == (16, 1.0, 1024)
     assert (mixer.gau.positions, mixer.gau.attention, mixer.causal) == ("rotary", "softmax", True)
     assert (mixer.dropout, mixer.gau.attention_dropout) == (0.15, 0.0)
-    optimiser = config.optimiser
-    assert (optimiser.name, optimiser.lr, optimiser.betas) == ("radam", 0.005, (0.9, 0.98))
-    assert (optimiser.weight_decay, optimiser.clip) == (0.1, 0.25)
+    optimizer = config.optimizer
+    assert (optimizer.name, optimizer.lr, optimizer.betas) == ("radam", 0.005, (0.9, 0.98))
+    assert (optimizer.weight_decay, optimizer.clip) == (0.1, 0.25)
     schedule = config.schedule
     assert (schedule.steps, schedule.warmup_steps, schedule.warmup_from) == (400_000, 24_000, 0.002)
     assert (task.segment, config.training.batch_size) == (8192, 8)
@@ -187,7 +187,7 @@ def test_every_recipe_takes_a_step(name: str) -> None:
     config = override(RECIPES[name](), FILES.get(name, []))
     task = config.build_task()
     model = config.build_model(task, classes=2 if name == "classify" else None)
-    optimiser = build_optimiser(model, dataclasses.replace(config.optimiser, lr=0.001))
+    optimizer = build_optimizer(model, dataclasses.replace(config.optimizer, lr=0.001))
     batch = synthetic_batch(task, 2, 40 if name == "enwik8" else 100)
     output = apply_model(model, task.kind, batch)
     loss = task.loss(output, batch).mean
@@ -195,7 +195,7 @@ def test_every_recipe_takes_a_step(name: str) -> None:
     assert bool(loss.isfinite())
     assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters())
     before = [p.detach().clone() for p in model.parameters()]
-    optimiser.step()
+    optimizer.step()
     assert any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 

@@ -49,7 +49,7 @@ def target(monkeypatch: pytest.MonkeyPatch) -> Target:
         small=(
             Trial(name="toy", title="Toy", recipe="toy-small", seeds=2, minutes=1.0, paper="99 %"),
             Trial(
-                name="fast", title="Fast", recipe="toy-small", arguments=("--optimiser.lr=0.03",), minutes=2.0
+                name="fast", title="Fast", recipe="toy-small", arguments=("--optimizer.lr=0.03",), minutes=2.0
             ),
         ),
         paper=(Trial(name="toy", title="Toy", recipe="toy-small"),),
@@ -163,7 +163,7 @@ def test_runs_are_planned_run_and_collected(target: Target, tmp_path: Path) -> N
     assert [job.finished for job in again] == [False, False, True]
     assert estimate(again) == (2.0, 0)
     record = collect(again[2])
-    assert record["command"] == "seqboat train toy-small --optimiser.lr=0.03 --seed=0"
+    assert record["command"] == "seqboat train toy-small --optimizer.lr=0.03 --seed=0"
     assert record["metric"] == "accuracy" and 0 <= record["test"] <= 1
     assert [step for step, _ in record["curve"]] == [12, 24]
     assert len(record["activation"]) == 2 and record["minutes"] > 0
@@ -188,7 +188,7 @@ def test_a_run_with_other_settings_is_not_taken(target: Target, tmp_path: Path) 
     folder = tmp_path / "small" / "fast" / "seed-0"
     run_job(plan(target, "small", tmp_path)[0]._replace(folder=folder), Spy())
     with pytest.raises(
-        ValueError, match=r"seed-0 was made with other settings: optimiser.lr is 0.03, it was 0.01"
+        ValueError, match=r"seed-0 was made with other settings: optimizer.lr is 0.03, it was 0.01"
     ):
         plan(target, "small", tmp_path)
 
@@ -207,7 +207,7 @@ def test_the_page_holds_every_record_and_says_what_was_not_run(target: Target, t
     assert "| Toy | 99 % | 60.0 % ± 14.1 | -39.0 | 0, 1 |" in text
     assert "| Fast | - | not run |" in text
     assert "- **Toy.** Cut: everything but the toy." in text
-    assert "`seqboat train toy-small --optimiser.lr=0.03`" in text
+    assert "`seqboat train toy-small --optimizer.lr=0.03`" in text
     assert "Not run here. `seqboat reproduce toys --scale paper` runs it: `seqboat train toy-small`." in text
     assert (page.parent / "images" / "results-toys-small.png").stat().st_size > 5000
 
@@ -322,7 +322,7 @@ def test_the_command(target: Target, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "toys               Toys (table 0): 0 of 3 done at --scale small, 4 minutes left" in listed
     assert main(["reproduce", "toys", "--dry-run", *out]) == 0
     text = capsys.readouterr().out
-    assert "  fast: seqboat train toy-small --optimiser.lr=0.03 --seed=0: 24 steps" in text
+    assert "  fast: seqboat train toy-small --optimizer.lr=0.03 --seed=0: 24 steps" in text
     assert "about 4 minutes of one core" in text
     assert not (tmp_path / "runs").exists()
     assert main(["reproduce", "toys", "--seeds", "1", *out]) == 0

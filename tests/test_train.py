@@ -101,7 +101,7 @@ def test_a_run_leaves_everything_beside_its_checkpoints(straight: Path) -> None:
 
 def test_training_learns(tmp_path: Path) -> None:
     spy = Spy()
-    config = small_run(optimiser={"lr": 0.03}, schedule={"steps": 60}, training={"accumulation": 1})
+    config = small_run(optimizer={"lr": 0.03}, schedule={"steps": 60}, training={"accumulation": 1})
     train(config, tmp_path, display=spy)
     assert sum(spy.losses[-10:]) < 0.8 * sum(spy.losses[:10])
 
@@ -135,7 +135,7 @@ def test_a_finished_run_stays_finished(straight: Path) -> None:
     "changes",
     [
         {"model": {"mixer": small_run().model.mixer}, "training": {"precision": "bf16"}},
-        {"optimiser": {"name": "radam"}},
+        {"optimizer": {"name": "radam"}},
         {"training": {"gradient_checkpointing": True, "accumulation": 1}},
         {"training": {"bucketing": False, "workers": 1}},
     ],
@@ -173,7 +173,7 @@ def test_carried_state_sees_the_text_before(tmp_path: Path) -> None:
         task, training={"carry_state": True, "bucketing": False, "batch_size": 2, "accumulation": 1}
     )
     config = config.replace(
-        schedule={"steps": 2, "warmup_steps": 0}, optimiser={"lr": 1e-12}, model={"dropout": 0.0}
+        schedule={"steps": 2, "warmup_steps": 0}, optimizer={"lr": 1e-12}, model={"dropout": 0.0}
     )
     mixer: Any = config.model.mixer
     config = config.replace(model={"mixer": type(mixer)(gau=mixer.gau, causal=True)})
@@ -260,8 +260,8 @@ def test_a_folder_with_a_run_is_not_overwritten(straight: Path) -> None:
 
 
 def test_resuming_another_configuration_names_the_field(straight: Path) -> None:
-    with pytest.raises(ValueError, match=r"another configuration: optimiser.lr is 0.5, it was 0.01"):
-        train(small_run(optimiser={"lr": 0.5}), straight, resume=True, display=Spy())
+    with pytest.raises(ValueError, match=r"another configuration: optimizer.lr is 0.5, it was 0.01"):
+        train(small_run(optimizer={"lr": 0.5}), straight, resume=True, display=Spy())
     with pytest.raises(ValueError, match=r"model.num_layers is 3, it was 2"):
         train(small_run(model={"num_layers": 3}), straight, resume=True, display=Spy())
 
@@ -544,7 +544,7 @@ def test_batches_without_targets_count_as_nothing(tmp_path: Path, monkeypatch: p
 
 
 def test_early_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = small_run(evaluation={"every": 2, "patience": 3}, optimiser={"lr": 1e-12})
+    config = small_run(evaluation={"every": 2, "patience": 3}, optimizer={"lr": 1e-12})
     outcome = train(config, tmp_path, display=Spy())
     # the first evaluation is the best, the next three are no better
     assert (outcome.step, outcome.message) == (8, "no better for 3 evaluations")

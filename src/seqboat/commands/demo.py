@@ -289,16 +289,16 @@ def train(
 
     from seqboat.core.routers import activations
     from seqboat.training.optim import (
-        OptimiserConfig,
+        OptimizerConfig,
         ScheduleConfig,
-        build_optimiser,
+        build_optimizer,
         learning_rate,
         set_learning_rate,
     )
 
-    config = OptimiserConfig(lr=recipe.lr, weight_decay=recipe.weight_decay)
+    config = OptimizerConfig(lr=recipe.lr, weight_decay=recipe.weight_decay)
     schedule = ScheduleConfig(steps=recipe.steps, warmup_steps=int(recipe.warmup * recipe.steps))
-    optimiser = build_optimiser(model, config)
+    optimizer = build_optimizer(model, config)
     every = max(1, recipe.steps // 100)
     losses, hits, seen = 0.0, 0, 0
     begin = time.perf_counter()
@@ -307,13 +307,13 @@ def train(
     step = 0
     for batch in batches(expressions, recipe.batch, recipe.pool):
         step += 1
-        set_learning_rate(optimiser, learning_rate(int(done * recipe.steps), recipe.lr, schedule))
+        set_learning_rate(optimizer, learning_rate(int(done * recipe.steps), recipe.lr, schedule))
         out = model(batch.ids, batch.mask)
         loss = F.cross_entropy(out.logits, batch.values)
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
+        optimizer.step()
         losses += loss.item() * len(batch.values)
         hits += int((out.logits.argmax(dim=1) == batch.values).sum())
         seen += len(batch.values)

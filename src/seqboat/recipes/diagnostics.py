@@ -11,7 +11,7 @@ from seqboat.tasks.base import TaskConfig
 from seqboat.tasks.synthetic.copy import CopyTaskConfig
 from seqboat.tasks.synthetic.recall import RecallTaskConfig
 from seqboat.training.config import EvaluationConfig, RunConfig, TrainingConfig
-from seqboat.training.optim import OptimiserConfig, ScheduleConfig
+from seqboat.training.optim import OptimizerConfig, ScheduleConfig
 
 
 def _diagnostic(task: TaskConfig, mixer: MixerConfig | None) -> RunConfig:
@@ -27,7 +27,7 @@ def _diagnostic(task: TaskConfig, mixer: MixerConfig | None) -> RunConfig:
     return RunConfig(
         task=task,
         model=BackboneConfig(mixer=mixer, d_model=64, num_layers=2, scaled_embedding=True),
-        optimiser=OptimiserConfig(lr=0.003, weight_decay=0.01),
+        optimizer=OptimizerConfig(lr=0.003, weight_decay=0.01),
         schedule=ScheduleConfig(steps=1500, warmup_steps=100),
         training=TrainingConfig(batch_size=64, log_every=50, save_every=500),
         evaluation=EvaluationConfig(every=250, batch_size=200),

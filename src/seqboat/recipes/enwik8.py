@@ -9,7 +9,7 @@ from seqboat.mixers.ssm.ema import EMAConfig
 from seqboat.models.backbone import BackboneConfig, MixerConfig
 from seqboat.tasks.enwik8 import Enwik8TaskConfig
 from seqboat.training.config import EvaluationConfig, RunConfig, TrainingConfig
-from seqboat.training.optim import OptimiserConfig, ScheduleConfig
+from seqboat.training.optim import OptimizerConfig, ScheduleConfig
 
 
 def enwik8(mixer: MixerConfig | None = None) -> RunConfig:
@@ -35,7 +35,7 @@ def enwik8(mixer: MixerConfig | None = None) -> RunConfig:
             scaled_embedding=True,
             dropout=0.15,
         ),
-        optimiser=OptimiserConfig(name="radam", lr=0.005, weight_decay=0.1, clip=0.25),
+        optimizer=OptimizerConfig(name="radam", lr=0.005, weight_decay=0.1, clip=0.25),
         schedule=ScheduleConfig(steps=400_000, warmup_steps=24_000, warmup_from=0.002),
         training=TrainingConfig(batch_size=8, log_every=100),
         evaluation=EvaluationConfig(every=5000, batch_size=4, limit=160),
@@ -65,7 +65,7 @@ def enwik8_small(mixer: MixerConfig | None = None) -> RunConfig:
             num_layers=3,
             scaled_embedding=True,
         ),
-        optimiser=OptimiserConfig(name="radam", lr=0.006, weight_decay=0.1, clip=0.25),
+        optimizer=OptimizerConfig(name="radam", lr=0.006, weight_decay=0.1, clip=0.25),
         schedule=ScheduleConfig(steps=1800, warmup_steps=50, warmup_from=0.002),
         training=TrainingConfig(batch_size=16, carry_state=True, log_every=20, save_every=300),
         evaluation=EvaluationConfig(every=300, batch_size=16, limit=512),

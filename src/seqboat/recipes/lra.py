@@ -22,7 +22,7 @@ from seqboat.tasks.synthetic.listops import ListOpsTaskConfig
 from seqboat.tasks.synthetic.pathfinder import PathfinderTaskConfig, PathXTaskConfig
 from seqboat.tasks.text import TextTaskConfig
 from seqboat.training.config import EvaluationConfig, RunConfig, TrainingConfig
-from seqboat.training.optim import OptimiserConfig, ScheduleConfig
+from seqboat.training.optim import OptimizerConfig, ScheduleConfig
 
 
 def _run(
@@ -41,7 +41,7 @@ def _run(
     return RunConfig(
         task=task,
         model=model,
-        optimiser=OptimiserConfig(lr=lr, weight_decay=weight_decay),
+        optimizer=OptimizerConfig(lr=lr, weight_decay=weight_decay),
         schedule=ScheduleConfig(steps=steps, warmup_steps=warmup),
         training=TrainingConfig(batch_size=batch, bucketing=bucketing),
         evaluation=EvaluationConfig(every=every, batch_size=batch),
@@ -188,7 +188,7 @@ def listops_small(mixer: MixerConfig | None = None) -> RunConfig:
     return full.replace(
         task=ListOpsTaskConfig(store="listops-small", max_length=128, train_size=30_000),
         model={"mixer": mixer or narrow, "d_model": 64, "num_layers": 4, "dropout": 0.0},
-        optimiser={"lr": 0.003},
+        optimizer={"lr": 0.003},
         schedule={"steps": 4600, "warmup_steps": 460},
         training={"batch_size": 32, "save_every": 460},
         evaluation={"every": 460},
@@ -227,7 +227,7 @@ def retrieval_small(mixer: MixerConfig | None = None) -> RunConfig:
     return full.replace(
         task=RetrievalTaskConfig(max_length=256, eval_size=2500),
         model={"mixer": mixer or narrow, "d_model": 64, "num_layers": 2, "dropout": 0.0},
-        optimiser={"lr": 0.01},
+        optimizer={"lr": 0.01},
         schedule={"steps": 2600, "warmup_steps": 130},
         training={"batch_size": 32, "save_every": 260},
         evaluation={"every": 260},

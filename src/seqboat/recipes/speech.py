@@ -9,7 +9,7 @@ from seqboat.mixers.ssm.ema import EMAConfig
 from seqboat.models.backbone import BackboneConfig, MixerConfig
 from seqboat.tasks.speech import SpeechTaskConfig
 from seqboat.training.config import EvaluationConfig, RunConfig, TrainingConfig
-from seqboat.training.optim import OptimiserConfig, ScheduleConfig
+from seqboat.training.optim import OptimizerConfig, ScheduleConfig
 
 
 def speech(mixer: MixerConfig | None = None) -> RunConfig:
@@ -39,7 +39,7 @@ def speech(mixer: MixerConfig | None = None) -> RunConfig:
             d_model=60,
             num_layers=8,
         ),
-        optimiser=OptimiserConfig(lr=0.01, weight_decay=0.01),
+        optimizer=OptimizerConfig(lr=0.01, weight_decay=0.01),
         schedule=ScheduleConfig(steps=250_000, warmup_steps=10_000),
         training=TrainingConfig(batch_size=20),
         evaluation=EvaluationConfig(every=1225, batch_size=20),
@@ -68,7 +68,7 @@ def speech_small(mixer: MixerConfig | None = None) -> RunConfig:
             d_model=48,
             num_layers=4,
         ),
-        optimiser=OptimiserConfig(lr=0.01, weight_decay=0.01),
+        optimizer=OptimizerConfig(lr=0.01, weight_decay=0.01),
         schedule=ScheduleConfig(steps=1100, warmup_steps=110),
         training=TrainingConfig(batch_size=20, log_every=20, save_every=200),
         evaluation=EvaluationConfig(every=200, batch_size=20),

@@ -9,7 +9,7 @@ from seqboat.mixers.ssm.ema import EMAConfig
 from seqboat.models.backbone import BackboneConfig, MixerConfig
 from seqboat.tasks.files import ClassifyTaskConfig, LMTextTaskConfig
 from seqboat.training.config import EvaluationConfig, RunConfig, TrainingConfig
-from seqboat.training.optim import OptimiserConfig, ScheduleConfig
+from seqboat.training.optim import OptimizerConfig, ScheduleConfig
 
 
 def classify(mixer: MixerConfig | None = None) -> RunConfig:
@@ -29,7 +29,7 @@ def classify(mixer: MixerConfig | None = None) -> RunConfig:
             num_layers=2,
             dropout=0.1,
         ),
-        optimiser=OptimiserConfig(lr=0.003, weight_decay=0.01),
+        optimizer=OptimizerConfig(lr=0.003, weight_decay=0.01),
         schedule=ScheduleConfig(steps=2000, warmup_steps=200),
         training=TrainingConfig(batch_size=32, bucketing=True, save_every=200),
         evaluation=EvaluationConfig(every=200, batch_size=32),
@@ -56,7 +56,7 @@ def lm(mixer: MixerConfig | None = None) -> RunConfig:
             scaled_embedding=True,
             dropout=0.1,
         ),
-        optimiser=OptimiserConfig(name="radam", lr=0.005, weight_decay=0.1, clip=0.25),
+        optimizer=OptimizerConfig(name="radam", lr=0.005, weight_decay=0.1, clip=0.25),
         schedule=ScheduleConfig(steps=2000, warmup_steps=100, warmup_from=0.002),
         training=TrainingConfig(batch_size=8, carry_state=True, save_every=200),
         evaluation=EvaluationConfig(every=200, batch_size=8, limit=512),

@@ -5,7 +5,7 @@
       latest, best             names of checkpoints
       step-1000/
         model.safetensors      weights
-        optim.safetensors      averages of the optimiser
+        optim.safetensors      averages of the optimizer
         state.json             step, progress, configuration, versions, sha256 of every file
 
 A checkpoint is written to `.stage-1000-<pid>`, every file and the folder are flushed to disk, the folder is
@@ -301,33 +301,33 @@ def load_model_tensors(model: torch.nn.Module, tensors: Mapping[str, Tensor]) ->
             own[name].copy_(like(value, own[name]))
 
 
-def optimiser_tensors(optimiser: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """What an optimiser remembers, as `parameter/slot`."""
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """What an optimizer remembers, as `parameter/slot`."""
     tensors = {}
-    for group in optimiser.param_groups:
+    for group in optimizer.param_groups:
         for name, parameter in zip(group["param_names"], group["params"], strict=True):
-            for slot, value in optimiser.state.get(parameter, {}).items():
+            for slot, value in optimizer.state.get(parameter, {}).items():
                 tensors[f"{name}/{slot}"] = whole(value)
     return tensors
 
 
-def load_optimiser_tensors(optimiser: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """Give an optimiser its memory back."""
+def load_optimizer_tensors(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    """Give an optimizer its memory back."""
     by_name: dict[str, dict[str, Tensor]] = {}
     for key, value in tensors.items():
         name, _, slot = key.rpartition("/")
         by_name.setdefault(name, {})[slot] = value
-    for group in optimiser.param_groups:
+    for group in optimizer.param_groups:
         for name, parameter in zip(group["param_names"], group["params"], strict=True):
             slots = by_name.pop(name, {})
-            # the optimiser counts on the CPU; its averages are laid out like their parameter
+            # the optimizer counts on the CPU; its averages are laid out like their parameter
             state = {
                 slot: value if slot == "step" else like(value, parameter) for slot, value in slots.items()
             }
             if state:
-                optimiser.state[parameter] = state
+                optimizer.state[parameter] = state
     if by_name:
-        raise CheckpointError(f"the optimiser has no parameter {sorted(by_name)[0]}")
+        raise CheckpointError(f"the optimizer has no parameter {sorted(by_name)[0]}")
 
 
 def whole(value: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from seqboat.mixers.base import directions_of
 from seqboat.models.backbone import BackboneConfig, Classifier, LanguageModel, Matcher, MixerConfig
 from seqboat.tasks import TASKS
 from seqboat.tasks.base import SPLITS, Split, Task, TaskConfig
-from seqboat.training.optim import OptimiserConfig, ScheduleConfig
+from seqboat.training.optim import OptimizerConfig, ScheduleConfig
 
 Precision = Literal["fp32", "bf16"]
 Distributed = Literal["ddp", "fsdp"]
@@ -120,7 +120,7 @@ class RunConfig:
     """What is learnt."""
     model: BackboneConfig
     """Who learns it."""
-    optimiser: OptimiserConfig = OptimiserConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
     """How parameters move."""
     schedule: ScheduleConfig = ScheduleConfig()
     """For how long, and how fast."""

@@ -46,7 +46,7 @@ from seqboat.training.display import Display, make_display
 from seqboat.training.evaluate import activation_sums, evaluate, rates
 from seqboat.training.loader import Loaded, Part, Plan, batches, share
 from seqboat.training.metrics import iterate_metrics
-from seqboat.training.optim import build_optimiser, learning_rate, set_learning_rate
+from seqboat.training.optim import build_optimizer, learning_rate, set_learning_rate
 from seqboat.training.parallel import World, join, spread
 from seqboat.training.track import make_trackers
 from seqboat.version import __version__
@@ -297,7 +297,7 @@ class Run:
         self.modules = routed_modules(model)
         self.model = spread(model, world, training.distributed)
         self.module = self.model.module
-        self.optimiser = build_optimiser(self.module, config.optimiser)
+        self.optimizer = build_optimizer(self.module, config.optimizer)
         self.store = ck.Store(folder, training.keep, on_phase, display.tell)
         self.metrics = Metrics(folder / "metrics.jsonl", display.tell)
         self.progress = Progress()
@@ -337,7 +337,7 @@ class Run:
                 "numbers may differ in their last digits"
             )
         ck.load_model_tensors(self.module, found.tensors(ck.MODEL))
-        ck.load_optimiser_tensors(self.optimiser, found.tensors(ck.OPTIM))
+        ck.load_optimizer_tensors(self.optimizer, found.tensors(ck.OPTIM))
         self.progress = Progress(**found.state["progress"])
         if CARRY in found.state["files"]:
             self._load_carried(found.tensors(CARRY))
@@ -350,7 +350,7 @@ class Run:
 
     def save(self, best: bool = False) -> None:
         """Write a checkpoint; all processes take part."""
-        files = {ck.MODEL: ck.model_tensors(self.module), ck.OPTIM: ck.optimiser_tensors(self.optimiser)}
+        files = {ck.MODEL: ck.model_tensors(self.module), ck.OPTIM: ck.optimizer_tensors(self.optimizer)}
         if self.config.training.carry_state:
             files[CARRY] = self._carried_tensors()
         step = self.progress.step
@@ -574,15 +574,15 @@ class Run:
             logged: whether scores and activation are wanted.
         """
         config, world = self.config, self.world
-        lr = learning_rate(step, config.optimiser.lr, config.schedule)
-        set_learning_rate(self.optimiser, lr)
+        lr = learning_rate(step, config.optimizer.lr, config.schedule)
+        set_learning_rate(self.optimizer, lr)
         set_training_step(self.module, step)
         if config.training.carry_state and step % self.plan.per_epoch == 0:
             self.carried = [None] * len(self.carried)
         # running averages of norms move in the forward pass: a step that is not applied must not move them either
         buffers = [buffer.clone() for buffer in self.module.buffers()]
         carried = list(self.carried)
-        self.optimiser.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)
         sums = torch.zeros(5, dtype=torch.float64)
         routed: Tensor | None = None
         taken = torch.zeros(len(self.modules), dtype=torch.int64, device=world.device)
@@ -616,7 +616,7 @@ class Run:
         norm = self._finish_gradients(world.size / max(scored, 1.0))
         stop = signal.SIGINT if sums[3] else signal.SIGTERM if sums[4] else 0
         if math.isfinite(total) and math.isfinite(norm):
-            self.optimiser.step()
+            self.optimizer.step()
             update_budgets(self.module)
             self.progress = self.progress._replace(skipped=0)
             trouble = ""
@@ -664,7 +664,7 @@ class Run:
         parameters = [p for p in self.module.parameters() if p.grad is not None]
         gradients = [p.grad for p in parameters if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
-        limit = self.config.optimiser.clip
+        limit = self.config.optimizer.clip
         # a norm that is not finite would spread to every gradient, and hide where it came from
         if limit is not None and math.isfinite(float(ck.whole(norm))):
             torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)

@@ -1,4 +1,4 @@
-"""Optimisers, parameter groups and the learning-rate schedule: appendix A.5 of the paper.
+"""Optimizers, parameter groups and the learning-rate schedule: appendix A.5 of the paper.
 
 Weight decay pulls a parameter towards zero, which makes sense only where zero means "no effect" and where the
 model can make up for it. So it falls on the matrices of linear maps, convolutions and embeddings, and on nothing
@@ -20,18 +20,18 @@ from torch import nn
 
 from seqboat.checks import check_choice, check_positive, require
 
-OptimiserName = Literal["adamw", "radam"]
-OPTIMISERS = ("adamw", "radam")
+OptimizerName = Literal["adamw", "radam"]
+OPTIMIZERS = ("adamw", "radam")
 
 MATRICES = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d)
 """Modules whose `weight` is decayed."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimiserConfig:
+class OptimizerConfig:
     """How parameters move."""
 
-    name: OptimiserName = "adamw"
+    name: OptimizerName = "adamw"
     """AdamW, or RAdam with decoupled weight decay."""
     lr: float = 0.001
     """Highest learning rate."""
@@ -45,16 +45,16 @@ class OptimiserConfig:
     """Largest norm of the gradient of all parameters together; None leaves it alone."""
 
     def __post_init__(self) -> None:
-        check_choice("optimiser.name", self.name, OPTIMISERS)
-        require(self.lr > 0, f"optimiser.lr must be positive, got {self.lr!r}")
+        check_choice("optimizer.name", self.name, OPTIMIZERS)
+        require(self.lr > 0, f"optimizer.lr must be positive, got {self.lr!r}")
         require(
             len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas),
-            f"optimiser.betas must be two numbers in [0, 1), got {self.betas!r}",
+            f"optimizer.betas must be two numbers in [0, 1), got {self.betas!r}",
         )
-        require(self.eps > 0, f"optimiser.eps must be positive, got {self.eps!r}")
-        require(self.weight_decay >= 0, f"optimiser.weight_decay must be >= 0, got {self.weight_decay!r}")
+        require(self.eps > 0, f"optimizer.eps must be positive, got {self.eps!r}")
+        require(self.weight_decay >= 0, f"optimizer.weight_decay must be >= 0, got {self.weight_decay!r}")
         require(
-            self.clip is None or self.clip > 0, f"optimiser.clip must be positive or None, got {self.clip!r}"
+            self.clip is None or self.clip > 0, f"optimizer.clip must be positive or None, got {self.clip!r}"
         )
 
 
@@ -108,8 +108,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, ob
     ]
 
 
-def build_optimiser(model: nn.Module, config: OptimiserConfig) -> torch.optim.Optimizer:
-    """The optimiser of a model."""
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """The optimizer of a model."""
     groups = parameter_groups(model, config.weight_decay)
     if config.name == "radam":
         return torch.optim.RAdam(
@@ -118,7 +118,7 @@ def build_optimiser(model: nn.Module, config: OptimiserConfig) -> torch.optim.Op
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
 
 
-def set_learning_rate(optimiser: torch.optim.Optimizer, value: float) -> None:
+def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
     """Set the learning rate of every group."""
-    for group in optimiser.param_groups:
+    for group in optimizer.param_groups:
         group["lr"] = value
