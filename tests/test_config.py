@@ -247,3 +247,18 @@ def test_what_a_resumed_run_may_change() -> None:
 def test_field_names_are_dotted() -> None:
     names = field_names(to_dict(small_run()))
     assert {"seed", "model", "model.mixer.gau.window", "task.count"} <= set(names)
+
+
+def test_the_former_spelling_of_the_optimizer_is_still_read(tmp_path: Path) -> None:
+    base = small_run(optimizer={"lr": 0.25})
+    assert override(small_run(), ["--optimiser.lr", "0.25"]) == base
+    path = tmp_path / "old.yaml"
+    path.write_text("optimiser: {lr: 0.25}\n")
+    assert from_yaml(path, small_run()) == base
+    path.write_text(to_yaml(base).replace("optimizer:", "optimiser:"))
+    assert from_yaml(path) == base
+    data = to_dict(base)
+    data["optimiser"] = data.pop("optimizer")
+    assert from_dict(data) == base
+    with pytest.raises(ValueError, match="optimiser and optimizer are the same group of fields"):
+        from_dict({**data, "optimizer": {}})

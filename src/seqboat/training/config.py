@@ -236,8 +236,22 @@ def to_dict(config: Any, hint: Any = None) -> Any:
     return str(config) if isinstance(config, Path) else config
 
 
+RENAMED = {"optimiser": "optimizer"}
+"""Former names of groups of fields, which files and commands may still use."""
+
+
+def modernize(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A dictionary with the former names of its groups replaced by the present ones."""
+    for old, new in RENAMED.items():
+        if old in data:
+            require(new not in data, f"{old} and {new} are the same group of fields: give one of them")
+            data = {RENAMED.get(key, key): value for key, value in data.items()}
+    return data
+
+
 def from_dict(data: Mapping[str, Any], base: RunConfig | None = None) -> RunConfig:
     """A run's configuration from a dictionary; what it lacks comes from `base` or from the defaults."""
+    data = modernize(data)
     merged = data if base is None else _merge(to_dict(base), data, RunConfig, "")
     config = _read(RunConfig, merged, "")
     assert isinstance(config, RunConfig)
@@ -495,8 +509,7 @@ def split_arguments(arguments: Sequence[str]) -> list[tuple[str, list[str]]]:
 
 def _set(data: dict[str, Any], name: str, words: list[str]) -> None:
     path = name.split(".")
-    if path[0] == "data":
-        path[0] = "task"
+    path[0] = {"data": "task", **RENAMED}.get(path[0], path[0])
     where = ".".join(path)
     node, hint = data, RunConfig
     for depth, part in enumerate(path):
