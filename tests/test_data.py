@@ -706,7 +706,7 @@ def test_show_prints_an_example(capsys: pytest.CaptureFixture[str]) -> None:
 def test_progress_is_told_in_lines_where_there_is_no_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from seqboat.data.store import progress
+    from seqboat.data.console import progress
 
     moments = iter([0.0, 1.0, 6.0, 7.0])
     monkeypatch.setattr(time, "monotonic", lambda: next(moments))
@@ -720,7 +720,7 @@ def test_progress_is_a_bar_on_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("rich")
-    from seqboat.data.store import progress
+    from seqboat.data.console import progress
 
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from seqboat.data.console import printable
 from seqboat.extras import EXTRAS, missing
 from seqboat.version import __version__
 
@@ -61,8 +62,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def one_line(error: Exception) -> str:
-    """The message of an error, which may have been written over several lines."""
-    return " ".join(str(error).split())
+    """The message of an error, which may have been written over several lines and may quote a file."""
+    return printable(" ".join(str(error).split()))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from seqboat.data.console import format_bytes, printable
+
 if TYPE_CHECKING:
     from seqboat.data.store import Store
 
@@ -64,7 +66,6 @@ def _find(root: str, name: str) -> tuple[Store | None, str | None]:
 
 
 def _list(options: argparse.Namespace) -> int:
-    from seqboat.data.store import format_bytes
     from seqboat.tasks.prepare import DATASETS, DOWNLOADS
 
     rows: list[dict[str, Any]] = []
@@ -93,11 +94,12 @@ def _list(options: argparse.Namespace) -> int:
         print(f"{'':38} licence: {row['licence']}")
         if row["state"] == "ready":
             print(
-                f"{'':38} {_counted(row['counts'])}; from {row['source']}; {row['skipped']} records left out"
+                f"{'':38} {_counted(row['counts'])}; from {printable(row['source'])}; "
+                f"{row['skipped']} records left out"
             )
         else:
             if row["problem"]:
-                print(f"{'':38} {row['problem']}")
+                print(f"{'':38} {printable(row['problem'])}")
             print(f"{'':38} get {row['get']}")
             print(f"{'':38} then: seqboat data prepare {row['name']}{_how(row['name'])}")
     downloads = Path(options.data_dir) / DOWNLOADS
@@ -116,7 +118,6 @@ def _how(name: str) -> str:
 
 
 def _prepare(options: argparse.Namespace) -> int:
-    from seqboat.data.store import format_bytes
     from seqboat.tasks.prepare import find_dataset, prepare
 
     counts = None
@@ -148,7 +149,7 @@ def _prepare(options: argparse.Namespace) -> int:
         if manifest["skipped"]:
             print(f"{manifest['skipped']} records were left out:", file=sys.stderr)
             for skip in manifest["skipped_records"]:
-                print(f"  {skip['file']}, {skip['record']}: {skip['reason']}", file=sys.stderr)
+                print(printable("  {file}, {record}: {reason}".format(**skip)), file=sys.stderr)
     return 0
 
 
@@ -180,5 +181,5 @@ def _show(options: argparse.Namespace) -> int:
     dataset = task.dataset(options.split)
     if not 0 <= options.index < len(dataset):
         raise ValueError(f"--index must be from 0 to {len(dataset) - 1}, got {options.index}")
-    print(task.show(dataset[options.index]))
+    print(printable(task.show(dataset[options.index]), lines=True))
     return 0

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import unicodedata
 from pathlib import Path
+
+from seqboat.data.console import printable
 
 EPILOG = """\
 The text appears as it is produced; the prompt is not repeated unless --echo is given. Without --prompt the prompt is
@@ -137,14 +138,9 @@ def read_prompt(options: argparse.Namespace) -> bytes:
 def write(text: str, terminal: bool) -> None:
     """Show text at once, as UTF-8 whatever the locale; a terminal gets no control codes but line breaks and tabs."""
     if terminal:
-        text = "".join(_harmless(character) for character in text)
+        text = printable(text, lines=True, mark="\ufffd")
     sys.stdout.buffer.write(text.encode())
     sys.stdout.buffer.flush()
-
-
-def _harmless(character: str) -> str:
-    plain = character in "\n\t" or unicodedata.category(character) not in ("Cc", "Cf")
-    return character if plain else "\ufffd"
 
 
 def show_progress(done: int, size: int) -> None:

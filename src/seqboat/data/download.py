@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from seqboat.checks import require
+from seqboat.data.console import Advance
 from seqboat.data.files import digest_of
 from seqboat.data.sources import MAX_BYTES, looks_like_html
-from seqboat.data.store import Progress, free_bytes
+from seqboat.data.store import free_bytes
 from seqboat.version import __version__
 
 CHUNK = 1 << 18
@@ -62,7 +63,7 @@ def check_file(path: Path, remote: Remote) -> None:
 def download(
     remote: Remote,
     folder: Path,
-    advance: Progress = lambda count: None,
+    advance: Advance = lambda count: None,
     *,
     attempts: int = 5,
     pause: float = 1.0,
@@ -100,7 +101,7 @@ def download(
 
 
 def _from_mirror(
-    url: str, remote: Remote, part: Path, advance: Progress, attempts: int, pause: float, timeout: float
+    url: str, remote: Remote, part: Path, advance: Advance, attempts: int, pause: float, timeout: float
 ) -> str | None:
     """Fill the part from one mirror; returns what went wrong, or None."""
     failures = 0
@@ -130,7 +131,7 @@ def _from_mirror(
             time.sleep(min(pause * 2 ** (failures - 1), 60))
 
 
-def _fetch(url: str, remote: Remote, part: Path, advance: Progress, timeout: float) -> None:
+def _fetch(url: str, remote: Remote, part: Path, advance: Advance, timeout: float) -> None:
     """One connection: append what is missing."""
     have = part.stat().st_size if part.exists() else 0
     if have and have == remote.bytes:

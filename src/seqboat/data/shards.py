@@ -10,13 +10,13 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from seqboat.data.store import Progress
+from seqboat.data.console import Advance
 
-Make = Callable[[int, Progress], None]
+Make = Callable[[int, Advance], None]
 """Makes a part, and tells how many examples are done; can be sent to another process."""
 
 
-def make_parts(make: Make, parts: Sequence[int], workers: int, advance: Progress) -> None:
+def make_parts(make: Make, parts: Sequence[int], workers: int, advance: Advance) -> None:
     """Make parts with some processes; one part, or one worker, is made here."""
     if workers > 1 and len(parts) > 1:
         _share(make, parts, min(workers, len(parts)), advance)
@@ -25,7 +25,7 @@ def make_parts(make: Make, parts: Sequence[int], workers: int, advance: Progress
         make(part, advance)
 
 
-def _share(make: Make, parts: Sequence[int], workers: int, advance: Progress) -> None:
+def _share(make: Make, parts: Sequence[int], workers: int, advance: Advance) -> None:
     import multiprocessing
     from multiprocessing.connection import Connection, wait
 

@@ -13,8 +13,7 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, BinaryIO, NamedTuple, Protocol, Self
@@ -43,19 +42,6 @@ def free_bytes(folder: Path) -> int:
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
-
-
-def format_bytes(size: float) -> str:
-    """A size for people.
-
-    >>> format_bytes(61_500_000)
-    '61.5 MB'
-    """
-    for unit in ("bytes", "kB", "MB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} GB"
 
 
 def used_bytes(path: Path) -> int:
@@ -356,39 +342,3 @@ class RaggedWriter:
             tokens = np.frombuffer(tokens, np.uint8)
         self.tokens.append(tokens)
         self.offsets.append(np.array([self.tokens.rows]))
-
-
-Progress = Callable[[int], None]
-"""Called with the number of units done since the last call."""
-
-
-@contextmanager
-def progress(title: str, total: int | None, unit: str = "") -> Iterator[Progress]:
-    """Show how far some work is: a bar on a terminal, a line every few seconds elsewhere."""
-    import sys
-    import time
-
-    if sys.stderr.isatty():
-        try:
-            from rich.console import Console
-            from rich.progress import Progress as Bar
-        except ImportError:
-            pass
-        else:
-            with Bar(console=Console(stderr=True), transient=True) as bar:
-                task = bar.add_task(title, total=total)
-                yield lambda count: bar.advance(task, count)
-            return
-    done = 0
-    last = time.monotonic()
-
-    def advance(count: int) -> None:
-        nonlocal done, last
-        done += count
-        now = time.monotonic()
-        if now - last >= 5:
-            last = now
-            of = "" if total is None else f" of {total:,}"
-            print(f"{title}: {done:,}{of} {unit}".rstrip(), file=sys.stderr, flush=True)
-
-    yield advance

@@ -8,19 +8,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from seqboat.checks import check_positive, require
+from seqboat.data.console import Advance, format_bytes, progress
 from seqboat.data.download import DownloadError, Remote, download
 from seqboat.data.sources import Source
 from seqboat.data.store import (
     MANIFEST,
     MissingData,
     Prepared,
-    Progress,
     Skips,
     Staging,
     Store,
-    format_bytes,
     free_bytes,
-    progress,
     restore,
     used_bytes,
 )
@@ -37,7 +35,7 @@ EXPANSION = 20
 LRA = Remote(name="lra_release.gz", urls=("https://storage.googleapis.com/long-range-arena/lra_release.gz",))
 
 Read = Callable[[Source, Staging, Skips], Prepared]
-Draw = Callable[[Staging, Mapping[str, int], int, int, Progress], Prepared]
+Draw = Callable[[Staging, Mapping[str, int], int, int, Advance], Prepared]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +66,7 @@ class DataInfo:
 
 def _draw_listops(config: listops.ListOpsConfig) -> Draw:
     def draw(
-        staging: Staging, counts: Mapping[str, int], seed: int, workers: int, advance: Progress
+        staging: Staging, counts: Mapping[str, int], seed: int, workers: int, advance: Advance
     ) -> Prepared:
         return listops.prepare_drawn(staging, counts, seed, config, workers, advance)
 
@@ -77,7 +75,7 @@ def _draw_listops(config: listops.ListOpsConfig) -> Draw:
 
 def _draw_curves(config: curves.PathfinderConfig) -> Draw:
     def draw(
-        staging: Staging, counts: Mapping[str, int], seed: int, workers: int, advance: Progress
+        staging: Staging, counts: Mapping[str, int], seed: int, workers: int, advance: Advance
     ) -> Prepared:
         return pathfinder.prepare_drawn(staging, counts, seed, config, workers, advance)
 

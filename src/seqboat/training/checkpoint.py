@@ -31,6 +31,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from seqboat.checks import require
+from seqboat.data.console import printable
 from seqboat.data.files import digest_of, flush_file, flush_folder, write_text
 from seqboat.training.config import RunConfig, from_dict
 
@@ -113,7 +114,7 @@ def verify(path: Path) -> Checkpoint:
 
 
 def _warn(message: str) -> None:
-    warnings.warn(message, stacklevel=3)
+    warnings.warn(printable(message), stacklevel=3)
 
 
 class Store:

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any, TextIO
 
+from seqboat.data.console import printable
+
 
 class Display:
     """Shows nothing: the display of every process but the first."""
@@ -83,7 +85,7 @@ class PlainDisplay(Display):
     def tell(self, message: str) -> None:
         # a closed pipe or terminal must not end a run
         with contextlib.suppress(OSError, ValueError):
-            print(message, file=self.stream, flush=True)
+            print(printable(message, lines=True), file=self.stream, flush=True)
 
 
 class LiveDisplay(Display):
@@ -115,7 +117,7 @@ class LiveDisplay(Display):
 
     def tell(self, message: str) -> None:
         with contextlib.suppress(OSError, ValueError):
-            self.console.print(message, highlight=False, markup=False)
+            self.console.print(printable(message, lines=True), highlight=False, markup=False)
 
     def close(self) -> None:
         with contextlib.suppress(OSError, ValueError):

@@ -30,10 +30,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seqboat.checks import check_positive, require
+from seqboat.data.console import Advance
 from seqboat.data.files import replacing
 from seqboat.data.shards import make_parts
 from seqboat.data.sources import Source
-from seqboat.data.store import Prepared, Progress, RaggedWriter, Skips, Staging
+from seqboat.data.store import Prepared, RaggedWriter, Skips, Staging
 from seqboat.tasks.base import SPLITS, Dataset, Example, Split
 from seqboat.tasks.stored import RaggedDataset, StoredTask, StoredTaskConfig
 
@@ -389,7 +390,7 @@ def prepare_drawn(
     seed: int,
     config: ListOpsConfig,
     workers: int,
-    advance: Progress,
+    advance: Advance,
 ) -> Prepared:
     """Make the first expressions of a seed, the splits one after the other; finished blocks are kept.
 
@@ -430,7 +431,7 @@ def _make_block(
     seed: int,
     config: ListOpsConfig,
     block: int,
-    advance: Progress,
+    advance: Advance,
 ) -> None:
     """Write the first expressions of a block."""
     rows, values = [], []

@@ -23,10 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seqboat.checks import check_positive, require
+from seqboat.data.console import Advance
 from seqboat.data.files import replacing
 from seqboat.data.shards import make_parts
 from seqboat.data.sources import Source
-from seqboat.data.store import ArrayWriter, Prepared, Progress, Skips, Staging
+from seqboat.data.store import ArrayWriter, Prepared, Skips, Staging
 from seqboat.tasks.base import SPLITS, Dataset, Example, Split
 from seqboat.tasks.image import PixelDataset, check_image, draw, to_sequence
 from seqboat.tasks.stored import StoredTask, StoredTaskConfig, shuffled_rows
@@ -123,7 +124,7 @@ def prepare_drawn(
     seed: int,
     config: PathfinderConfig,
     workers: int,
-    advance: Progress,
+    advance: Advance,
 ) -> Prepared:
     """Make images, the splits one after the other; finished parts of an interrupted run are kept."""
     folder = staging.folder / "shards"
@@ -152,7 +153,7 @@ def _shard(folder: Path, start: int) -> Path:
 
 
 def _make_part(
-    folder: Path, total: int, seed: int, config: PathfinderConfig, start: int, advance: Progress
+    folder: Path, total: int, seed: int, config: PathfinderConfig, start: int, advance: Advance
 ) -> None:
     advance(_make_shard(folder, start, min(start + SHARD, total), seed, config))
 
