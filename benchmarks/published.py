@@ -42,7 +42,8 @@ class Published(SeqBoat):
             isinstance(self.ssm, EMA) and isinstance(unit, GAU) and unit.config.span == "memory",
             "the published layer is MD-EMA with a working memory: ssm must be an EMAConfig and gau.span 'memory'",
         )
-        assert isinstance(unit, GAU)
+        assert isinstance(unit, GAU) and isinstance(self.ssm, EMA)
+        self.ssm: EMA
         self.unit = [unit]  # in a list, so that its parameters keep one name
         self._kernel: tuple[object, Tensor] | None = None
 

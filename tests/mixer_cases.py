@@ -32,6 +32,7 @@ from seqboat.mixers.base import Mixer, MixerOutput, RecurrentMixer, directions_o
 from seqboat.mixers.seqboat.activation import SparseModularActivation
 from seqboat.mixers.seqboat.gau import GAUConfig
 from seqboat.mixers.seqboat.layer import SeqBoatConfig
+from seqboat.mixers.ssm import SSMS, SSMConfig
 from seqboat.mixers.ssm.ema import EMAConfig
 from seqboat.mixers.ssm.liquid_s4 import LiquidS4Config
 from seqboat.mixers.ssm.s4d import S4DConfig
@@ -204,7 +205,9 @@ SEQBOATS = {
     "truncated": SeqBoatConfig(ssm=replace(SMALL_EMA, truncation=6), gau=replace(SMALL_GAU, span="chunk")),
     "fft": SeqBoatConfig(ssm=replace(SMALL_EMA, method="fft"), gau=replace(SMALL_GAU, attention="laplace")),
 }
-"""Forms of the SeqBoat layer that together use every option."""
+for kernel, kernel_class in SSMS.items():
+    SEQBOATS.setdefault(kernel, SeqBoatConfig(ssm=shrink(kernel_class()), gau=SMALL_GAU))
+"""Forms of the SeqBoat layer that together use every option, and every kernel."""
 
 
 VARIANTS: dict[str, Sequence[dict[str, Any]]] = {
@@ -230,8 +233,7 @@ VARIANTS: dict[str, Sequence[dict[str, Any]]] = {
 """Other forms of the mixers: their options, each with those that it meets best."""
 
 
-SSMS: dict[str, EMAConfig | S4DConfig | LiquidS4Config] = {
-    "ema": SMALL_EMA,
+CORES: dict[str, SSMConfig] = {name: shrink(kernel_class()) for name, kernel_class in SSMS.items()} | {
     "s4d": S4DConfig(d_state=4, block=8, init="lin"),
     "s4d-fft": S4DConfig(d_state=4, method="fft", init="inv"),
     "ema-truncated": replace(SMALL_EMA, truncation=6),
@@ -265,7 +267,7 @@ def _cases() -> list[Case]:
         for name, seqboat in SEQBOATS.items():
             layer = replace(seqboat, causal=causal)
             cases.append(Case(f"layer-{name}-{direction}", partial(layer.build, D_MODEL)))
-        for name, ssm in SSMS.items():
+        for name, ssm in CORES.items():
             cases.append(Case(f"core-{name}-{direction}", partial(ssm.build, D_MODEL, causal)))
         cases.append(Case(f"sma-{direction}", partial(_sparse, causal)))
     return cases

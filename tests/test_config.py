@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from seqboat.core.routers import ROUTERS, SigmoidConfig
 from seqboat.mixers import MIXERS
 from seqboat.mixers.seqboat.layer import SeqBoatConfig
+from seqboat.mixers.ssm import SSMS
 from seqboat.mixers.ssm.s4d import S4DConfig
 from seqboat.models.backbone import Classifier, LanguageModel, Matcher
 from seqboat.tasks import TASKS
@@ -262,3 +264,26 @@ def test_the_former_spelling_of_the_optimizer_is_still_read(tmp_path: Path) -> N
     assert from_dict(data) == base
     with pytest.raises(ValueError, match="optimiser and optimizer are the same group of fields"):
         from_dict({**data, "optimizer": {}})
+
+
+@pytest.mark.parametrize("name", SSMS)
+def test_seqboat_takes_every_kernel(name: str, tmp_path: Path) -> None:
+    """From Python, the command line, and YAML as a word or as a saved dictionary."""
+    base = small_run()
+    expected = dataclasses.replace(mixer_of(base), ssm=SSMS[name]())
+    config = override(base, [f"--model.mixer.ssm={name}"])
+    assert mixer_of(config) == expected
+    saved = tmp_path / "saved.yaml"
+    saved.write_text(to_yaml(config), encoding="utf-8")
+    assert f"name: {name}" in saved.read_text(encoding="utf-8")
+    assert from_yaml(saved) == config
+    word = tmp_path / "word.yaml"
+    word.write_text(f"model: {{mixer: {{ssm: {name}}}}}\n", encoding="utf-8")
+    assert mixer_of(from_yaml(word, base)).ssm == SSMS[name]()
+    layer = expected.build(8)
+    assert layer(torch.randn(2, 5, 8)).y.shape == (2, 5, 8)
+
+
+def test_an_unknown_kernel_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"model.mixer.ssm 's5d' is unknown; did you mean s(5|4d)\?"):
+        override(small_run(), ["--model.mixer.ssm=s5d"])

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mixer_cases import shrink
 from seqboat import reference
 from seqboat.core.routers import (
     AlwaysActiveConfig,
@@ -25,7 +26,7 @@ from seqboat.core.routers import (
 from seqboat.core.sma import compress, extract
 from seqboat.mixers.seqboat.gau import GAUConfig
 from seqboat.mixers.seqboat.layer import SeqBoat, SeqBoatConfig, SeqBoatState
-from seqboat.mixers.ssm.base import SSMState
+from seqboat.mixers.ssm import SSMS
 from seqboat.mixers.ssm.ema import EMA, EMAConfig
 from seqboat.mixers.ssm.s4d import S4DConfig
 
@@ -116,8 +117,7 @@ def fast_rows(layer: SeqBoat, x: Tensor, mask: Tensor | None, splits: tuple[int,
         facts: dict[str, list[Any]] = {"active": real(active, row, mask).tolist()}
         if layer.causal:
             assert isinstance(state, SeqBoatState)
-            past = state.ssm.states if isinstance(state.ssm, SSMState) else state.ssm.history
-            numbers["ssm"] = past[row]
+            numbers |= {f"ssm {i}": part[row] for i, part in enumerate(state.ssm)}
             memory = state.sma.modules[0]
             held = remembered(memory, row, layer.config.gau)
             numbers |= {f"key {i}": key for i, (_, key, _) in enumerate(held)}
@@ -132,8 +132,10 @@ def everything(layer: SeqBoat) -> dict[str, Tensor]:
     return {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
 
 
-def as_pairs(state: Tensor) -> Tensor:
-    return torch.view_as_real(state).flatten(-2) if state.is_complex() else state
+def as_pairs(state: Tensor | tuple[Tensor, ...]) -> list[Tensor]:
+    """The tensors of a kernel's state, complex ones as pairs of real numbers."""
+    parts = state if isinstance(state, tuple) else (state,)
+    return [torch.view_as_real(part).flatten(-2) if part.is_complex() else part for part in parts]
 
 
 def reference_rows(layer: SeqBoat, x: Tensor, mask: Tensor | None, by_step: bool = False) -> list[Row]:
@@ -156,7 +158,7 @@ def reference_rows(layer: SeqBoat, x: Tensor, mask: Tensor | None, by_step: bool
         facts: dict[str, list[Any]] = {"active": active}
         if layer.causal:
             assert state is not None
-            numbers["ssm"] = as_pairs(state.ssm)
+            numbers |= {f"ssm {i}": part for i, part in enumerate(as_pairs(state.ssm))}
             numbers |= {f"key {i}": entry.key for i, entry in enumerate(state.memory)}
             numbers |= {f"value {i}": entry.value for i, entry in enumerate(state.memory)}
             facts["positions"] = [entry.position for entry in state.memory]
@@ -357,6 +359,10 @@ LAYERS = {
         causal=True,
     ),
 }
+for name, kernel in SSMS.items():
+    small = shrink(kernel())
+    LAYERS[f"causal {name}"] = replace(LAYERS["causal memory"], ssm=small)
+    LAYERS[f"bidirectional {name}"] = replace(LAYERS["bidirectional memory"], ssm=small)
 kinds = pytest.mark.parametrize("kind", LAYERS)
 
 
@@ -475,8 +481,8 @@ def test_step_equals_decoding_in_the_reference(kind: str, router: RouterConfig) 
             assert out.routing.active[row].tolist() == want.decisions.active
             assert_near(f"step {t}", out.y[row], want.y)
             assert_near(f"probability {t}", out.routing.probs[row], want.decisions.probs)
-            ssm = state.ssm.states if isinstance(state.ssm, SSMState) else state.ssm.history
-            assert_near(f"state {t}", ssm[row], as_pairs(want.state.ssm))
+            for part, expected in zip(state.ssm, as_pairs(want.state.ssm), strict=True):
+                assert_near(f"state {t}", part[row], expected)
             held = remembered(state.sma.modules[0], row, layer.config.gau)
             assert [position for position, _, _ in held] == [e.position for e in want.state.memory]
             for (_, key, value), entry in zip(held, want.state.memory, strict=True):

@@ -8,7 +8,7 @@ specifies: parameters come as a mapping from our names to tensors (`dict(layer.n
     section 3.2, listings 1 and 2    compress, extract
     section 3.3                      route, layer
     appendix A.2                     gau
-    appendix A.3                     ema; s4d for the alternative kernel
+    appendix A.3                     ema, and the other kernels in `seqboat.mixers.ssm.reference`
     working memory, decoding         decode_step
 
 Padding is not mentioned anywhere: padding tokens do not exist, the caller leaves them out. Dropout and the noise
@@ -18,8 +18,8 @@ of Gumbel softmax are those of evaluation: none.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,10 +36,9 @@ from seqboat.core.routers import (
 )
 from seqboat.mixers.seqboat.gau import GAUConfig
 from seqboat.mixers.seqboat.layer import SeqBoatConfig
-from seqboat.mixers.ssm.ema import EMAConfig
-from seqboat.mixers.ssm.s4d import S4DConfig
-
-Params = Mapping[str, Tensor]
+from seqboat.mixers.ssm.reference import Params, ssm, stack
+from seqboat.mixers.ssm.reference import ema as ema
+from seqboat.mixers.ssm.reference import s4d as s4d
 
 
 class Decisions(NamedTuple):
@@ -49,17 +48,6 @@ class Decisions(NamedTuple):
     """the paper's a"""
     probs: Tensor
     """(time,): probability of activation; the paper's c where active"""
-
-
-class Diagonal(NamedTuple):
-    """One direction of a diagonal state-space layer: s_t = q s_{t-1} + drive x_t, y_t = Re(read . s_t)."""
-
-    q: Tensor
-    """(dim, states)"""
-    drive: Tensor
-    """(dim, states)"""
-    read: Tensor
-    """(dim, states)"""
 
 
 class Entry(NamedTuple):
@@ -78,8 +66,8 @@ class Entry(NamedTuple):
 class LayerState(NamedTuple):
     """What a causal layer remembers of the tokens so far."""
 
-    ssm: Tensor
-    """(dim, states), complex for S4D; or, with a truncated kernel, the last inputs (truncation - 1, dim)"""
+    ssm: Any
+    """of the kernel: (dim, states), or, with a truncated kernel, the last inputs (truncation - 1, dim)"""
     memory: list[Entry]
     """first in, first out: at most `window` entries, or all of them with span "full" """
     seen: int
@@ -104,11 +92,6 @@ def under(params: Params, prefix: str) -> dict[str, Tensor]:
     ['alpha']
     """
     return {name.removeprefix(prefix): value for name, value in params.items() if name.startswith(prefix)}
-
-
-def stack(tokens: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Tokens to a sequence; an empty one has the width of `like`."""
-    return torch.stack(list(tokens)) if tokens else like.new_zeros(0, like.shape[-1])
 
 
 def silu(x: Tensor) -> Tensor:
@@ -173,112 +156,6 @@ def extract(y: Tensor, places: Sequence[int], time: int) -> Tensor:
     for slot, place in enumerate(places):
         tokens[place] = y[slot]
     return stack(tokens, y)
-
-
-def recurrence(x: Tensor, layer: Diagonal, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Walk over (time, dim) token by token, without the skip; the output and the last state."""
-    if state is None:
-        state = torch.zeros_like(layer.q)
-    outputs = []
-    for token in x:
-        state = layer.q * state + layer.drive * token[:, None]
-        outputs.append((layer.read * state).sum(dim=-1).real)
-    return stack(outputs, x), state
-
-
-def taps(layer: Diagonal, count: int) -> list[Tensor]:
-    """The first taps (dim,) of the kernel: k[l] = Re(sum_n read drive q^l)."""
-    kernel, power = [], torch.ones_like(layer.q)
-    for _ in range(count):
-        kernel.append((layer.read * layer.drive * power).sum(dim=-1).real)
-        power = power * layer.q
-    return kernel
-
-
-def truncated(x: Tensor, kernel: Sequence[Tensor], history: Tensor | None) -> tuple[Tensor, Tensor]:
-    """y_t = sum over l of k[l] x_{t-l}, the kernel ending after its last tap; and the last inputs."""
-    past = len(kernel) - 1
-    inputs = list(x.new_zeros(past, x.shape[1]) if history is None else history)
-    outputs = []
-    for token in x:
-        inputs.append(token)
-        outputs.append(sum((k * inputs[-1 - lag] for lag, k in enumerate(kernel)), torch.zeros_like(token)))
-    return stack(outputs, x), stack(inputs[len(inputs) - past :], x)
-
-
-def run(
-    x: Tensor,
-    directions: Sequence[Diagonal],
-    skip: Tensor,
-    truncation: int | None,
-    state: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
-    """K * x + D . x: one direction from left to right, a second one from right to left if there is one."""
-    outputs = []
-    after = None
-    for number, layer in enumerate(directions):
-        # the second direction reads the sequence backwards
-        sequence = x.flip(0) if number == 1 else x
-        if truncation is None:
-            y, last = recurrence(sequence, layer, state)
-        else:
-            y, last = truncated(sequence, taps(layer, truncation), state)
-        outputs.append(y.flip(0) if number == 1 else y)
-        after = last
-    y = sum(outputs, skip * x)
-    return y, after if len(directions) == 1 else None
-
-
-def ema_directions(params: Params) -> list[Diagonal]:
-    """MD-EMA: p = sigmoid(delta), q = 1 - p sigmoid(alpha), drive p beta, read gamma / sqrt(states)."""
-    directions = []
-    for delta, alpha, beta, gamma in zip(
-        params["delta"], params["alpha"], params["beta"], params["gamma"], strict=True
-    ):
-        p = torch.sigmoid(delta)
-        read = gamma / math.sqrt(gamma.shape[-1])
-        directions.append(Diagonal(1 - p * torch.sigmoid(alpha), p * beta, read))
-    return directions
-
-
-def s4d_directions(params: Params) -> list[Diagonal]:
-    """S4D: A = -exp(log_real) + i imag, q = exp(dt A), drive 1, read 2 C (q - 1) / A."""
-    directions = []
-    for log_dt, log_real, imag, c in zip(
-        params["log_dt"], params["log_real"], params["imag"], params["c"], strict=True
-    ):
-        pole = torch.complex(-torch.exp(log_real), imag)
-        q = torch.exp(pole * torch.exp(log_dt)[:, None])
-        read = 2 * torch.complex(c[..., 0], c[..., 1]) * (q - 1) / pole
-        directions.append(Diagonal(q, torch.ones_like(q), read))
-    return directions
-
-
-def ema(
-    x: Tensor, params: Params, config: EMAConfig, state: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """MD-EMA over (time, dim); the parameters say whether there are one or two directions.
-
-    Returns:
-        (time, dim), and the state after the last token (None with two directions).
-    """
-    return run(x, ema_directions(params), params["skip"], config.truncation, state)
-
-
-def s4d(
-    x: Tensor, params: Params, config: S4DConfig, state: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """S4D over (time, dim), as `ema`; its states are complex."""
-    return run(x, s4d_directions(params), params["skip"], config.truncation, state)
-
-
-def ssm(
-    x: Tensor, params: Params, config: EMAConfig | S4DConfig, state: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """The state-space layer that the configuration names."""
-    if isinstance(config, EMAConfig):
-        return ema(x, params, config, state)
-    return s4d(x, params, config, state)
 
 
 def rotate(x: Tensor, position: int) -> Tensor:

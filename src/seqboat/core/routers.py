@@ -337,7 +337,16 @@ class ExpertChoice(ByRow):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TemperedSoftmaxConfig:
+class RouterConfig:
+    """The configuration of a router; `ROUTERS` lists them."""
+
+    def build(self, d_model: int, modules: int = 1) -> Router:
+        """A router for so many modules on tokens of this width."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what to build")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TemperedSoftmaxConfig(RouterConfig):
     """The paper's router."""
 
     temperature_scale: float = 1.0
@@ -348,7 +357,7 @@ class TemperedSoftmaxConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SigmoidConfig:
+class SigmoidConfig(RouterConfig):
     """The ablation SeqBoat-Sigmoid."""
 
     def build(self, d_model: int, modules: int = 1) -> Router:
@@ -356,7 +365,7 @@ class SigmoidConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GumbelConfig:
+class GumbelConfig(RouterConfig):
     """The ablation with Gumbel softmax."""
 
     start: float = 2.0
@@ -371,7 +380,7 @@ class GumbelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class XMoEConfig:
+class XMoEConfig(RouterConfig):
     """The ablation SeqBoat-MoE."""
 
     d_route: int = 16
@@ -382,7 +391,7 @@ class XMoEConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AlwaysActiveConfig:
+class AlwaysActiveConfig(RouterConfig):
     """No routing: the ablations that always activate."""
 
     def build(self, d_model: int, modules: int = 1) -> Router:
@@ -390,7 +399,7 @@ class AlwaysActiveConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ThresholdConfig:
+class ThresholdConfig(RouterConfig):
     """A sigmoid with a threshold of its own."""
 
     threshold: float = 0.5
@@ -401,7 +410,7 @@ class ThresholdConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TopKConfig:
+class TopKConfig(RouterConfig):
     """A fixed share of each sequence, as in mixture of depths."""
 
     capacity: float = 0.5
@@ -412,7 +421,7 @@ class TopKConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpertChoiceConfig:
+class ExpertChoiceConfig(RouterConfig):
     """Modules that choose their tokens."""
 
     capacity: float = 0.5
@@ -422,18 +431,7 @@ class ExpertChoiceConfig:
         return ExpertChoice(d_model, modules, self.capacity)
 
 
-RouterConfig = (
-    TemperedSoftmaxConfig
-    | SigmoidConfig
-    | GumbelConfig
-    | XMoEConfig
-    | AlwaysActiveConfig
-    | ThresholdConfig
-    | TopKConfig
-    | ExpertChoiceConfig
-)
-
-ROUTERS = {
+ROUTERS: dict[str, type[RouterConfig]] = {
     "tempered-softmax": TemperedSoftmaxConfig,
     "sigmoid": SigmoidConfig,
     "gumbel-softmax": GumbelConfig,
@@ -443,7 +441,7 @@ ROUTERS = {
     "top-k": TopKConfig,
     "expert-choice": ExpertChoiceConfig,
 }
-"""Every router by the name that commands use."""
+"""Every router by the name that commands and files use."""
 
 
 def set_training_step(model: nn.Module, step: int) -> None:

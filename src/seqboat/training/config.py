@@ -21,9 +21,10 @@ from typing import Any, Literal
 from torch import nn
 
 from seqboat.checks import check_choice, check_positive, require
-from seqboat.core.routers import ROUTERS
+from seqboat.core.routers import ROUTERS, RouterConfig
 from seqboat.mixers import MIXERS
 from seqboat.mixers.base import directions_of
+from seqboat.mixers.ssm import SSMS, SSMConfig
 from seqboat.models.backbone import BackboneConfig, Classifier, LanguageModel, Matcher, MixerConfig
 from seqboat.tasks import TASKS
 from seqboat.tasks.base import SPLITS, Split, Task, TaskConfig
@@ -195,6 +196,15 @@ class Choice(typing.NamedTuple):
         raise ValueError(f"{type(value).__name__} is not one of {', '.join(self.options)}")
 
 
+FAMILIES: Mapping[Any, Mapping[str, Callable[[], Any]]] = {
+    MixerConfig: MIXERS,
+    TaskConfig: TASKS,
+    RouterConfig: ROUTERS,
+    SSMConfig: SSMS,
+}
+"""Kinds of parts that a field may be one of, each with the registry that names them."""
+
+
 @cache
 def hints(cls: type) -> dict[str, Any]:
     """Types of a dataclass's fields."""
@@ -210,18 +220,8 @@ def _members(hint: Any) -> tuple[Any, ...]:
 
 def _choice(hint: Any) -> Choice | None:
     """The options of a field, if it has any."""
-    if hint is MixerConfig:
-        return Choice(MIXERS)
-    if hint is TaskConfig:
-        return Choice(TASKS)
-    members: list[Any] = [member for member in _members(hint) if dataclasses.is_dataclass(member)]
-    if len(members) < 2:
-        return None
-    known: dict[Any, str] = {make: name for name, make in ROUTERS.items()}
-    names: dict[str, Any] = {}
-    for member in members:
-        names[known.get(member) or member.__name__.removesuffix("Config").lower()] = member
-    return Choice(names)
+    options = FAMILIES.get(hint)
+    return None if options is None else Choice(options)
 
 
 def to_dict(config: Any, hint: Any = None) -> Any:

@@ -25,7 +25,7 @@ from seqboat.mixers.attention.transformer import FeedForward
 from seqboat.mixers.base import MixerOutput, RecurrentMixer, keep_rows
 from seqboat.mixers.seqboat.gau import GAUConfig
 from seqboat.mixers.seqboat.layer import SeqBoat, SeqBoatConfig, SeqBoatState
-from seqboat.mixers.ssm.ema import EMAConfig
+from seqboat.mixers.ssm.base import SSMConfig
 from seqboat.mixers.ssm.s4d import S4DConfig
 
 
@@ -57,7 +57,7 @@ class SeqBoatFullGumbelConfig(SeqBoatFullConfig):
 class SeqBoatFullS4DConfig(SeqBoatFullConfig):
     """SeqBoat-full with S4D in place of the moving average."""
 
-    ssm: EMAConfig | S4DConfig = S4DConfig()
+    ssm: SSMConfig = S4DConfig()
     """The state-space layer that reads every token."""
 
 

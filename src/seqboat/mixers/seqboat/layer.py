@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,9 +26,8 @@ from seqboat.mixers.attention.transformer import FeedForward
 from seqboat.mixers.base import MixerOutput, RecurrentMixer, keep_rows
 from seqboat.mixers.seqboat.activation import SMAState, SparseModularActivation
 from seqboat.mixers.seqboat.gau import GAUConfig
-from seqboat.mixers.ssm.base import SSMState, TruncatedState
+from seqboat.mixers.ssm.base import SSMConfig
 from seqboat.mixers.ssm.ema import EMAConfig
-from seqboat.mixers.ssm.s4d import S4DConfig
 from seqboat.ops.fused import combine, recomputed
 
 
@@ -36,8 +35,8 @@ from seqboat.ops.fused import combine, recomputed
 class SeqBoatConfig:
     """The paper's layer."""
 
-    ssm: EMAConfig | S4DConfig = EMAConfig()
-    """The state-space layer that reads every token."""
+    ssm: SSMConfig = EMAConfig()
+    """The state-space layer that reads every token: any of SSMS."""
     router: RouterConfig = TemperedSoftmaxConfig()
     """Who decides which tokens attend."""
     gau: GAUConfig = GAUConfig()
@@ -80,7 +79,8 @@ class SeqBoatFFNConfig(SeqBoatConfig):
 class SeqBoatState(NamedTuple):
     """The state of a causal layer: of constant size, unless attention spans everything."""
 
-    ssm: SSMState | TruncatedState
+    ssm: Any
+    """of the kernel"""
     sma: SMAState
 
 

@@ -1,1 +1,21 @@
-"""State-space kernels and the layers around them."""
+"""State-space kernels and the layers around them: one kernel, one file, one line in SSMS."""
+
+from collections.abc import Callable
+
+from seqboat.mixers.ssm.base import SSMConfig
+from seqboat.mixers.ssm.ema import EMAConfig
+from seqboat.mixers.ssm.liquid_s4 import LiquidS4Config
+from seqboat.mixers.ssm.s4 import S4Config
+from seqboat.mixers.ssm.s4d import S4DConfig
+from seqboat.mixers.ssm.s5 import S5Config
+
+SSMS: dict[str, Callable[[], SSMConfig]] = {
+    "ema": EMAConfig,
+    "s4d": S4DConfig,
+    "s4": S4Config,
+    "s5": S5Config,
+    "liquid-s4": LiquidS4Config,
+}
+"""Every kernel that SeqBoat takes as its state-space layer, by the name that commands and files use."""
+
+__all__ = ["SSMS", "SSMConfig"]

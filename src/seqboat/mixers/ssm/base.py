@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -20,6 +21,21 @@ from seqboat.mixers.base import MixerOutput, RecurrentMixer, keep_rows
 from seqboat.ops.scan import BLOCK, block_tables, final_state, scan
 
 Method = Literal["scan", "fft"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SSMConfig:
+    """The configuration of a state-space kernel; `seqboat.mixers.ssm.SSMS` lists them."""
+
+    d_state: int
+    """Real states: per channel, or in all for kernels that share one system among the channels."""
+
+    def __post_init__(self) -> None:
+        check_positive("d_state", self.d_state)
+
+    def build(self, d_model: int, causal: bool) -> StateSpace:
+        """The kernel over (batch, time, d_model)."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what to build")
 
 
 class Coefficients(NamedTuple):

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from seqboat.mixers.ssm.base import Coefficients, DiagonalSSM, Method
+from seqboat.mixers.ssm.base import Coefficients, DiagonalSSM, Method, SSMConfig
 from seqboat.ops.scan import BLOCK
 
 
 @dataclass(frozen=True, kw_only=True)
-class EMAConfig:
+class EMAConfig(SSMConfig):
     """The paper's state-space layer."""
 
     d_state: int = 16

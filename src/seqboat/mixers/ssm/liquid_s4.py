@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from seqboat.checks import check_choice, check_positive, check_steps
 from seqboat.mixers.base import keep_rows
 from seqboat.mixers.ssm.base import (
+    SSMConfig,
     StateSpace,
     at_least_float32,
     check_states_even,
@@ -38,7 +39,7 @@ LiquidKernel = Literal["kb", "pb"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LiquidS4Config:
+class LiquidS4Config(SSMConfig):
     """A state-space layer with products of inputs."""
 
     d_state: int = 64
@@ -55,7 +56,7 @@ class LiquidS4Config:
     """Tokens per block of the scan."""
 
     def __post_init__(self) -> None:
-        check_positive("d_state", self.d_state)
+        super().__post_init__()
         check_states_even(self.d_state, "Liquid-S4")
         check_positive("order", self.order)
         check_choice("kernel", self.kernel, ("kb", "pb"))

@@ -26,10 +26,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqboat.checks import check_positive, check_steps
+from seqboat.checks import check_steps
 from seqboat.core.nn import fft_convolve
 from seqboat.mixers.base import keep_rows
 from seqboat.mixers.ssm.base import (
+    SSMConfig,
     SSMState,
     StateSpace,
     at_least_float32,
@@ -46,7 +47,7 @@ PIECE = 64
 
 
 @dataclass(frozen=True, kw_only=True)
-class S4Config:
+class S4Config(SSMConfig):
     """A state-space layer with a diagonal plus rank-one matrix."""
 
     d_state: int = 64
@@ -57,7 +58,7 @@ class S4Config:
     """Largest initial step."""
 
     def __post_init__(self) -> None:
-        check_positive("d_state", self.d_state)
+        super().__post_init__()
         check_states_even(self.d_state, "S4")
         check_steps(self.dt_min, self.dt_max)
 

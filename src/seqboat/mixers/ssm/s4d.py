@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from seqboat.checks import check_choice, check_steps
-from seqboat.mixers.ssm.base import Coefficients, DiagonalSSM, Method, check_states_even
+from seqboat.mixers.ssm.base import Coefficients, DiagonalSSM, Method, SSMConfig, check_states_even
 from seqboat.mixers.ssm.hippo import legs_modes
 from seqboat.mixers.ssm.layer import SSMLayer, SSMLayerConfig
 from seqboat.ops.scan import BLOCK
@@ -29,7 +29,7 @@ Init = Literal["legs", "lin", "inv"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class S4DConfig:
+class S4DConfig(SSMConfig):
     """A diagonal state-space layer with complex states."""
 
     d_state: int = 64

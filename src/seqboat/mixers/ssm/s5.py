@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from seqboat.checks import check_positive, check_steps, require
 from seqboat.core.nn import NormName
 from seqboat.mixers.base import keep_rows
-from seqboat.mixers.ssm.base import StateSpace, at_least_float32, complex_like, real_like
+from seqboat.mixers.ssm.base import SSMConfig, StateSpace, at_least_float32, complex_like, real_like
 from seqboat.mixers.ssm.hippo import legs_modes
 from seqboat.mixers.ssm.layer import Gate, SSMLayer, SSMLayerConfig
 from seqboat.ops.precision import product
 
 
 @dataclass(frozen=True, kw_only=True)
-class S5Config:
+class S5Config(SSMConfig):
     """A state-space layer with one system for all channels."""
 
     d_state: int = 256
@@ -41,7 +41,7 @@ class S5Config:
     """Largest initial step."""
 
     def __post_init__(self) -> None:
-        check_positive("d_state", self.d_state)
+        super().__post_init__()
         check_positive("systems", self.systems)
         require(
             self.d_state % (2 * self.systems) == 0,
