@@ -12,30 +12,25 @@ import pytest
 import torch
 
 from lm_runs import write_lm_run, write_run
+from seqboat.analysis.attention import attention_weights, local_span, mean_distance
 from seqboat.analysis.measures import (
     BINS,
     LayerMeasures,
+    MeanStd,
     Moments,
-    Spread,
     activation_curve,
-    attention_weights,
-    linear_flops,
-    load_examples,
-    local_span,
-    mean_distance,
     measure,
     measure_run,
     place_bins,
-    sites,
-    trace,
 )
-from seqboat.bench.layers import Setting, forward_products
+from seqboat.analysis.traces import load_examples, sites, trace
 from seqboat.core.routers import AlwaysActiveConfig, GumbelConfig, SigmoidConfig, XMoEConfig
 from seqboat.core.sma import pack
 from seqboat.mixers.attention.transformer import TransformerConfig
 from seqboat.mixers.seqboat.gau import GAU, GAUConfig
 from seqboat.mixers.seqboat.layer import SeqBoatConfig
 from seqboat.models.backbone import BackboneConfig, Classifier
+from seqboat.models.cost import forward_products, linear_flops
 from seqboat.tasks import (
     ListOpsTaskConfig,
     PathfinderTaskConfig,
@@ -209,7 +204,7 @@ def test_the_temperature_of_routers_that_have_one(router: Any, temperature: floa
 def test_attention_is_told_in_original_positions(
     kind: Any, at_once: int, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("seqboat.analysis.measures.QUERIES_AT_ONCE", at_once)
+    monkeypatch.setattr("seqboat.analysis.attention.QUERIES_AT_ONCE", at_once)
     examples = load_examples(toy_run(tmp_path, kind=kind), "val", limit=5)
     batch = examples.batch(range(5))
     samples = trace(examples.model, kind, batch)
@@ -238,15 +233,15 @@ def test_a_layer_that_is_not_there(tmp_path: Path) -> None:
 # measures against loops
 
 
-def spread_of(values: list[float]) -> Spread | None:
+def summary_of(values: list[float]) -> MeanStd | None:
     if not values:
         return None
     mean = sum(values) / len(values)
-    return Spread(mean, (sum((v - mean) ** 2 for v in values) / len(values)) ** 0.5, len(values))
+    return MeanStd(mean, (sum((v - mean) ** 2 for v in values) / len(values)) ** 0.5, len(values))
 
 
-def assert_spread(found: Spread | None, values: list[float]) -> None:
-    wanted = spread_of(values)
+def assert_summary(found: MeanStd | None, values: list[float]) -> None:
+    wanted = summary_of(values)
     if wanted is None:
         assert found is None
     else:
@@ -320,14 +315,14 @@ class Loop:
             self.final.append(len(last) / window)
 
     def check(self, found: LayerMeasures) -> None:
-        assert_spread(found.rate, self.rates)
-        assert_spread(found.active, self.counts)
-        assert_spread(found.span, self.spans)
+        assert_summary(found.rate, self.rates)
+        assert_summary(found.active, self.counts)
+        assert_summary(found.span, self.spans)
         assert found.blind == (tuple(self.blind) if self.blind[1] else None)
-        assert_spread(found.occupancy, self.filled)
-        assert_spread(found.final_occupancy, self.final)
+        assert_summary(found.occupancy, self.filled)
+        assert_summary(found.final_occupancy, self.final)
         if self.weighted:
-            wanted = spread_of(self.weighted)
+            wanted = summary_of(self.weighted)
             assert wanted is not None and found.weighted_span is not None
             # weights are in single precision
             assert found.weighted_span.mean == pytest.approx(wanted.mean, rel=1e-5)
@@ -335,7 +330,7 @@ class Loop:
         assert [list(share) for share in found.probabilities] == self.probabilities
         assert {i: list(share) for i, share in enumerate(found.by_place) if share.total} == self.places
         assert {i: list(share) for i, share in enumerate(found.by_class) if share.total} == self.kinds
-        assert found.share.active == sum(self.counts)
+        assert found.counts.active == sum(self.counts)
 
 
 def check_run(run: Path, split: Any = "val", reading: Windows | None = None, batch_size: int = 4) -> Any:
@@ -375,7 +370,7 @@ def check_run(run: Path, split: Any = "val", reading: Windows | None = None, bat
 def test_measures_equal_loops_over_tokens(
     settings: dict[str, Any], kind: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("seqboat.analysis.measures.QUERIES_AT_ONCE", 7)
+    monkeypatch.setattr("seqboat.analysis.attention.QUERIES_AT_ONCE", 7)
     mixer: Any = small_run(ToyConfig(kind=kind)).model.mixer
     gau = GAUConfig(d_z=4, d_v=8, max_positions=16, **settings)
     check_run(toy_run(tmp_path, dataclasses.replace(mixer, gau=gau), kind=kind, length=30))
@@ -410,14 +405,14 @@ def test_a_layer_that_never_attends(tmp_path: Path) -> None:
     with torch.no_grad():
         examples.model.backbone.layers[0].sma.router.logits.bias.copy_(torch.tensor([9.0, -9.0]))  # type: ignore
     found = measure(examples, "val").layers[0]
-    assert found is not None and found.share.active == 0 and found.rate == Spread(0.0, 0.0, 3)
+    assert found is not None and found.counts.active == 0 and found.rate == MeanStd(0.0, 0.0, 3)
     assert (
         found.blind is None
         and found.span is None
         and found.weighted_span is None
         and found.confidence is None
     )
-    assert found.occupancy is None and found.final_occupancy == Spread(0.0, 0.0, 3)
+    assert found.occupancy is None and found.final_occupancy == MeanStd(0.0, 0.0, 3)
 
 
 def test_cost_is_that_of_the_products(tmp_path: Path) -> None:
@@ -430,13 +425,12 @@ def test_cost_is_that_of_the_products(tmp_path: Path) -> None:
     assert found is not None and found.cost is not None
 
     def flops(active: int, others: int) -> int:
-        setting = Setting(batch=1, length=length, d_model=8)
         # the feed-forward block: 8 -> 5 -> 8
-        return sum(p.flops for p in forward_products(layer, setting, active)) + others * 2 * (40 + 40)
+        return sum(p.flops for p in forward_products(layer, 1, length, active)) + others * 2 * (40 + 40)
 
-    assert found.cost.flops == flops(found.share.active, found.others["ffn"].active)
+    assert found.cost.flops == flops(found.counts.active, found.others["ffn"].active)
     assert found.cost.always == flops(length, length)
-    assert 0 < found.cost.share < 1
+    assert 0 < found.cost.fraction < 1
     assert linear_flops(layer.sma.units["ffn"]) == 160
 
 
@@ -459,7 +453,7 @@ def test_a_record_is_plain_data_and_batches_do_not_matter(tmp_path: Path) -> Non
     assert calls == [(i, 4) for i in range(1, 5)]
     record = json.loads(json.dumps(one.to_record(), allow_nan=False))
     layer = record["layers"][0]
-    assert layer["share"]["rate"] == layer["share"]["active"] / layer["share"]["total"]
+    assert layer["counts"]["rate"] == layer["counts"]["active"] / layer["counts"]["total"]
     assert set(layer["rate"]) == {"mean", "std", "sequences"} and record["run"] == str(run)
     assert record["training"][-1] == {"step": 1000, "split": "val", "activation": [0.5, None]}
     assert len([point for point in record["training"] if point["split"] == "val"]) == 10
@@ -483,10 +477,10 @@ def test_the_span_of_a_sliding_window(window: int, causal: bool) -> None:
 
 def test_moments_and_bins() -> None:
     moments = Moments()
-    assert moments.spread() is None
+    assert moments.summary() is None
     for value in (1e9 + 1, 1e9 + 2, 1e9 + 3):
         moments.add(value)
-    found = moments.spread()
+    found = moments.summary()
     assert (
         found is not None and found.mean == 1e9 + 2 and found.std == pytest.approx((2 / 3) ** 0.5, rel=1e-9)
     )

@@ -15,11 +15,16 @@ from typing import Any
 import pytest
 import torch
 
-from seqboat.bench import layers as bench
+from seqboat.bench import candidates, layers, memory, plot
+from seqboat.bench.candidates import Candidate, build, configure, parse_candidate
 from seqboat.bench.decode import LanguageModelSize, run_decode, run_decode_lm
-from seqboat.bench.layers import Contender, Setting, parse_contender, sweep
-from seqboat.bench.measure import available_memory, extrapolate, in_child, spread, time_rounds
-from seqboat.bench.profile import PartShare, Profile, profiled_events, run_profile
+from seqboat.bench.layers import LayerRow, run_layers
+from seqboat.bench.measure import available_memory, extrapolate, in_child, quartiles, time_rounds
+from seqboat.bench.memory import StepMemory, measure_memory
+from seqboat.bench.profile import PartTime, Profile, profiled_events, run_profile
+from seqboat.bench.rates import ForcedRate, force_rate, recorded_activation
+from seqboat.bench.runners import LayerRunner, LowerBoundRunner, Runner
+from seqboat.bench.setting import MODES, PRESETS, LayerSetting, Mode, sweep
 from seqboat.cli import main
 from seqboat.core.routers import TemperedSoftmax, activation
 from seqboat.mixers import SeqBoat
@@ -29,7 +34,7 @@ from seqboat.training.loop import train
 from seqboat.training.metrics import iterate_metrics
 from small_runs import Spy, ToyConfig, small_run
 
-TINY = Setting(batch=2, length=48, d_model=16, d_z=8, d_v=12, d_state=4, window=8, heads=2)
+TINY = LayerSetting(batch=2, length=48, d_model=16, d_z=8, d_v=12, d_state=4, window=8, heads=2)
 
 
 PEAKS = """[
@@ -53,7 +58,7 @@ def test_failures_of_a_child_are_told() -> None:
 
 def test_forced_rate_is_reached_and_keeps_the_gradient() -> None:
     for rate in (0.0, 0.1, 0.5, 1.0):
-        layer = bench.build(parse_contender("seqboat"), replace(TINY, rate=rate, length=500))
+        layer = build(parse_candidate("seqboat"), replace(TINY, rate=rate, length=500))
         assert isinstance(layer, SeqBoat)
         x = torch.randn(3, 500, 16)
         out = layer(x)
@@ -63,13 +68,13 @@ def test_forced_rate_is_reached_and_keeps_the_gradient() -> None:
         assert again is not None and again.active.equal(out.routing.active)
         out.y.square().sum().backward()
         router = layer.sma.router
-        assert isinstance(router, bench.ForcedRate) and isinstance(router.router, TemperedSoftmax)
+        assert isinstance(router, ForcedRate) and isinstance(router.router, TemperedSoftmax)
         logits = router.router.logits.weight.grad
         assert logits is not None and bool(logits.any()) == (rate > 0)
 
 
 def test_forced_rate_in_steps() -> None:
-    layer = bench.build(parse_contender("seqboat"), replace(TINY, rate=0.3, causal=True))
+    layer = build(parse_candidate("seqboat"), replace(TINY, rate=0.3, causal=True))
     assert isinstance(layer, SeqBoat)
     state, count = layer.init_state(4), torch.zeros(4)
     for _ in range(100):
@@ -80,58 +85,58 @@ def test_forced_rate_in_steps() -> None:
 
 
 def test_natural_rate_and_always_active_are_left_alone() -> None:
-    natural = bench.build(parse_contender("seqboat"), replace(TINY, rate=None))
-    assert not any(isinstance(part, bench.ForcedRate) for part in natural.modules())
-    config = bench.configure(parse_contender("seqboat"), TINY)
+    natural = build(parse_candidate("seqboat"), replace(TINY, rate=None))
+    assert not any(isinstance(part, ForcedRate) for part in natural.modules())
+    config = configure(parse_candidate("seqboat"), TINY)
     from seqboat import AlwaysActiveConfig
 
     always = replace(config, router=AlwaysActiveConfig()).build(16)
-    bench.force_rate(always, 0.5)
+    force_rate(always, 0.5)
     assert always(torch.randn(1, 9, 16)).routing.active.all()
 
 
-def test_contenders_follow_the_setting_and_their_own_fields() -> None:
-    config = bench.configure(parse_contender("seqboat:gau.window=32,gau.positions=original"), TINY)
+def test_candidates_follow_the_setting_and_their_own_fields() -> None:
+    config = configure(parse_candidate("seqboat:gau.window=32,gau.positions=original"), TINY)
     assert (config.gau.window, config.gau.positions, config.gau.d_z, config.ssm.d_state) == (
         32,
         "original",
         8,
         4,
     )
-    config = bench.configure(parse_contender("transformer:implementation=plain"), TINY)
+    config = configure(parse_candidate("transformer:implementation=plain"), TINY)
     assert (config.heads, config.implementation, config.causal) == (2, "plain", False)
-    assert bench.configure(parse_contender("mega-chunk"), replace(TINY, causal=True)).causal
-    assert bench.configure(parse_contender("transformer-xl"), TINY).causal
+    assert configure(parse_candidate("mega-chunk"), replace(TINY, causal=True)).causal
+    assert configure(parse_candidate("transformer-xl"), TINY).causal
     with pytest.raises(ValueError, match="Linformer has no causal form"):
-        bench.configure(parse_contender("linformer"), replace(TINY, causal=True))
+        configure(parse_candidate("linformer"), replace(TINY, causal=True))
     with pytest.raises(ValueError, match="did you mean seqboat"):
-        parse_contender("seqbot")
+        parse_candidate("seqbot")
     with pytest.raises(ValueError, match="FIELD=VALUE"):
-        parse_contender("seqboat:window")
+        parse_candidate("seqboat:window")
     with pytest.raises(ValueError, match="no field 'widow'; it has d_z"):
-        bench.configure(parse_contender("seqboat:gau.widow=3"), TINY)
+        configure(parse_candidate("seqboat:gau.widow=3"), TINY)
     with pytest.raises(ValueError, match="no fields of its own"):
-        bench.configure(parse_contender("seqboat:causal.x=3"), TINY)
-    with pytest.raises(ValueError, match="floor takes no fields"):
-        parse_contender("floor:x=1")
+        configure(parse_candidate("seqboat:causal.x=3"), TINY)
+    with pytest.raises(ValueError, match="lower-bound takes no fields"):
+        parse_candidate("floor:x=1")
     with pytest.raises(ValueError, match="rate must be between 0 and 1, got 2"):
-        Setting(rate=2)
+        LayerSetting(rate=2)
     with pytest.raises(ValueError, match="dtype must be"):
-        Setting(dtype="float33")
+        LayerSetting(dtype="float33")
 
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("rate", [0.0, 0.5, None])
-def test_floor_counts_what_the_layer_needs(causal: bool, rate: float | None) -> None:
+def test_the_lower_bound_counts_what_the_layer_needs(causal: bool, rate: float | None) -> None:
     setting = replace(TINY, causal=causal, rate=rate, length=64)
-    floor = bench.FloorRunner(setting)
-    floor.run("training")
-    forward, both = floor.flops("inference"), floor.flops("training")
+    bound = LowerBoundRunner(setting)
+    bound.run("training")
+    forward, both = bound.flops("inference"), bound.flops("training")
     assert both == 3 * forward > 0
-    whats = [product.what for product in floor.forward]
+    whats = [product.what for product in bound.forward]
     assert ("gau: scores" in whats) == (rate != 0.0)
     if rate == 0.5:
-        by_name = {product.what: product.flops for product in floor.forward}
+        by_name = {product.what: product.flops for product in bound.forward}
         tokens, active = 128, 64
         assert by_name["linear"] == 2 * tokens * 16 * 16
         assert by_name["gau: base"] == 2 * active * 16 * (8 + 24)
@@ -140,8 +145,8 @@ def test_floor_counts_what_the_layer_needs(causal: bool, rate: float | None) -> 
 
 
 def test_quartiles_and_turns() -> None:
-    assert spread([4.0]) == (4.0, 4.0, 4.0)
-    assert spread([5.0, 1.0, 2.0, 4.0, 3.0]) == (3.0, 2.0, 4.0)
+    assert quartiles([4.0]) == (4.0, 4.0, 4.0)
+    assert quartiles([5.0, 1.0, 2.0, 4.0, 3.0]) == (3.0, 2.0, 4.0)
     order: list[str] = []
     jobs = {name: (lambda n=name: order.append(n)) for name in "ab"}
     times = time_rounds(jobs, rounds=2, warmup=1)
@@ -157,41 +162,39 @@ def test_estimates_are_quadratic_at_most() -> None:
 
 
 def test_rows_and_ratios() -> None:
-    names = ["seqboat", "published", "transformer:implementation=plain", "mega", "floor"]
-    rows = bench.run_layers([parse_contender(name) for name in names], [TINY], rounds=3, memory=False)
-    assert [(row.mode, row.contender) for row in rows] == [
-        (mode, name) for mode in bench.MODES for name in names
-    ]
+    names = ["seqboat", "published", "transformer:implementation=plain", "mega", "lower-bound"]
+    rows = run_layers([parse_candidate(name) for name in names], [TINY], rounds=3, memory=False)
+    assert [(row.mode, row.candidate) for row in rows] == [(mode, name) for mode in MODES for name in names]
     for row in rows:
-        assert row.seconds is not None and row.ratio is not None and row.floor_ratio is not None
+        assert row.seconds is not None and row.ratio is not None and row.lower_bound_ratio is not None
         assert 0 < row.seconds.low <= row.seconds.median <= row.seconds.high
         first = next(r for r in rows if r.mode == row.mode)
         assert first.seconds is not None and first.ratio == 1
         assert row.ratio == row.seconds.median / first.seconds.median
-        routed = row.contender in ("seqboat", "published")
+        routed = row.candidate in ("seqboat", "published")
         assert row.active == (pytest.approx(0.5, abs=0.01) if routed else None)
-        assert (row.parameters > 0) == (row.contender != "floor")
+        assert (row.parameters > 0) == (row.candidate != "lower-bound")
     assert rows[0].parameters == rows[1].parameters
 
 
-def test_settings_take_turns_like_contenders(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_take_turns_like_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[tuple[str, int]] = []
 
-    class Noted(bench.Runner):
-        def __init__(self, contender: Contender, setting: Setting) -> None:
-            self.key = contender.label, setting.length
+    class Noted(Runner):
+        def __init__(self, candidate: Candidate, setting: LayerSetting) -> None:
+            self.key = candidate.label, setting.length
 
-        def run(self, mode: bench.Mode) -> None:
+        def run(self, mode: Mode) -> None:
             order.append(self.key)
 
-    monkeypatch.setattr(bench, "make_runner", Noted)
+    monkeypatch.setattr(layers, "make_runner", Noted)
     settings = [TINY, replace(TINY, length=2 * TINY.length)]
-    contenders = [parse_contender("seqboat"), parse_contender("mega")]
-    rows = bench.run_layers(contenders, settings, rounds=2, warmup=0, memory=False)
-    turn = [(c.label, s.length) for s in settings for c in contenders]
+    measured = [parse_candidate("seqboat"), parse_candidate("mega")]
+    rows = run_layers(measured, settings, rounds=2, warmup=0, memory=False)
+    turn = [(c.label, s.length) for s in settings for c in measured]
     assert order == turn * 4  # two rounds of two modes
-    assert [(row.length, row.mode, row.contender) for row in rows] == [
-        (s.length, mode, c.label) for s in settings for mode in bench.MODES for c in contenders
+    assert [(row.length, row.mode, row.candidate) for row in rows] == [
+        (s.length, mode, c.label) for s in settings for mode in MODES for c in measured
     ]
 
 
@@ -200,7 +203,7 @@ def test_the_rate_of_a_run(
 ) -> None:
     monkeypatch.setitem(TASKS, "toy", ToyConfig)
     train(small_run(schedule={"steps": 12}, evaluation={"every": 6}), tmp_path / "run", display=Spy())
-    rates = bench.recorded_activation(tmp_path / "run")
+    rates = recorded_activation(tmp_path / "run")
     checkpoint = find_checkpoint(tmp_path / "run")
     scored = [r for r in iterate_metrics(tmp_path / "run" / "metrics.jsonl") if r["split"] == "val"]
     assert [r["step"] for r in scored] == [6, 12]
@@ -225,71 +228,71 @@ def test_the_rate_of_a_run(
     assert "--rates and --like-run exclude each other" in capsys.readouterr().err
     (tmp_path / "run" / "metrics.jsonl").write_text("")
     with pytest.raises(ValueError, match="has no measured activation"):
-        bench.recorded_activation(tmp_path / "run")
+        recorded_activation(tmp_path / "run")
 
 
 def test_figures_are_drawn_against_what_was_swept(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    rows = bench.run_layers(
-        [parse_contender("seqboat")], sweep(TINY, [16], [2, 4], [0.1, 0.5, 1.0], None), rounds=1, memory=False
+    rows = run_layers(
+        [parse_candidate("seqboat")], sweep(TINY, [16], [2, 4], [0.1, 0.5, 1.0], None), rounds=1, memory=False
     )
-    assert bench.swept(rows) == "rate"
-    assert bench.swept(rows[:1]) == "length"
-    bench.plot(rows, tmp_path / "rate.png")
+    assert plot.swept(rows) == "rate"
+    assert plot.swept(rows[:1]) == "length"
+    plot.plot(rows, tmp_path / "rate.png")
     assert (tmp_path / "rate.png").stat().st_size > 5000
     # a panel may stay empty: memory of one mode, say
     rows = [row._replace(memory=2**20 if row.mode == "training" else 0) for row in rows]
-    bench.plot(rows, tmp_path / "half.png")
+    plot.plot(rows, tmp_path / "half.png")
     assert (tmp_path / "half.png").stat().st_size > 5000
 
 
 def test_memory_is_estimated_and_measured() -> None:
     setting = replace(TINY, length=2048, batch=1)
-    plain = parse_contender("transformer:implementation=plain")
+    plain = parse_candidate("transformer:implementation=plain")
     # in processes of their own, as always: here, memory that other tests freed would be used again, and not seen
-    memory, refused = (
-        bench.in_child(bench.measure_memory, plain, setting, ("training",), available)
-        for available in (2**40, 2**20)
+    found, refused = (
+        in_child(measure_memory, plain, setting, ("training",), available) for available in (2**40, 2**20)
     )
     # two heads of 2048 x 2048 scores in float32: softmax, its gradient and one more at least
-    assert memory.estimate["training"] > 2 * 2 * 2048**2 * 4
+    assert found.estimate["training"] > 2 * 2 * 2048**2 * 4
     assert not refused.peak and refused.estimate["training"] > 2**20
 
 
 def test_what_would_take_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    contender, setting = parse_contender("seqboat"), replace(TINY, length=1024, batch=1)
-    quick = bench.measure_memory(contender, setting, ("inference",), 2**40)
-    slow = bench.measure_memory(contender, setting, ("inference",), 2**40, slowest=0.0)
+    candidate, setting = parse_candidate("seqboat"), replace(TINY, length=1024, batch=1)
+    quick = measure_memory(candidate, setting, ("inference",), 2**40)
+    slow = measure_memory(candidate, setting, ("inference",), 2**40, slowest=0.0)
     assert quick.seconds["inference"] > 0 and "inference" in quick.peak
     assert slow.seconds["inference"] > 0 and not slow.peak
-    monkeypatch.setattr(bench, "in_child", lambda job, *arguments: job(*arguments))
+    monkeypatch.setattr(memory, "in_child", lambda job, *arguments: job(*arguments))
     with pytest.raises(ValueError, match=r"seqboat at 1 x 1024 tokens would take about .* for inference"):
-        bench.run_layers([contender], [setting], ("inference",), slowest=0.0)
+        run_layers([candidate], [setting], ("inference",), slowest=0.0)
 
 
 def test_forms_with_a_window_of_their_own_keep_it() -> None:
     windows = {
-        name: bench.configure(parse_contender(name), replace(TINY, window=7)).gau.window
+        name: configure(parse_candidate(name), replace(TINY, window=7)).gau.window
         for name in ("seqboat", "seqboat-local", "seqboat-mem32", "seqboat-local32")
     }
     assert windows == {"seqboat": 7, "seqboat-local": 7, "seqboat-mem32": 32, "seqboat-local32": 32}
 
 
 def test_a_width_of_its_own() -> None:
-    layer = bench.build(parse_contender("mega:d_model=6,d_ff=3"), TINY)
+    layer = build(parse_candidate("mega:d_model=6,d_ff=3"), TINY)
     assert layer.d_model == 6 and TINY.d_model != 6
-    rows = bench.run_layers([parse_contender("mega:d_model=6")], [TINY], rounds=1, memory=False)
+    rows = run_layers([parse_candidate("mega:d_model=6")], [TINY], rounds=1, memory=False)
     assert all(row.seconds is not None for row in rows)
     with pytest.raises(ValueError, match="d_model must be an integer >= 1, got 'wide'"):
-        parse_contender("mega:d_model=wide")
+        parse_candidate("mega:d_model=wide")
 
 
 def test_what_does_not_fit_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(bench, "available_memory", lambda device="cpu": 2**20)
+    for module in (layers, memory):
+        monkeypatch.setattr(module, "available_memory", lambda device="cpu": 2**20)
     with pytest.raises(ValueError, match=r"would need about .* for inference, 1.0 MiB are available"):
-        bench.run_layers([parse_contender("seqboat")], [replace(TINY, length=2**20)], ("inference",))
+        run_layers([parse_candidate("seqboat")], [replace(TINY, length=2**20)], ("inference",))
     assert main(["bench", "--mixers", "seqboat", "--lengths", str(2**34)]) == 2
     error = capsys.readouterr().err.strip()
     assert error.startswith("seqboat bench: error: nothing fits: seqboat at 1 x 17179869184 tokens")
@@ -297,13 +300,71 @@ def test_what_does_not_fit_is_refused(
     assert available_memory() > 2**20
 
 
-def test_refused_contenders_leave_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    def estimate(contender: Contender, *rest: Any) -> bench.Memory:
-        return bench.Memory({"inference": 2**60 if contender.name == "transformer" else 0}, {})
+def test_a_batch_that_does_not_fit_is_refused_with_its_estimate(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also for the bare products, whose operands are allocated as they run."""
+    assert main(["bench", "--batch", "1000000", "--mixers", "seqboat", "lower-bound"]) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("seqboat bench: error: nothing fits: seqboat at 1000000 x 4096 tokens")
+    assert "lower-bound at 1000000 x 4096 tokens would need about 7.6 TiB" in error and "\n" not in error
 
-    monkeypatch.setattr(bench, "_find_memory", estimate)
-    contenders = [parse_contender("seqboat"), parse_contender("transformer")]
-    ours, theirs = bench.run_layers(contenders, [TINY], ("inference",), rounds=1)
+
+def test_memory_of_short_sequences_is_estimated_from_smaller_batches() -> None:
+    assert memory.smaller_steps(replace(TINY, batch=64)) == ("batch", [4, 8, 16], 64)
+    assert memory.smaller_steps(replace(TINY, length=1024)) == ("length", [32, 64, 128, 256], 1024)
+    # large enough that pages of the allocator do not matter
+    small = replace(TINY, batch=256, length=256, d_model=32)
+    found = in_child(measure_memory, parse_candidate("seqboat"), small, ("training",), 2**40, False)
+    whole = in_child(measure_memory, parse_candidate("seqboat"), small, ("training",), 2**40)
+    assert found.peak == {} and found.estimate["training"] == pytest.approx(whole.peak["training"], rel=0.3)
+
+
+def test_large_batches_are_estimated_from_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[LayerSetting] = []
+
+    class Noted(LayerRunner):
+        def __init__(self, candidate: Candidate, setting: LayerSetting) -> None:
+            seen.append(setting)
+            super().__init__(candidate, setting)
+
+    monkeypatch.setattr(memory, "LayerRunner", Noted)
+    monkeypatch.setattr(memory, "PILOT", 2)
+    monkeypatch.setattr(memory, "extra_peak", lambda job, device: seen[-1].tokens)
+    setting = replace(TINY, batch=6, length=512)
+    found = measure_memory(parse_candidate("seqboat"), setting, ("inference",), 2**40, whole=False)
+    assert max(part.batch for part in seen) == 2
+    assert found.estimate["inference"] == setting.tokens
+
+
+def test_the_memory_of_the_lower_bound_is_that_of_its_operands() -> None:
+    bound = LowerBoundRunner(TINY)
+    bound.run("training")
+    held = sum(operand.nbytes for operand in bound._operands.values())
+    assert bound.memory("training") == held > bound.memory("inference") > 0
+
+
+def test_tables_keep_names_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("rich")
+    from rich.console import Console
+
+    label = "seqboat:gau.positions=original,gau.window=1024,compiled=True"
+    found = run_layers([parse_candidate("seqboat")], [TINY], ("inference",), rounds=1, memory=False)
+    layers.print_layers(Console(width=40), [found[0]._replace(candidate=label, memory=2**20)])
+    printed = capsys.readouterr().out
+    (line,) = [line for line in printed.splitlines() if label in line]
+    assert "1.0 MiB" in line and "x lower bound" not in printed
+
+
+def test_the_earlier_name_of_the_lower_bound() -> None:
+    assert parse_candidate("floor") == parse_candidate("lower-bound")
+
+
+def test_refused_candidates_leave_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def estimate(candidate: Candidate, *rest: Any) -> StepMemory:
+        return StepMemory({"inference": 2**60 if candidate.name == "transformer" else 0}, {})
+
+    monkeypatch.setattr(layers, "find_memory", estimate)
+    measured = [parse_candidate("seqboat"), parse_candidate("transformer")]
+    ours, theirs = run_layers(measured, [TINY], ("inference",), rounds=1)
     assert ours.seconds is not None and not ours.note
     assert theirs.seconds is None and "1024.0 TiB" not in theirs.note and "would need about" in theirs.note
 
@@ -314,7 +375,7 @@ def test_command_writes_table_json_and_plot(
     pytest.importorskip("rich")
     pytest.importorskip("matplotlib")
     # another test measures in a real child
-    monkeypatch.setattr(bench, "in_child", lambda job, *arguments: job(*arguments))
+    monkeypatch.setattr(memory, "in_child", lambda job, *arguments: job(*arguments))
     record, figure = tmp_path / "out.json", tmp_path / "out.png"
     arguments = ["bench", "--mixers", "seqboat", "floor", "--lengths", "64", "128", "--batch", "1"]
     arguments += [
@@ -332,22 +393,22 @@ def test_command_writes_table_json_and_plot(
     assert main(arguments) == 0
     printed = capsys.readouterr().out
     assert "training step, 1 x 64 tokens, window 256, rate 0.25" in printed
-    assert "inference, 1 x 128 tokens" in printed and "x floor" in printed
+    assert "inference, 1 x 128 tokens" in printed and "x lower bound" in printed
     written = json.loads(record.read_text())
     assert written.keys() == {"machine", "setting", "what", "rounds", "rows"}
     assert written["setting"]["rate"] == 0.25 and written["machine"]["torch"] == torch.__version__
     assert len(written["rows"]) == 8
     for row in written["rows"]:
-        assert row.keys() == set(bench.Row._fields)
+        assert row.keys() == set(LayerRow._fields)
         assert row["seconds"].keys() == {"median", "low", "high"}
-        assert row["ratio"] is not None and row["floor_ratio"] is not None
-        if row["contender"] == "seqboat":
+        assert row["ratio"] is not None and row["lower_bound_ratio"] is not None
+        if row["candidate"] == "seqboat":
             assert row["memory"] is not None and row["active"] == 0.25
     assert figure.read_bytes().startswith(b"\x89PNG")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "out.png"]
 
 
-def test_compiled_contenders(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = []
 
     def note(layer: torch.nn.Module) -> torch.nn.Module:
@@ -355,23 +416,23 @@ def test_compiled_contenders(monkeypatch: pytest.MonkeyPatch) -> None:
         return layer
 
     monkeypatch.setattr("seqboat.models.compile.compile_model", note)
-    contenders = [parse_contender(text) for text in ("seqboat", "seqboat:compiled=True")]
-    rows = bench.run_layers(contenders, [TINY], ("training",), rounds=1, memory=False)
-    assert len(compiled) == 1 and [row.contender for row in rows] == ["seqboat", "seqboat:compiled=True"]
+    measured = [parse_candidate(text) for text in ("seqboat", "seqboat:compiled=True")]
+    rows = run_layers(measured, [TINY], ("training",), rounds=1, memory=False)
+    assert len(compiled) == 1 and [row.candidate for row in rows] == ["seqboat", "seqboat:compiled=True"]
     # estimates come from the plain layer, the peak from the compiled one
-    memory = bench.measure_memory(contenders[1], replace(TINY, length=512), ("inference",), 2**40)
-    assert len(compiled) == 2 and memory.estimate.keys() == memory.peak.keys() == {"inference"}
+    found = measure_memory(measured[1], replace(TINY, length=512), ("inference",), 2**40)
+    assert len(compiled) == 2 and found.estimate.keys() == found.peak.keys() == {"inference"}
     with pytest.raises(ValueError, match="compiled must be True or False, got 'yes'"):
-        parse_contender("seqboat:compiled=yes")
+        parse_candidate("seqboat:compiled=yes")
 
 
 def test_profile_attributes_every_moment() -> None:
     training, inference, other = run_profile(
-        [parse_contender("seqboat")], TINY, ("training", "inference"), rounds=2
-    ) + run_profile([parse_contender("transformer")], TINY, ("training",), rounds=1)
+        [parse_candidate("seqboat")], TINY, ("training", "inference"), rounds=2
+    ) + run_profile([parse_candidate("transformer")], TINY, ("training",), rounds=1)
     for found in (training, inference, other):
         assert sum(share.forward + share.backward for share in found.parts) == pytest.approx(1)
-        assert sum(share.share for share in found.kinds) == pytest.approx(1)
+        assert sum(part.fraction for part in found.kinds) == pytest.approx(1)
         assert {"matrix products", "elementwise", "between operations"} <= {
             share.kind for share in found.kinds
         }
@@ -379,18 +440,18 @@ def test_profile_attributes_every_moment() -> None:
     for name in ("ssm", "sma.units.gau", "sma.router", "norm", "sma", "the layer itself"):
         assert parts[name].forward > 0 and parts[name].backward > 0, name
     assert all(share.backward == 0 for share in inference.parts)
-    assert training.floor_ratio == training.seconds.median / training.floor_seconds.median  # type: ignore[union-attr]
-    assert [part.what for part in training.floor] == [part.what for part in inference.floor]
-    for forward, step in zip(inference.floor, training.floor, strict=True):
+    assert training.lower_bound_ratio == training.seconds.median / training.lower_bound_seconds.median  # type: ignore[union-attr]
+    assert [part.what for part in training.products] == [part.what for part in inference.products]
+    for forward, step in zip(inference.products, training.products, strict=True):
         assert step.gigaflops == pytest.approx(3 * forward.gigaflops)  # two gradients for each product
-    assert other.floor_ratio is None and not other.floor
+    assert other.lower_bound_ratio is None and not other.products
 
 
-def test_profile_knows_the_floor_of_each_layer() -> None:
+def test_profile_knows_the_lower_bound_of_each_layer() -> None:
     names = ["seqboat", "seqboat:gau.window=2", "seqboat:d_model=6", "seqboat-full-always", "seqboat-gau-ffn"]
-    found = run_profile([parse_contender(name) for name in names], TINY, ("inference",), rounds=1)
+    found = run_profile([parse_candidate(name) for name in names], TINY, ("inference",), rounds=1)
     plain, narrow, thin, always, mixed = (
-        {part.what: part.gigaflops for part in profile.floor} for profile in found
+        {part.what: part.gigaflops for part in profile.products} for profile in found
     )
     assert narrow["gau: scores"] < plain["gau: scores"] and narrow["linear"] == plain["linear"]
     assert thin["linear"] < plain["linear"]
@@ -399,13 +460,13 @@ def test_profile_knows_the_floor_of_each_layer() -> None:
     # without a window, too, rows attend among their own tokens: twice the batch is twice the products
     for name in ("seqboat-full", "seqboat-chunk"):
         one, two = (
-            bench.FloorRunner(replace(TINY, batch=batch), parse_contender(name)).forward for batch in (1, 2)
+            LowerBoundRunner(replace(TINY, batch=batch), parse_candidate(name)).forward for batch in (1, 2)
         )
         assert sum(p.flops for p in two) == 2 * sum(p.flops for p in one)
 
 
 def test_profile_leaves_the_layer_as_it_was() -> None:
-    runner = bench.LayerRunner(parse_contender("seqboat"), TINY)
+    runner = LayerRunner(parse_candidate("seqboat"), TINY)
     events = profiled_events(runner, "training", 1)
     assert any(event.name == "part of the layer: ssm" for event in events)
     assert not any(
@@ -430,33 +491,33 @@ def test_profile_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     ]
     assert main([*arguments, "--json", str(record)]) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert "seqboat, inference, 1 x 64 tokens" in printed and "the floor of matrix products" in printed
+    assert "seqboat, inference, 1 x 64 tokens" in printed and "the matmul lower bound" in printed
     assert "by part" in printed and "by kind of operation" in printed and "gau: scores" in printed
     (row,) = json.loads(record.read_text())["rows"]
-    assert row.keys() == set(Profile._fields) and row["parts"][0].keys() == set(PartShare._fields)
+    assert row.keys() == set(Profile._fields) and row["parts"][0].keys() == set(PartTime._fields)
 
 
 def test_decode_rows() -> None:
     names = ["seqboat", "mega-chunk", "transformer"]
     rows = run_decode(
-        [parse_contender(n) for n in names], replace(TINY, batch=2), [16, 40], steps=3, rounds=2
+        [parse_candidate(n) for n in names], replace(TINY, batch=2), [16, 40], steps=3, rounds=2
     )
-    assert [(row.contender, row.context) for row in rows] == [(n, c) for c in (16, 40) for n in names]
-    sizes = {name: [row.state_bytes for row in rows if row.contender == name] for name in names}
+    assert [(row.candidate, row.context) for row in rows] == [(n, c) for c in (16, 40) for n in names]
+    sizes = {name: [row.state_bytes for row in rows if row.candidate == name] for name in names}
     assert sizes["seqboat"][0] == sizes["seqboat"][1] and sizes["mega-chunk"][0] == sizes["mega-chunk"][1]
     assert sizes["transformer"][1] > sizes["transformer"][0]
     for row in rows:
         assert row.tokens_per_second == 2 / row.seconds.median
         assert (row.growth == 1) == (row.context == 16)
-    with pytest.raises(ValueError, match="floor has no state"):
-        run_decode([parse_contender("floor")], TINY, [8])
+    with pytest.raises(ValueError, match="lower-bound has no state"):
+        run_decode([parse_candidate("floor")], TINY, [8])
 
 
 def test_decode_of_language_models() -> None:
     size = LanguageModelSize(num_layers=2, d_model=24, d_z=8, d_v=48, window=8, heads=2, vocab=16)
     rows = run_decode_lm(size, context=20, steps=2, rounds=1)
     rival = "llama" if importlib.util.find_spec("transformers") else "transformer"
-    assert [row.contender for row in rows] == ["seqboat", rival]
+    assert [row.candidate for row in rows] == ["seqboat", rival]
     assert rows[1].parameters == pytest.approx(rows[0].parameters, rel=0.03)
     assert rows[0].ratio == 1 and rows[1].ratio > 0
 
@@ -480,7 +541,7 @@ def test_decode_of_language_models() -> None:
         (["decode-lm", "--mixers", "seqboat"], "--mixers does not go with 'decode-lm'"),
         (["decode-lm", "--dtype", "float64"], "on the CPU in float32"),
         (["decode-lm", "--contexts", "8", "9"], "takes one context"),
-        (["--mixers", "seqboat", "seqboat"], "the same contender twice"),
+        (["--mixers", "seqboat", "seqboat"], "the same candidate twice"),
         (["--mixers", "seqboat", "transformer:heads=7"], "multiple of heads = 7"),
         (["--dtype", "float33"], "dtype must be a torch type"),
     ],
@@ -494,22 +555,22 @@ def test_mistakes_are_one_line(
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], list[Setting]]]:
-    """Contenders and settings that a command would measure; nothing is measured."""
-    calls: list[tuple[list[str], list[Setting]]] = []
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], list[LayerSetting]]]:
+    """Candidates and settings that a command would measure; nothing is measured."""
+    calls: list[tuple[list[str], list[LayerSetting]]] = []
 
     def run_layers(
-        contenders: list[Contender], settings: list[Setting], *rest: Any, **more: Any
+        candidates: list[Candidate], settings: list[LayerSetting], *rest: Any, **more: Any
     ) -> list[Any]:
-        calls.append(([contender.label for contender in contenders], settings))
+        calls.append(([candidate.label for candidate in candidates], settings))
         return []
 
-    monkeypatch.setattr(bench, "run_layers", run_layers)
+    monkeypatch.setattr(layers, "run_layers", run_layers)
     return calls
 
 
 def test_options_of_the_command_reach_the_settings(
-    asked: list[tuple[list[str], list[Setting]]], monkeypatch: pytest.MonkeyPatch
+    asked: list[tuple[list[str], list[LayerSetting]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("rich")
     threads: list[int] = []
@@ -518,12 +579,12 @@ def test_options_of_the_command_reach_the_settings(
     words = ["--preset", "enwik8", "--windows", "32", "64", "--threads", "3"]
     assert main(["bench", "--mixers", "seqboat", *words]) == 0 and threads == [3]
     (_, usual), (_, found) = asked
-    assert usual == [bench.PRESETS["text"]]
-    assert found == [replace(bench.PRESETS["enwik8"], window=window) for window in (32, 64)]
+    assert usual == [PRESETS["text"]]
+    assert found == [replace(PRESETS["enwik8"], window=window) for window in (32, 64)]
 
 
 def test_without_the_repository_the_published_algorithm_is_left_out(
-    asked: list[tuple[list[str], list[Setting]]],
+    asked: list[tuple[list[str], list[LayerSetting]]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -531,14 +592,14 @@ def test_without_the_repository_the_published_algorithm_is_left_out(
     pytest.importorskip("rich")
     assert main(["bench"]) == 0
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(bench, "PUBLISHED", tmp_path / "published.py")
+    monkeypatch.setattr(candidates, "PUBLISHED_SOURCE", tmp_path / "published.py")
     assert main(["bench"]) == 0
-    line = "without 'published', which is measured in a clone of the repository only\n"
+    line = "without 'published', which can be measured in a clone of the repository only\n"
     assert capsys.readouterr().err == line
     (whole, _), (rest, _) = asked
     assert "published" in whole and rest == [label for label in whole if label != "published"]
     with pytest.raises(ValueError, match="'published' needs the repository"):
-        bench.load_published()
+        candidates.load_published()
 
 
 def test_bad_rate_is_refused_by_the_parser(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,19 +9,20 @@ import pytest
 
 import seqboat.paper.efficiency as efficiency
 from seqboat import tasks
-from seqboat.bench.layers import Contender, Setting, build
+from seqboat.bench.candidates import Candidate, build
+from seqboat.bench.setting import LayerSetting
 from seqboat.cli import main
 from seqboat.mixers import MIXERS
+from seqboat.models.cost import count_parameters
 from seqboat.paper.efficiency import (
     MODELS,
     PUBLISHED_MIXERS,
     TASKS,
     measure,
-    mixer_contenders,
+    mixer_candidates,
     rate_of,
     task_setting,
 )
-from seqboat.paper.matching import count_parameters
 from seqboat.paper.results import add_records, read_records
 from seqboat.paper.targets import TARGETS, Bench
 from seqboat.training.loop import train
@@ -52,7 +53,7 @@ def test_layers_are_those_of_the_recipes() -> None:
     assert task_setting("listops", "small", 0.5).batch == 4
     assert task_setting("listops", "paper", 0.5).batch == 64
     # the attention function is that of the task in MEGA as well
-    assert build(Contender("mega", "mega", {}), setting).config.attention == "relu2"  # type: ignore[union-attr]
+    assert build(Candidate("mega", "mega", {}), setting).config.attention == "relu2"  # type: ignore[union-attr]
 
 
 def test_the_rate_is_that_of_a_trained_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,13 +65,13 @@ def test_the_rate_is_that_of_a_trained_run(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_equal_parameters() -> None:
-    setting = Setting(length=64, d_model=32, d_z=8, d_v=64, heads=2, window=8)
-    wide = {c.label: c for c in mixer_contenders(setting, matched=False)}
+    setting = LayerSetting(length=64, d_model=32, d_z=8, d_v=64, heads=2, window=8)
+    wide = {c.label: c for c in mixer_candidates(setting, matched=False)}
     assert {c.name for c in wide.values()} == MIXERS.keys() and next(iter(wide)) == "transformer"
     target = count_parameters(build(wide["seqboat"], setting))
-    for contender in mixer_contenders(setting, matched=True):
-        parameters = count_parameters(build(contender, setting))
-        assert abs(parameters / target - 1) < 0.1, contender.label
+    for candidate in mixer_candidates(setting, matched=True):
+        parameters = count_parameters(build(candidate, setting))
+        assert abs(parameters / target - 1) < 0.1, candidate.label
 
 
 @pytest.mark.usefixtures("tiny")
@@ -80,13 +81,13 @@ def test_table_6(tmp_path: Path) -> None:
     record = measure(bench, "efficiency", "small", tmp_path, **FAST)
     assert list(record["parts"]) == list(TASKS)
     for task, part in record["parts"].items():
-        assert [(row["contender"], row["mode"]) for row in part["rows"]] == [
+        assert [(row["candidate"], row["mode"]) for row in part["rows"]] == [
             (model, mode) for mode in ("training", "inference") for model in MODELS
         ]
         assert part["setting"]["d_model"] == task_setting(task, "small", 0.5).d_model
         assert part["rate"] == {"value": 0.5, "run": None}
     row = record["parts"]["text"]["rows"][3]
-    assert row["contender"] == "seqboat"
+    assert row["candidate"] == "seqboat"
     row["ratio"], row["memory_ratio"] = 0.25, 0.125
     record["parts"]["pathx"]["rows"][0] |= {
         "seconds": None,
@@ -109,7 +110,7 @@ def test_every_mixer_is_measured(tmp_path: Path, matched: bool) -> None:
     bench = Bench(name=name, title="few tokens", minutes=1, what="mixers", length=32, matched=matched)
     record = measure(bench, "mixers-efficiency", "small", tmp_path, **FAST)
     part = record["parts"]["mixers"]
-    assert {row["contender"] for row in part["rows"]} == MIXERS.keys() | {"transformer, fused"}
+    assert {row["candidate"] for row in part["rows"]} == MIXERS.keys() | {"transformer, fused"}
     assert all(row["seconds"] is not None for row in part["rows"])
     add_records(tmp_path / "results.md", [record])
     text = (tmp_path / "results.md").read_text()

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from lm_runs import write_lm_run, write_run
-from seqboat.analysis.measures import load_examples, trace
+from seqboat.analysis.traces import load_examples, trace
 from seqboat.cli import main
 from seqboat.commands.control import Control
 from seqboat.commands.explain import use_colour

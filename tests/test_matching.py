@@ -9,10 +9,10 @@ import pytest
 from seqboat.cli import main
 from seqboat.mixers import MIXERS, Mixer, PerformerConfig, TransformerConfig
 from seqboat.mixers.seqboat.layer import SeqBoatConfig
+from seqboat.models.cost import count_parameters
 from seqboat.paper.matching import (
     TABLES,
     count_of_run,
-    count_parameters,
     match_layer,
     match_parameters,
     too_long,

@@ -23,15 +23,8 @@ import numpy as np
 import pytest
 
 from lm_runs import write_lm_run, write_run
-from seqboat.analysis.measures import (
-    Attention,
-    LayerTrace,
-    SampleTrace,
-    SequenceTrace,
-    attention_weights,
-    load_examples,
-    trace,
-)
+from seqboat.analysis.attention import Attention, attention_weights
+from seqboat.analysis.traces import LayerTrace, SampleTrace, SequenceTrace, load_examples, trace
 from seqboat.cli import main
 from seqboat.commands.report import default_page
 from seqboat.mixers.attention.transformer import TransformerConfig
@@ -464,7 +457,7 @@ def test_a_run_that_diverged(tmp_path: Path) -> None:
     register()
     found = collect(write_run(tmp_path / "run", small_run(), noise=1e30), "val", 2, 4)
     layer = found.numbers["measures"]["layers"][0]
-    assert layer["share"]["total"] > 0 == sum(share["total"] for share in layer["probabilities"])
+    assert layer["counts"]["total"] > 0 == sum(share["total"] for share in layer["probabilities"])
     assert "explorer" in report_page(found)
 
 

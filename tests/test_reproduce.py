@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import seqboat.paper.reproduce as reproduce
-from seqboat.analysis.measures import load_examples, measure_run, trace
+from seqboat.analysis.measures import measure_run
+from seqboat.analysis.traces import load_examples, trace
 from seqboat.cli import main
 from seqboat.data.files import Lock
 from seqboat.mixers import MIXERS

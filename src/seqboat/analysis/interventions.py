@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from seqboat.analysis.measures import Site, sites
+from seqboat.analysis.traces import Site, sites
 from seqboat.checks import require
 from seqboat.core.budget import Override, overridden
 from seqboat.tasks.base import Split
@@ -30,7 +30,7 @@ from seqboat.training.parallel import World
 THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 
-class Setting(NamedTuple):
+class Intervention(NamedTuple):
     """One way to decide."""
 
     name: str
@@ -39,10 +39,10 @@ class Setting(NamedTuple):
     threshold: float | None = None
 
 
-class Outcome(NamedTuple):
+class InterventionResult(NamedTuple):
     """What came out of it."""
 
-    setting: Setting
+    setting: Intervention
     metrics: dict[str, float]
     activation: list[float | None]
     """activation rate of the attention of each layer"""
@@ -63,7 +63,7 @@ class Outcome(NamedTuple):
         }
 
 
-def settings_of(found: Sequence[Site | None], thresholds: Sequence[float] = THRESHOLDS) -> list[Setting]:
+def settings_of(found: Sequence[Site | None], thresholds: Sequence[float] = THRESHOLDS) -> list[Intervention]:
     """What to try with a model, the model as it is first."""
     routed = [number for number, site in enumerate(found) if site is not None]
     require(len(routed) > 0, "no layer of this run has a router: there is nothing to switch off")
@@ -73,17 +73,17 @@ def settings_of(found: Sequence[Site | None], thresholds: Sequence[float] = THRE
     def forced(one: bool | None, others: bool | None, chosen: int | None = None) -> tuple[bool | None, ...]:
         return tuple(one if number == chosen else others for number in range(len(found)))
 
-    settings = [Setting("as it is", forced(None, None))]
-    settings += [Setting(f"layer {i + 1} off", forced(False, None, i)) for i in routed]
+    settings = [Intervention("as it is", forced(None, None))]
+    settings += [Intervention(f"layer {i + 1} off", forced(False, None, i)) for i in routed]
     if len(routed) > 1:
-        settings += [Setting(f"only layer {i + 1}", forced(None, False, i)) for i in routed]
-    settings += [Setting("all off", forced(False, False)), Setting("all on", forced(True, True))]
-    settings += [Setting(f"threshold {p:g}", forced(None, None), p) for p in thresholds]
+        settings += [Intervention(f"only layer {i + 1}", forced(None, False, i)) for i in routed]
+    settings += [Intervention("all off", forced(False, False)), Intervention("all on", forced(True, True))]
+    settings += [Intervention(f"threshold {p:g}", forced(None, None), p) for p in thresholds]
     return settings
 
 
 @contextmanager
-def decided(found: Sequence[Site | None], setting: Setting) -> Iterator[None]:
+def decided(found: Sequence[Site | None], setting: Intervention) -> Iterator[None]:
     """Decide as a setting says, inside a `with` block."""
     with ExitStack() as stack:
         for site, forced in zip(found, setting.active, strict=True):
@@ -107,8 +107,8 @@ def intervene(
     batch_size: int | None = None,
     fields: Sequence[str] = (),
     device: torch.device | None = None,
-    progress: Callable[[Outcome, int, int], None] | None = None,
-) -> tuple[list[Outcome], str, int]:
+    progress: Callable[[InterventionResult, int, int], None] | None = None,
+) -> tuple[list[InterventionResult], str, int]:
     """Score a run under every setting, on the same examples.
 
     Args:
@@ -132,7 +132,7 @@ def intervene(
     model.to(world.device)
     found = sites(model)
     settings = settings_of(found, thresholds)
-    outcomes: list[Outcome] = []
+    outcomes: list[InterventionResult] = []
     examples = 0
     for done, setting in enumerate(settings, start=1):
         with decided(found, setting):
@@ -147,7 +147,7 @@ def intervene(
                 modules=[None if site is None else site.column for site in found],
             )
         examples = result.examples
-        outcomes.append(Outcome(setting, result.metrics, result.activation))
+        outcomes.append(InterventionResult(setting, result.metrics, result.activation))
         if progress is not None:
             progress(outcomes[-1], done, len(settings))
     return outcomes, task.metric, examples

@@ -1,48 +1,82 @@
-"""Decoding, token by token: time per token and size of the state after so many tokens.
+"""Decoding token by token: time per token and size of the state after a context of some length.
 
 Single layers (`run_decode`), and the paper's language model of enwik8 against an equally large Transformer with
-a key-value cache (`run_decode_lm`). States are brought to their context by reading random tokens in pieces; every
-round starts from the same state.
+a key-value cache (`run_decode_lm`). States are prefilled with random tokens in pieces; every round starts from the
+same state.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from seqboat.bench.layers import Contender, Setting, build, force_rate
-from seqboat.bench.measure import Spread, available_memory, human_bytes, spread, time_rounds
+from seqboat.bench.candidates import LOWER_BOUND, PUBLISHED, Candidate, build
+from seqboat.bench.measure import Quartiles, available_memory, human_bytes, quartiles, time_rounds
+from seqboat.bench.rates import force_rate
+from seqboat.bench.setting import LayerSetting
+from seqboat.bench.tables import (
+    Column,
+    median_text,
+    print_machine,
+    print_table,
+    quartiles_text,
+    ratio_text,
+)
 from seqboat.checks import require
 from seqboat.core.state import map_state, state_bytes
 from seqboat.mixers import RecurrentMixer, SeqBoatConfig, TransformerConfig
 from seqboat.mixers.seqboat.gau import GAUConfig
 from seqboat.mixers.ssm.ema import EMAConfig
 from seqboat.models.backbone import BackboneConfig, LanguageModel
+from seqboat.models.cost import count_parameters
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 PREFILL = 1024
-"""Tokens per piece when a state is brought to its context length."""
+"""Tokens per piece of the prefill."""
 
 
 class DecodeRow(NamedTuple):
-    """One contender, decoding token by token after so many tokens."""
+    """One candidate, decoding token by token after a context."""
 
-    contender: str
+    candidate: str
     context: int
     batch: int
     parameters: int
-    seconds: Spread
-    """per token of every row"""
+    seconds: Quartiles
+    """per token of every sequence"""
     tokens_per_second: float
     """of the whole batch"""
     ratio: float
-    """of the time to the first contender's at the same context"""
+    """of the time to the first candidate's at the same context"""
     growth: float
-    """of the time to this contender's at the first context"""
+    """of the time to this candidate's at the first context"""
     state_bytes: int
+
+
+COLUMNS = (
+    Column("candidate", lambda row: row.candidate),
+    Column("context", lambda row: str(row.context)),
+    Column("parameters", lambda row: f"{row.parameters:,}"),
+    Column("per token", lambda row: median_text(row.seconds)),
+    Column("quartiles", lambda row: quartiles_text(row.seconds)),
+    Column("tokens/s", lambda row: f"{row.tokens_per_second:.1f}"),
+    Column("ratio", lambda row: ratio_text(row.ratio)),
+    Column("growth", lambda row: ratio_text(row.growth)),
+    Column("state", lambda row: human_bytes(row.state_bytes)),
+)
+"""Of the table, beside the row that it shows."""
+
+
+def print_decode(console: Console, rows: Sequence[DecodeRow], what: str) -> None:
+    """One table of all candidates and contexts."""
+    print_machine(console)
+    print_table(console, f"decoding, {what}", COLUMNS, rows)
 
 
 class Decoder(NamedTuple):
@@ -55,8 +89,8 @@ class Decoder(NamedTuple):
 
 
 def run_decode(
-    contenders: Sequence[Contender],
-    setting: Setting,
+    candidates: Sequence[Candidate],
+    setting: LayerSetting,
     contexts: Sequence[int],
     *,
     steps: int = 64,
@@ -67,33 +101,35 @@ def run_decode(
     """Time per token of single layers after reading each number of tokens.
 
     Args:
-        contenders: causal mixers with a state.
-        setting: its length does not count.
+        candidates: causal mixers with a state.
+        setting: its length is ignored.
         contexts: tokens read before.
         steps: tokens per round.
         rounds, warmup, progress: see `run_layers`.
     """
-    for contender in contenders:
-        require(contender.name not in ("floor", "published"), f"{contender.name} has no state to decode with")
+    for candidate in candidates:
         require(
-            not contender.overrides.get("compiled"),
-            f"{contender.label}: steps of decoding are not compiled here",
+            candidate.name not in (LOWER_BOUND, PUBLISHED), f"{candidate.name} has no state to decode with"
+        )
+        require(
+            not candidate.overrides.get("compiled"),
+            f"{candidate.label}: steps of decoding are not compiled here",
         )
     decoders: dict[tuple[str, int], Decoder] = {}
     for context in contexts:
-        for contender in contenders:
-            progress(f"reading {context} tokens with {contender.label}")
+        for candidate in candidates:
+            progress(f"reading {context} tokens with {candidate.label}")
             here = replace(setting, causal=True, length=context)
             _refuse_cache(here)
-            layer = build(contender, here).eval()
-            require(isinstance(layer, RecurrentMixer), f"{contender.label} has no state to decode with")
+            layer = build(candidate, here).eval()
+            require(isinstance(layer, RecurrentMixer), f"{candidate.label} has no state to decode with")
             assert isinstance(layer, RecurrentMixer)
-            decoders[contender.label, context] = _layer_decoder(layer, here, steps)
+            decoders[candidate.label, context] = _layer_decoder(layer, here, steps)
     return _time_decoders(decoders, setting, steps, rounds, warmup, progress)
 
 
-def _refuse_cache(setting: Setting) -> None:
-    """Refuse a context of which not even keys and values fit twice."""
+def _refuse_cache(setting: LayerSetting) -> None:
+    """Refuse a context whose keys and values alone do not fit twice."""
     need = 4 * setting.tokens * setting.d_model * getattr(torch, setting.dtype).itemsize
     free = available_memory(setting.device)
     require(
@@ -104,7 +140,7 @@ def _refuse_cache(setting: Setting) -> None:
 
 
 @torch.inference_mode()
-def _layer_decoder(layer: RecurrentMixer, setting: Setting, steps: int) -> Decoder:
+def _layer_decoder(layer: RecurrentMixer, setting: LayerSetting, steps: int) -> Decoder:
     generator = torch.Generator().manual_seed(setting.seed)
     dtype = getattr(torch, setting.dtype)
 
@@ -123,12 +159,12 @@ def _layer_decoder(layer: RecurrentMixer, setting: Setting, steps: int) -> Decod
         for t in range(steps):
             now = layer.step(tokens[:, t], now, inplace=True).state
 
-    return Decoder(sum(p.numel() for p in layer.parameters()), state_bytes(state), run)
+    return Decoder(count_parameters(layer), state_bytes(state), run)
 
 
 def _time_decoders(
     decoders: Mapping[tuple[str, int], Decoder],
-    setting: Setting,
+    setting: LayerSetting,
     steps: int,
     rounds: int,
     warmup: int,
@@ -138,12 +174,13 @@ def _time_decoders(
     named = {f"{label}@{context}": decoder.run for (label, context), decoder in decoders.items()}
     times = time_rounds(named, rounds, warmup, setting.device)
     seconds = {
-        key: Spread(*(value / steps for value in spread(times[f"{key[0]}@{key[1]}"]))) for key in decoders
+        key: Quartiles(*(value / steps for value in quartiles(times[f"{key[0]}@{key[1]}"])))
+        for key in decoders
     }
     first_label, first_context = next(iter(decoders))
     return [
         DecodeRow(
-            contender=label,
+            candidate=label,
             context=context,
             batch=setting.batch,
             parameters=decoder.parameters,
@@ -207,7 +244,7 @@ def run_decode_lm(
         ).eval()
 
     ours = stack(mixer)
-    count = sum(p.numel() for p in ours.parameters())
+    count = count_parameters(ours)
     if rate is not None:
         force_rate(ours, rate, seed)
     progress(f"reading {context} tokens with seqboat")
@@ -222,7 +259,7 @@ def run_decode_lm(
                 TransformerConfig(heads=size.heads, d_ff=d_ff, causal=True, prenorm=True, positions="rotary")
             )
 
-        rival = plain(_match(lambda d_ff: sum(p.numel() for p in plain(d_ff).parameters()), count))
+        rival = plain(_match(lambda d_ff: count_parameters(plain(d_ff)), count))
         decoders["transformer", context] = _model_decoder(rival, prompt, steps)
     else:
         progress(f"reading {context} tokens with transformers {transformers.__version__}")
@@ -240,13 +277,13 @@ def run_decode_lm(
             )
             return transformers.LlamaForCausalLM(config).eval()
 
-        rival = llama(_match(lambda d_ff: sum(p.numel() for p in llama(d_ff).parameters()), count))
+        rival = llama(_match(lambda d_ff: count_parameters(llama(d_ff)), count))
         decoders["llama", context] = _llama_decoder(rival, transformers.DynamicCache, prompt, steps)
-    return _time_decoders(decoders, Setting(batch=1), steps, rounds, warmup, progress)
+    return _time_decoders(decoders, LayerSetting(batch=1), steps, rounds, warmup, progress)
 
 
 def _match(count: Callable[[int], int], wanted: int) -> int:
-    """The width of a feed-forward block with which a model has about so many parameters."""
+    """The width of a feed-forward block at which a model has about as many parameters as wanted."""
     small, large = count(8), count(16)
     return max(8, 8 + round((wanted - small) / ((large - small) / 8)))
 
@@ -265,7 +302,7 @@ def _model_decoder(model: Any, prompt: Tensor, steps: int) -> Decoder:
             scores, now, _ = model.step(token, now, inplace=True)
             token = scores.argmax(dim=-1)
 
-    return Decoder(sum(p.numel() for p in model.parameters()), state_bytes(state), run)
+    return Decoder(count_parameters(model), state_bytes(state), run)
 
 
 @torch.inference_mode()
@@ -285,4 +322,4 @@ def _llama_decoder(model: Any, cache_class: Any, prompt: Tensor, steps: int) -> 
             token = logits[:, -1].argmax(dim=-1, keepdim=True)
         cache.crop(-steps)  # the tokens of this round
 
-    return Decoder(sum(p.numel() for p in model.parameters()), size, run)
+    return Decoder(count_parameters(model), size, run)

@@ -1,7 +1,7 @@
 """Measuring: seconds of jobs that take turns, and the peak memory of a job.
 
-On the CPU the memory of a job is the peak of the resident set of a process in which nothing else runs, its
-allocator set to give freed memory back at once; on CUDA it is what the allocator counts.
+On the CPU the memory of a job is the peak of the resident set of a process in which nothing else runs, with an
+allocator that returns freed memory at once; on CUDA it is what the allocator counts.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -26,7 +27,7 @@ from seqboat.version import __version__
 Key = TypeVar("Key")
 
 
-class Spread(NamedTuple):
+class Quartiles(NamedTuple):
     """Seconds: the median and the quartiles of several rounds."""
 
     median: float
@@ -34,16 +35,16 @@ class Spread(NamedTuple):
     high: float
 
 
-def spread(values: Sequence[float]) -> Spread:
+def quartiles(values: Sequence[float]) -> Quartiles:
     """Median and quartiles.
 
-    >>> spread([3.0, 1.0, 2.0])
-    Spread(median=2.0, low=1.5, high=2.5)
+    >>> quartiles([3.0, 1.0, 2.0])
+    Quartiles(median=2.0, low=1.5, high=2.5)
     """
     if len(values) == 1:
-        return Spread(values[0], values[0], values[0])
+        return Quartiles(values[0], values[0], values[0])
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return Spread(middle, low, high)
+    return Quartiles(middle, low, high)
 
 
 def time_rounds(
@@ -109,8 +110,8 @@ def _highest() -> int:
 def extra_peak(job: Callable[[], Any], device: str = "cpu") -> int:
     """Bytes that a job needs at its peak beyond what was there before.
 
-    On the CPU this is the resident set of the whole process: run it in one of its own (`in_child`), where
-    freed memory goes back to the system at once.
+    On the CPU this is the resident set of the whole process: run it in a separate one (`in_child`), where freed
+    memory goes back to the system at once.
     """
     gc.collect()
     if device.startswith("cuda"):
@@ -169,7 +170,7 @@ _GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "6553
 
 
 def in_child(job: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function of a module in a fresh process whose allocator gives freed memory back at once."""
+    """Call a function of a module in a fresh process whose allocator returns freed memory at once."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     with _environment(_GIVE_BACK):
@@ -209,6 +210,18 @@ def machine() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
     }
+
+
+def as_record(rows: Sequence[Any], setting: Any, **extra: Any) -> dict[str, Any]:
+    """Everything that was measured, for a JSON file."""
+    return {"machine": machine(), "setting": asdict(setting), **extra, "rows": [_plain(row) for row in rows]}
+
+
+def _plain(value: Any) -> Any:
+    """Named tuples as dictionaries, at every depth."""
+    if hasattr(value, "_asdict"):
+        return {name: _plain(part) for name, part in value._asdict().items()}
+    return [_plain(part) for part in value] if isinstance(value, list) else value
 
 
 def human_bytes(count: float) -> str:

@@ -1,8 +1,8 @@
 """Where the time of a layer goes: by its parts, by kinds of operations, and against the bare matrix products.
 
-The step and the floor are timed in turn first, as the profiler itself costs time; what it then says is taken as
-shares of the step. Every operation belongs to the part of the layer in whose call it ran, and backward operations to
-the part whose forward operation they undo.
+The step and its matmul lower bound are timed in turn first, because the profiler itself costs time; what it then
+reports is taken as fractions of the step. Every operation belongs to the part of the layer in whose call it ran, and
+a backward operation to the part of its forward operation.
 """
 
 from __future__ import annotations
@@ -12,16 +12,23 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from seqboat.bench.layers import Contender, FloorRunner, LayerRunner, Mode, Product, Setting
-from seqboat.bench.measure import Spread, spread, time_rounds
+from seqboat.bench.candidates import LOWER_BOUND, Candidate
+from seqboat.bench.measure import Quartiles, human_seconds, quartiles, time_rounds
+from seqboat.bench.runners import LayerRunner, LowerBoundRunner
+from seqboat.bench.setting import LayerSetting, Mode
+from seqboat.bench.tables import Column, print_machine, print_table, ratio_text
 from seqboat.checks import require
 from seqboat.mixers import SeqBoat
+from seqboat.models.cost import Product
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 PART = "part of the layer: "
 REST = "the layer itself"
@@ -55,52 +62,88 @@ VIEWS = (
 """Operations that move no numbers: what they cost is the cost of calling them."""
 
 
-class PartShare(NamedTuple):
+class PartTime(NamedTuple):
     """How much of a step a part of the layer takes."""
 
     part: str
     forward: float
     backward: float
-    """shares of the whole step"""
+    """fractions of the whole step"""
 
 
-class KindShare(NamedTuple):
-    """How much of a step a kind of operations takes."""
+class KindTime(NamedTuple):
+    """How much of a step a kind of operation takes."""
 
     kind: str
-    share: float
+    fraction: float
     calls: float
     """per step"""
 
 
-class FloorPart(NamedTuple):
+class ProductTime(NamedTuple):
     """The bare matrix products of a part."""
 
     what: str
     gigaflops: float
     """multiplications and additions, in units of 1e9"""
     seconds: float
-    share: float
-    """of the whole floor"""
+    fraction: float
+    """of the whole lower bound"""
 
 
 class Profile(NamedTuple):
     """Where the time of a step goes."""
 
-    contender: str
+    candidate: str
     mode: str
-    seconds: Spread
-    floor_seconds: Spread | None
-    """of the matrix products that the layer cannot do without; None where we do not know them"""
-    floor_ratio: float | None
-    parts: list[PartShare]
-    kinds: list[KindShare]
-    floor: list[FloorPart]
+    seconds: Quartiles
+    lower_bound_seconds: Quartiles | None
+    """of the matrix products that the layer cannot avoid; None where they are not known"""
+    lower_bound_ratio: float | None
+    parts: list[PartTime]
+    kinds: list[KindTime]
+    products: list[ProductTime]
+
+
+PART_COLUMNS = (
+    Column("part", lambda row: row.part),
+    Column("forward", lambda row: f"{row.forward:.1%}"),
+    Column("backward", lambda row: f"{row.backward:.1%}"),
+    Column("together", lambda row: f"{row.forward + row.backward:.1%}"),
+)
+KIND_COLUMNS = (
+    Column("kind", lambda row: row.kind),
+    Column("calls", lambda row: f"{row.calls:.0f}"),
+    Column("fraction", lambda row: f"{row.fraction:.1%}"),
+)
+PRODUCT_COLUMNS = (
+    Column("product", lambda row: row.what),
+    Column("GFLOP", lambda row: f"{row.gigaflops:.2f}"),
+    Column("time", lambda row: human_seconds(row.seconds)),
+    Column("GFLOP/s", lambda row: f"{row.gigaflops / row.seconds:.0f}"),
+    Column("fraction", lambda row: f"{row.fraction:.1%}"),
+)
+
+
+def print_profiles(console: Console, profiles: Sequence[Profile], setting: LayerSetting) -> None:
+    """Three tables per layer and mode: parts, kinds of operations, the matmul lower bound."""
+    print_machine(console)
+    for found in profiles:
+        step = "training step" if found.mode == "training" else found.mode
+        line = f"{found.candidate}, {step}, {setting.where}: {human_seconds(found.seconds.median)}"
+        if found.lower_bound_seconds is not None:
+            bound = human_seconds(found.lower_bound_seconds.median)
+            line += f", {ratio_text(found.lower_bound_ratio)} the matmul lower bound ({bound})"
+        console.print(f"\n{line}", highlight=False, soft_wrap=True)
+        print_table(console, "by part", PART_COLUMNS, found.parts)
+        print_table(console, "by kind of operation", KIND_COLUMNS, found.kinds)
+        if found.products:
+            print_table(console, "matmul lower bound: each product alone", PRODUCT_COLUMNS, found.products)
 
 
 def run_profile(
-    contenders: Sequence[Contender],
-    setting: Setting,
+    candidates: Sequence[Candidate],
+    setting: LayerSetting,
     modes: Sequence[Mode],
     *,
     rounds: int = 5,
@@ -110,64 +153,67 @@ def run_profile(
     """Profile single layers.
 
     Args:
-        contenders: layers; the floor is known of SeqBoat layers without a feed-forward block.
+        candidates: layers; the lower bound is known for SeqBoat layers without a feed-forward block.
         setting: of the layers.
         modes: training step, inference.
         rounds: steps that are timed, and as many that are profiled.
         warmup: steps before them.
-        progress: is told what comes next.
+        progress: called with what comes next.
     """
     require(
-        all(c.name != "floor" for c in contenders), "floor is what layers are compared with: leave it out"
+        all(c.name != LOWER_BOUND for c in candidates),
+        f"layers are compared with the {LOWER_BOUND} anyway: leave it out",
     )
-    for contender in contenders:
+    for candidate in candidates:
         require(
-            not contender.overrides.get("compiled"),
-            f"{contender.label}: compiled layers have no parts to profile",
+            not candidate.overrides.get("compiled"),
+            f"{candidate.label}: compiled layers have no parts to profile",
         )
     found = []
-    for contender in contenders:
-        runner = LayerRunner(contender, setting)
+    for candidate in candidates:
+        runner = LayerRunner(candidate, setting)
         known = isinstance(runner.layer, SeqBoat) and not runner.layer.config.ffn
-        floor = FloorRunner(setting, contender) if known else None
+        bound = LowerBoundRunner(setting, candidate) if known else None
         for mode in modes:
-            progress(f"{contender.label}, {mode}: {warmup + rounds} steps timed, {rounds} profiled")
-            found.append(_profile(contender, runner, floor, mode, setting, rounds, warmup))
+            progress(f"{candidate.label}, {mode}: {warmup + rounds} steps timed, {rounds} profiled")
+            found.append(_profile(candidate, runner, bound, mode, setting, rounds, warmup))
     return found
 
 
 def _profile(
-    contender: Contender,
+    candidate: Candidate,
     runner: LayerRunner,
-    floor: FloorRunner | None,
+    bound: LowerBoundRunner | None,
     mode: Mode,
-    setting: Setting,
+    setting: LayerSetting,
     rounds: int,
     warmup: int,
 ) -> Profile:
     jobs: dict[str, Callable[[], Any]] = {"layer": partial(runner.run, mode)}
     products: list[Product] = []
-    if floor is not None:
-        jobs["floor"] = partial(floor.run, mode)
-        products = floor.products(mode)
-        jobs |= {f"{i}": partial(floor.multiply, product) for i, product in enumerate(products)}
-    times = {key: spread(values) for key, values in time_rounds(jobs, rounds, warmup, setting.device).items()}
+    if bound is not None:
+        jobs["bound"] = partial(bound.run, mode)
+        products = bound.products(mode)
+        jobs |= {f"{i}": partial(bound.multiply, product) for i, product in enumerate(products)}
+    times = {
+        key: quartiles(values) for key, values in time_rounds(jobs, rounds, warmup, setting.device).items()
+    }
     events = profiled_events(runner, mode, rounds)
     on_device = setting.device.startswith("cuda")
     return Profile(
-        contender=contender.label,
+        candidate=candidate.label,
         mode=mode,
         seconds=times["layer"],
-        floor_seconds=times.get("floor"),
-        floor_ratio=times["layer"].median / times["floor"].median if floor is not None else None,
-        parts=part_shares(events, on_device),
-        kinds=kind_shares(events, rounds, on_device),
-        floor=_floor_parts(products, [times[f"{i}"].median for i in range(len(products))]),
+        lower_bound_seconds=times.get("bound"),
+        lower_bound_ratio=times["layer"].median / times["bound"].median if bound is not None else None,
+        parts=part_times(events, on_device),
+        kinds=kind_times(events, rounds, on_device),
+        products=_product_times(products, [times[f"{i}"].median for i in range(len(products))]),
     )
 
 
 def profiled_events(runner: LayerRunner, mode: Mode, steps: int) -> Sequence[FunctionEvent]:
-    """What the profiler saw in so many steps."""
+    """What the profiler saw in some steps."""
     activities = [ProfilerActivity.CPU]
     if runner.x.is_cuda:
         activities.append(ProfilerActivity.CUDA)
@@ -224,8 +270,8 @@ def _outermost(event: FunctionEvent) -> FunctionEvent:
     return event
 
 
-def part_shares(events: Sequence[FunctionEvent], on_device: bool = False) -> list[PartShare]:
-    """Shares by part of the layer, the largest first."""
+def part_times(events: Sequence[FunctionEvent], on_device: bool = False) -> list[PartTime]:
+    """Fractions by part of the layer, the largest first."""
     # autograd numbers its nodes: the last operation that saw a number is the one that made the node
     maker: dict[tuple[int, int], str] = {}
     for event in sorted(events, key=lambda event: event.time_range.start):
@@ -241,11 +287,11 @@ def part_shares(events: Sequence[FunctionEvent], on_device: bool = False) -> lis
         else:
             forward[_part_of(event) or REST] += _own_time(event, on_device)
     whole = sum(forward.values()) + sum(backward.values()) or 1.0
-    shares = [
-        PartShare(part, forward[part] / whole, backward[part] / whole)
+    found = [
+        PartTime(part, forward[part] / whole, backward[part] / whole)
         for part in dict.fromkeys([*forward, *backward])
     ]
-    return sorted(shares, key=lambda share: -(share.forward + share.backward))
+    return sorted(found, key=lambda time: -(time.forward + time.backward))
 
 
 def _is_backward(event: FunctionEvent) -> bool:
@@ -267,8 +313,8 @@ def kind_of(name: str) -> str:
     return next((kind for kind, names in KINDS.items() if plain in names), ELEMENTWISE)
 
 
-def kind_shares(events: Sequence[FunctionEvent], steps: int, on_device: bool = False) -> list[KindShare]:
-    """Shares by kind of operation, the largest first."""
+def kind_times(events: Sequence[FunctionEvent], steps: int, on_device: bool = False) -> list[KindTime]:
+    """Fractions by kind of operation, the largest first."""
     seconds: dict[str, float] = defaultdict(float)
     calls: dict[str, int] = defaultdict(int)
     for event in events:
@@ -276,11 +322,11 @@ def kind_shares(events: Sequence[FunctionEvent], steps: int, on_device: bool = F
         seconds[kind] += _own_time(event, on_device)
         calls[kind] += 1
     whole = sum(seconds.values()) or 1.0
-    shares = [KindShare(kind, seconds[kind] / whole, calls[kind] / steps) for kind in seconds]
-    return sorted(shares, key=lambda share: -share.share)
+    found = [KindTime(kind, seconds[kind] / whole, calls[kind] / steps) for kind in seconds]
+    return sorted(found, key=lambda time: -time.fraction)
 
 
-def _floor_parts(products: Sequence[Product], seconds: Sequence[float]) -> list[FloorPart]:
+def _product_times(products: Sequence[Product], seconds: Sequence[float]) -> list[ProductTime]:
     """The products by what they belong to: forward and both gradients together."""
     whole = math.fsum(seconds) or 1.0
     names = dict.fromkeys(product.what.split(",")[0] for product in products)
@@ -288,5 +334,5 @@ def _floor_parts(products: Sequence[Product], seconds: Sequence[float]) -> list[
     for name in names:
         own = [i for i, product in enumerate(products) if product.what.split(",")[0] == name]
         flops, took = sum(products[i].flops for i in own), math.fsum(seconds[i] for i in own)
-        found.append(FloorPart(name, flops / 1e9, took, took / whole))
+        found.append(ProductTime(name, flops / 1e9, took, took / whole))
     return found

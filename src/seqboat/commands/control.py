@@ -71,7 +71,7 @@ class Control:
     @contextlib.contextmanager
     def applied(self, model: nn.Module) -> Iterator[None]:
         """Take the decisions of a model, inside a `with` block."""
-        from seqboat.analysis.measures import sites
+        from seqboat.analysis.traces import sites
         from seqboat.core.budget import Override, overridden
 
         found = sites(model)

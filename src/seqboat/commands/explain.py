@@ -15,7 +15,7 @@ from seqboat.commands.control import add_control_arguments, read_control, read_l
 from seqboat.extras import missing
 
 if TYPE_CHECKING:
-    from seqboat.analysis.measures import Examples
+    from seqboat.analysis.traces import Examples
     from seqboat.report.explain import Sequences
     from seqboat.tasks.base import Task
 
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
     if not given:
         raise ValueError("give the input: --text, --file, --image or --wav")
 
-    from seqboat.analysis.measures import sites
+    from seqboat.analysis.traces import sites
     from seqboat.checks import check_output
     from seqboat.report.explain import as_record, explain, longest, render, subject
     from seqboat.report.page import finite

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from seqboat.analysis.interventions import Outcome
+    from seqboat.analysis.interventions import InterventionResult
 
 TAKES_FIELDS = True
 """Arguments that argparse does not know change the data of the run."""
@@ -122,7 +122,7 @@ def check_plot(path: Path) -> None:
     check_output("--plot", path)
 
 
-def table(outcomes: Sequence[Outcome], metric: str) -> list[str]:
+def table(outcomes: Sequence[InterventionResult], metric: str) -> list[str]:
     """A line per setting: score, change, activation."""
     from seqboat.training.display import rate_text
 
@@ -137,7 +137,7 @@ def table(outcomes: Sequence[Outcome], metric: str) -> list[str]:
     return lines
 
 
-def draw(outcomes: Sequence[Outcome], metric: str, path: Path) -> None:
+def draw(outcomes: Sequence[InterventionResult], metric: str, path: Path) -> None:
     """The same as a picture."""
     from seqboat.figures import intervention_figure, save_figure
 
@@ -154,7 +154,7 @@ def draw(outcomes: Sequence[Outcome], metric: str, path: Path) -> None:
     save_figure(intervention_figure(forced, moved, metric=metric, usual=outcomes[0].metrics[metric]), path)
 
 
-def show_progress(outcome: Outcome, done: int, settings: int) -> None:
+def show_progress(outcome: InterventionResult, done: int, settings: int) -> None:
     """Count settings on one line of the terminal."""
     end = "\n" if done == settings else ""
     print(f"\r\033[K{done}/{settings} {outcome.setting.name}", end=end, file=sys.stderr, flush=True)

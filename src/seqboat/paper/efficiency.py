@@ -12,18 +12,14 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from seqboat.bench.layers import (
-    MODES,
-    OURS,
-    Contender,
-    Setting,
-    as_record,
-    configure,
-    recorded_activation,
-    run_layers,
-)
+from seqboat.bench.candidates import OURS, Candidate, configure
+from seqboat.bench.layers import run_layers
+from seqboat.bench.measure import as_record
+from seqboat.bench.rates import recorded_activation
+from seqboat.bench.setting import MODES, LayerSetting
 from seqboat.mixers import MIXERS, SeqBoatConfig
-from seqboat.paper.matching import count_parameters, match_layer
+from seqboat.models.cost import count_parameters
+from seqboat.paper.matching import match_layer
 from seqboat.paper.targets import Bench, Scale
 from seqboat.recipes import find_recipe
 from seqboat.training.loop import commit, versions
@@ -134,13 +130,13 @@ def rate_of(folder: Path, task: str) -> Rate:
     return Rate(sum(layers) / len(layers), f"small/{task}/seed-0")
 
 
-def task_setting(task: str, scale: Scale, rate: float) -> Setting:
+def task_setting(task: str, scale: Scale, rate: float) -> LayerSetting:
     """The layer of a full-size recipe, with the whole length; small batches where the scale is small."""
     config = find_recipe(f"lra.{task}")()
     mixer = cast(SeqBoatConfig, config.model.mixer)
     length = TASKS[task].length
     assert mixer.gau.d_v is not None
-    return Setting(
+    return LayerSetting(
         batch=max(1, TOKENS // length) if scale == "small" else config.training.batch_size,
         length=length,
         d_model=config.model.d_model,
@@ -156,22 +152,22 @@ def task_setting(task: str, scale: Scale, rate: float) -> Setting:
     )
 
 
-def mixer_contenders(setting: Setting, matched: bool) -> list[Contender]:
+def mixer_candidates(setting: LayerSetting, matched: bool) -> list[Candidate]:
     """Every mixer at the width of the setting, or as large as SeqBoat; a Transformer by plain equations first."""
-    plain = Contender("transformer", "transformer", {"implementation": "plain"})
-    fused = Contender("transformer, fused", "transformer", {"implementation": "sdpa"})
-    others = [Contender(name, name, {}) for name in MIXERS if name != "transformer"]
+    plain = Candidate("transformer", "transformer", {"implementation": "plain"})
+    fused = Candidate("transformer, fused", "transformer", {"implementation": "sdpa"})
+    others = [Candidate(name, name, {}) for name in MIXERS if name != "transformer"]
     found = [plain, fused, *others]
     if not matched:
         return found
     target = count_parameters(configure(OURS, setting).build(setting.d_model))
-    return [_matched(contender, setting, target) for contender in found]
+    return [_matched(candidate, setting, target) for candidate in found]
 
 
-def _matched(contender: Contender, setting: Setting, target: int) -> Contender:
-    """The contender with the width at which it has so many parameters."""
-    found = match_layer(configure(contender, setting), setting.d_model, target)
-    return contender._replace(overrides={**contender.overrides, **found.changes})
+def _matched(candidate: Candidate, setting: LayerSetting, target: int) -> Candidate:
+    """The candidate with the width at which it has so many parameters."""
+    found = match_layer(configure(candidate, setting), setting.d_model, target)
+    return candidate._replace(overrides={**candidate.overrides, **found.changes})
 
 
 def measure(
@@ -210,7 +206,7 @@ def _measure_tasks(bench: Bench, scale: Scale, folder: Path, **options: Any) -> 
     """Table 6: all tasks and models in turn."""
     rates = {task: rate_of(folder, task) for task in TASKS}
     settings = [task_setting(task, scale, rates[task].value) for task in TASKS]
-    rows = run_layers([Contender(name, name, {}) for name in MODELS], settings, MODES, **options)
+    rows = run_layers([Candidate(name, name, {}) for name in MODELS], settings, MODES, **options)
     # they come setting by setting
     each = len(MODELS) * len(MODES)
     return {
@@ -223,8 +219,8 @@ def _measure_mixers(bench: Bench, scale: Scale, folder: Path, **options: Any) ->
     """Every mixer at one length."""
     assert bench.length is not None
     rate = rate_of(folder, "text")
-    setting = Setting(batch=max(1, TOKENS // bench.length), length=bench.length, rate=rate.value)
-    contenders = mixer_contenders(setting, bench.matched)
-    rows = run_layers(contenders, [setting], MODES, **options)
-    changes = {contender.label: contender.overrides for contender in contenders}
+    setting = LayerSetting(batch=max(1, TOKENS // bench.length), length=bench.length, rate=rate.value)
+    candidates = mixer_candidates(setting, bench.matched)
+    rows = run_layers(candidates, [setting], MODES, **options)
+    changes = {candidate.label: candidate.overrides for candidate in candidates}
     return {"mixers": as_record(rows, setting, rate=rate._asdict(), changes=changes)}

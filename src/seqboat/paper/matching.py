@@ -12,10 +12,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
-from torch import nn
-
 from seqboat.checks import check_positive
 from seqboat.models.backbone import MixerConfig
+from seqboat.models.cost import count_parameters
 from seqboat.training.config import RunConfig, change_field
 
 Count = Callable[[Any, int], int]
@@ -68,11 +67,6 @@ def _changed(config: Any, changes: Mapping[str, int]) -> Any:
     for path, value in changes.items():
         config = change_field(config, path, value, "--match-parameters")
     return config
-
-
-def count_parameters(module: nn.Module) -> int:
-    """The number of trained values."""
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def count_of_run(config: RunConfig) -> int:

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from seqboat.analysis.measures import load_examples, measure_run, trace
+from seqboat.analysis.measures import measure_run
+from seqboat.analysis.traces import load_examples, trace
 from seqboat.checks import require
 from seqboat.data.files import write_json
 from seqboat.paper.targets import Bench, Scale, Target, Trial

@@ -46,7 +46,18 @@ def read_records(page: Path) -> list[Record]:
             raise ValueError("not a list of records")
     except ValueError as error:
         raise ValueError(f"{path} does not hold results: {error}") from error
-    return records
+    return [_modernize(record) for record in records]
+
+
+_RENAMED = {"contender": "candidate", "floor_ratio": "lower_bound_ratio"}
+"""Fields of measured rows that had other names in earlier versions."""
+
+
+def _modernize(record: Record) -> Record:
+    """A record with the field names of today."""
+    for part in record.get("parts", {}).values():
+        part["rows"] = [{_RENAMED.get(key, key): row[key] for key in row} for row in part["rows"]]
+    return record
 
 
 def add_records(page: Path, new: Sequence[Record]) -> list[Record]:
@@ -406,12 +417,12 @@ def _rate(rate: Mapping[str, Any]) -> str:
     return f"{rate['value']:.0%}{assumed}"
 
 
-def _find_row(rows: Sequence[Record], contender: str, mode: str) -> Record:
-    return next(row for row in rows if row["contender"] == contender and row["mode"] == mode)
+def _find_row(rows: Sequence[Record], candidate: str, mode: str) -> Record:
+    return next(row for row in rows if row["candidate"] == candidate and row["mode"] == mode)
 
 
 def _efficiency_ratio(rows: Sequence[Record], model: str, mode: str, kind: str) -> float | None:
-    """Speed or memory as a multiple of the first contender's; None where it was not measured."""
+    """Speed or memory as a multiple of the first candidate's; None where it was not measured."""
     row = _find_row(rows, model, mode)
     if kind == "memory":
         return row["memory_ratio"]
@@ -431,7 +442,7 @@ def _mixers_by_length(benches: Sequence[Bench], records: Sequence[Record]) -> li
         own = [bench for bench in benches if bench.matched == matched and bench.name in rows]
         if not own:
             continue
-        labels = list(dict.fromkeys(row["contender"] for bench in own for row in rows[bench.name]))
+        labels = list(dict.fromkeys(row["candidate"] for bench in own for row in rows[bench.name]))
         columns: dict[str, list[float | None]] = {}
         for title, mode, kind in BLOCKS:
             for bench in own:
@@ -461,7 +472,7 @@ def _mixer_efficiency(bench: Bench, records: Sequence[Record]) -> list[str]:
     setting = part["setting"]
     lines += [f"{setting['batch']} x {setting['length']:,} tokens; active: {_rate(part['rate'])}.", ""]
     table = []
-    for label in dict.fromkeys(row["contender"] for row in rows):
+    for label in dict.fromkeys(row["candidate"] for row in rows):
         training, inference = (_find_row(rows, label, mode) for mode in ("training", "inference"))
         published = PUBLISHED_MIXERS.get(label) if bench.length == PUBLISHED_LENGTH else None
         table.append(
@@ -545,7 +556,7 @@ def _draw_mixers(records: Sequence[Record]) -> Make | None:
         "training speed": {},
         "training memory": {},
     }
-    for label in dict.fromkeys(row["contender"] for row in rows):
+    for label in dict.fromkeys(row["candidate"] for row in rows):
         published = PUBLISHED_MIXERS.get(label, (None, None))
         for i, (panel, kind) in enumerate((("training speed", "training"), ("training memory", "memory"))):
             panels[panel][label] = _efficiency_ratio(rows, label, "training", kind), published[i]
@@ -646,7 +657,7 @@ def _span_tables(trials: Sequence[Trial], records: Mapping[str, Sequence[Record]
 
 def _local_span(trial: Trial) -> float:
     """The span of a window of the trial's size that slides over all tokens."""
-    from seqboat.analysis.measures import local_span
+    from seqboat.analysis.attention import local_span
 
     mixer: Any = trial.config(0).model.mixer
     return local_span(trial.size or 0, mixer.causal)

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from seqboat.analysis.measures import Examples, LayerTrace, SampleTrace, SequenceTrace, trace
+from seqboat.analysis.traces import Examples, LayerTrace, SampleTrace, SequenceTrace, trace
 from seqboat.checks import require
 from seqboat.report.page import Html, asset, element, visible, write_page
 from seqboat.report.samples import (

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from seqboat.analysis.measures import activation_curve, load_examples, measure
+from seqboat.analysis.measures import activation_curve, measure
+from seqboat.analysis.traces import load_examples
 from seqboat.checks import check_positive
 from seqboat.report.page import (
     Chart,
@@ -35,7 +36,7 @@ from seqboat.report.page import (
     tiles,
     write_page,
 )
-from seqboat.report.samples import PAGE_BYTES, Packed, Sample, collect_samples, explorer, pack_samples
+from seqboat.report.samples import PAGE_BYTES, PackedSamples, Sample, collect_samples, explorer, pack_samples
 from seqboat.tasks.base import Split, Task, draw_subset
 from seqboat.training.checkpoint import MODEL, STATE, Checkpoint
 from seqboat.training.config import to_dict
@@ -277,7 +278,7 @@ def report_page(found: Collected) -> str:
     if not found.samples:
         return write_page(title, lead, sections, charts)
     # samples get the room that the rest leaves
-    rest = explorer(found.samples, found.task, Packed([], 0, 1.0))
+    rest = explorer(found.samples, found.task, PackedSamples([], 0, 1.0))
     room = PAGE_BYTES - len(write_page(title, lead, sections, charts, rest).encode())
     packed = pack_samples(found.samples, found.task, room)
     return write_page(
@@ -312,11 +313,11 @@ def _summary(numbers: Numbers) -> Html:
             f"{examples}; {others}" if others else examples,
         )
     ]
-    shares = [layer["share"]["rate"] for layer in measures["layers"] if layer is not None]
+    shares = [layer["counts"]["rate"] for layer in measures["layers"] if layer is not None]
     if shares:
         busy = "mean of the layers with a router" if None in measures["layers"] else "mean of all layers"
         items.append(("activation", spell(statistics.fmean(s or 0.0 for s in shares), "percent"), busy))
-    share = cost_share(measures)
+    share = cost_fraction(measures)
     if share is not None:
         items.append(("cost implied", spell(share, "percent"), "matrix products, against always active"))
     items.append(
@@ -328,7 +329,7 @@ def _summary(numbers: Numbers) -> Html:
     return element("section", tiles(items), id="summary", aria_label="Summary")
 
 
-def cost_share(measures: Mapping[str, Any]) -> float | None:
+def cost_fraction(measures: Mapping[str, Any]) -> float | None:
     """Matrix products of all counted layers, as a share of what they would be if all tokens were active."""
     costs = [layer["cost"] for layer in measures["layers"] if layer is not None and layer["cost"] is not None]
     always = sum(cost["always"] for cost in costs)
@@ -368,7 +369,7 @@ def _layer_table(measures: Numbers, layers: Sequence[str]) -> Html:
                 spell(_of(layer, "span", "mean")),
                 spell(_of(layer, "weighted_span", "mean")),
                 spell(_of(layer, "occupancy", "mean"), "percent"),
-                spell(_of(layer, "cost", "share"), "percent"),
+                spell(_of(layer, "cost", "fraction"), "percent"),
             ]
         )
     head = [

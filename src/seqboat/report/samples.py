@@ -17,15 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from seqboat.analysis.measures import (
-    Attention,
-    Examples,
-    LayerTrace,
-    SampleTrace,
-    SequenceTrace,
-    attention_weights,
-    trace,
-)
+from seqboat.analysis.attention import Attention, attention_weights
+from seqboat.analysis.traces import Examples, LayerTrace, SampleTrace, SequenceTrace, trace
 from seqboat.report.page import finite, visible
 from seqboat.tasks.base import IGNORE, Task
 
@@ -286,7 +279,7 @@ def _scale_values(values: Array, centred: bool) -> Array:
 # the explorer
 
 
-class Packed(NamedTuple):
+class PackedSamples(NamedTuple):
     """All samples, ready for a page."""
 
     texts: list[str]
@@ -297,7 +290,7 @@ class Packed(NamedTuple):
     """share of all weight that they hold"""
 
 
-def pack_samples(samples: Sequence[Sample], task: Task, room: int) -> Packed:
+def pack_samples(samples: Sequence[Sample], task: Task, room: int) -> PackedSamples:
     """Pack all samples with as many weights as there is room for.
 
     Args:
@@ -320,7 +313,7 @@ def pack_samples(samples: Sequence[Sample], task: Task, room: int) -> Packed:
             if keep and (size > room or size * sum(lengths) > 1.2 * room * done):
                 break
         else:
-            return Packed(texts, keep, coverage(samples, keep))
+            return PackedSamples(texts, keep, coverage(samples, keep))
     raise AssertionError("without weights everything fits")
 
 
@@ -332,7 +325,7 @@ def coverage(samples: Sequence[Sample], keep: int) -> float:
     return float(np.minimum(total, 1).mean()) if total.size else 1.0
 
 
-def explorer(samples: Sequence[Sample], task: Task, packed: Packed) -> dict[str, Any]:
+def explorer(samples: Sequence[Sample], task: Task, packed: PackedSamples) -> dict[str, Any]:
     """What the page's script needs to know besides the samples themselves."""
     layers = samples[0].trace.sequences[0].layers
     routed = [number for number, layer in enumerate(layers) if layer is not None]
@@ -372,7 +365,7 @@ def _start(samples: Sequence[Sample], routed: Sequence[int]) -> list[int]:
     return [chosen[0], chosen[-1]]
 
 
-def _about(packed: Packed, samples: Sequence[Sample]) -> str:
+def _about(packed: PackedSamples, samples: Sequence[Sample]) -> str:
     seen = any(s is not None and len(s.before) for sample in samples for part in sample.sights for s in part)
     text = "Colour is the router's confidence where a layer's attention is activated; white is not activated."
     if not seen:

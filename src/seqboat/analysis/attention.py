@@ -1,0 +1,181 @@
+"""What attention sees: the keys of every query, their weights, and how far away they are.
+
+    for pair in attention_weights(examples.model, examples.task.kind, batch, layer=2):
+        for attention in pair:                                      one per sequence; None without attention unit
+            positions, weights = attention.seen_by(5)               what the sixth active token looks at
+
+Slots count the active tokens of a sequence, positions all its tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from seqboat.analysis.traces import Floats, Numbers, Site, sites, to_array
+from seqboat.checks import require
+from seqboat.core.sma import Packed
+from seqboat.mixers.seqboat.gau import GAU, RowWeights
+from seqboat.tasks.base import Batch, Kind, apply_model
+
+QUERIES_AT_ONCE = 256
+"""Queries that are weighed against all keys at a time."""
+
+
+class SeenTokens(NamedTuple):
+    """What an attention unit was called with."""
+
+    tokens: Tensor
+    packed: Packed
+
+
+@contextmanager
+def watch(found: Sequence[Site | None], wanted: Sequence[int]) -> Iterator[dict[int, list[SeenTokens]]]:
+    """Keep what the attention units of some layers are called with, once per sequence of a pair."""
+    seen: dict[int, list[SeenTokens]] = {number: [] for number in wanted}
+    with ExitStack() as stack:
+        for number in wanted:
+            site = found[number]
+            if site is None or site.gau is None:
+                continue
+
+            def keep(_unit: nn.Module, args: tuple[Any, ...], number: int = number) -> None:
+                seen[number].append(SeenTokens(*args[:2]))
+
+            handle = site.gau.register_forward_pre_hook(keep)
+            stack.callback(handle.remove)
+        yield seen
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What the active tokens of a sequence saw in one layer. Slots count active tokens, positions all tokens."""
+
+    positions: Numbers
+    """(active,): where the active tokens are in the sequence"""
+    first: Numbers
+    """(active,): slot of the first key that each query sees"""
+    end: Numbers
+    """(active,): the slot behind the last one"""
+    weights: Floats
+    """(active, most keys): of the keys from `first` on; zero behind the last"""
+
+    def seen_by(self, slot: int) -> tuple[Numbers, Floats]:
+        """Positions that the query in a slot sees, and their weights."""
+        first, end = int(self.first[slot]), int(self.end[slot])
+        return self.positions[first:end], self.weights[slot, : end - first]
+
+
+@torch.no_grad()
+def attention_weights(
+    model: nn.Module, kind: Kind, batch: Batch, layer: int
+) -> list[tuple[Attention | None, ...]]:
+    """Who saw whom, and with what weight, in one layer; the attention itself is computed a second time.
+
+    Args:
+        model: in eval mode.
+        kind: of its task.
+        batch: on the model's device.
+        layer: from 0.
+
+    Returns:
+        For each sample one entry per sequence: two of a pair. None where the layer has no attention unit.
+    """
+    found = sites(model)
+    require(0 <= layer < len(found), f"layer must be in 0..{len(found) - 1}, got {layer}")
+    with watch(found, [layer]) as seen:
+        apply_model(model, kind, batch)
+    site = found[layer]
+    rows = range(len(batch.inputs))
+    if site is None or site.gau is None:
+        return [(None,) * (1 if batch.second is None else 2) for _ in rows]
+    gau = site.gau
+    return [tuple(_attention(gau, *tokens_of(call, row)) for call in seen[layer]) for row in rows]
+
+
+def tokens_of(call: SeenTokens, row: int) -> tuple[Tensor, Tensor]:
+    """Active tokens (active, d_model) of one row, and their positions."""
+    begin, end = call.packed.offsets[row : row + 2].tolist()
+    return call.tokens[begin:end], call.packed.position[begin:end]
+
+
+def _attention(gau: GAU, tokens: Tensor, position: Tensor) -> Attention:
+    parts = list(weigh(gau, tokens, position))
+    width = max(part.weights.shape[1] for part in parts)
+    weights = [F.pad(part.weights.float(), (0, width - part.weights.shape[1])) for part in parts]
+    first, end = (torch.cat([getattr(part, name) for part in parts]) for name in ("first", "end"))
+    return Attention(to_array(position), to_array(first), to_array(end), to_array(torch.cat(weights)))
+
+
+def weigh(gau: GAU, tokens: Tensor, position: Tensor) -> Iterator[RowWeights]:
+    """Weights of the queries of a row, some at a time: before they are cut to what is seen, all keys are there."""
+    query, key, _, _ = gau.project(tokens, position)
+    for begin in range(0, max(len(position), 1), QUERIES_AT_ONCE):
+        yield gau.weigh(query, key, position, slice(begin, begin + QUERIES_AT_ONCE))
+
+
+def memory_slots(gau: GAU) -> int | None:
+    """How many tokens besides itself a query can see at most; None where there is no bound."""
+    if gau.config.span == "memory":
+        return gau.left + gau.right
+    return gau.window - 1 if gau.config.span == "chunk" else None
+
+
+def held_tokens(gau: GAU, count: int) -> int:
+    """Tokens in the working memory, or in the last chunk, after so many active ones."""
+    if gau.config.span == "memory":
+        return min(count, gau.window)
+    return (count - 1) % gau.window + 1 if count else 0
+
+
+def mean_distance(position: Tensor, first: Tensor, end: Tensor) -> Tensor:
+    """(active,): mean distance from each query to the keys it may see, itself among them.
+
+    Args:
+        position: (active,) float64, increasing.
+        first, end: (active,), from `GAU.visible`.
+    """
+    sums = F.pad(position.cumsum(dim=0), (1, 0))
+    slot = torch.arange(len(position), device=position.device)
+    after = torch.minimum(slot + 1, end)
+    before = position * (slot - first) - (sums[slot] - sums[first])
+    behind = sums[end] - sums[after] - position * (end - after)
+    return (before + behind) / (end - first)
+
+
+def local_span(window: int, causal: bool) -> float:
+    """The span of a window that slides over all tokens, away from the ends of a sequence.
+
+    >>> local_span(64, causal=True), round(local_span(64, causal=False), 2)
+    (32.0, 16.25)
+    """
+    if causal:
+        return window / 2
+    side = window // 2
+    return side * (side + 1) / (2 * side + 1)
+
+
+def weighted_distance(gau: GAU, tokens: Tensor, position: Tensor) -> Tensor:
+    """(active,) float64: mean distance to the keys, weighted by attention; nan where all weights are zero.
+
+    Args:
+        gau: the attention unit.
+        tokens: (active, d_model), of one row.
+        position: (active,).
+    """
+    found = []
+    for asking, (first, _, weights) in zip(
+        position.split(QUERIES_AT_ONCE), weigh(gau, tokens, position), strict=True
+    ):
+        weights = weights.double()
+        slot = first[:, None] + torch.arange(weights.shape[1], device=position.device)
+        # behind the last key weights are zero, whatever the place
+        distance = (position[slot.clamp(max=len(position) - 1)] - asking[:, None]).abs().double()
+        found.append((weights * distance).sum(dim=1) / weights.sum(dim=1))
+    return torch.cat(found)

@@ -1,0 +1,49 @@
+"""What a routed layer costs on real sequences, against the same layer with every token active."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from seqboat.analysis.traces import LayerTrace, Site
+from seqboat.models.cost import forward_products, linear_flops
+
+
+class LayerCost(NamedTuple):
+    """Multiplications and additions of a layer's matrix products, forward, over all sequences."""
+
+    flops: float
+    """as activated"""
+    always: float
+    """if every token were active"""
+
+    @property
+    def fraction(self) -> float:
+        """The fraction of the products of an always-active layer."""
+        return self.flops / self.always if self.always else 0.0
+
+
+class CostCounter:
+    """Matrix products of a layer on sequences of any length."""
+
+    def __init__(self, site: Site) -> None:
+        self.site, self.flops, self.always = site, 0, 0
+
+    def add(self, layer: LayerTrace) -> None:
+        if self.site.layer is not None:
+            active = {part.module: int(part.active.sum()) for part in (layer, *layer.others)}
+            length = len(layer.active)
+            self.flops += self._count(length, active)
+            self.always += self._count(length, dict.fromkeys(active, length))
+
+    def _count(self, length: int, active: Mapping[str, int]) -> int:
+        assert self.site.layer is not None
+        products = forward_products(self.site.layer, 1, length, active[self.site.module])
+        total = sum(product.flops for product in products) + length * self.site.outside
+        for name, unit in self.site.sma.units.items():
+            if name != self.site.module:
+                total += active[name] * linear_flops(unit)
+        return total
+
+    def cost(self) -> LayerCost | None:
+        return None if self.site.layer is None else LayerCost(self.flops, self.always)

@@ -1,0 +1,154 @@
+"""What a benchmark measures: mixers by their names, with the fields that differ from the setting.
+
+Two candidates are not mixers: "published" is the paper's algorithm (benchmarks/published.py of the repository), and
+"lower-bound" is nothing but the matrix products that the mathematics of our layer requires.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from dataclasses import fields, is_dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from seqboat.bench.rates import force_rate
+from seqboat.bench.setting import LayerSetting
+from seqboat.checks import require
+from seqboat.mixers import MIXERS, Mixer, SeqBoatConfig
+from seqboat.mixers.attention.mega import MegaConfig
+from seqboat.mixers.base import directions_of
+from seqboat.training.config import change_field
+
+LOWER_BOUND = "lower-bound"
+PUBLISHED = "published"
+ALIASES = {"floor": LOWER_BOUND}
+"""Earlier names that are still accepted."""
+
+
+class Candidate(NamedTuple):
+    """What is measured: a name and the fields of its configuration that differ from the setting's."""
+
+    label: str
+    name: str
+    overrides: dict[str, Any]
+    """by dotted name; d_model is a separate width instead of the setting's, compiled asks for torch.compile"""
+
+
+OURS = Candidate("seqboat", "seqboat", {})
+"""The SeqBoat layer as the setting says."""
+
+
+def parse_candidate(text: str) -> Candidate:
+    """Read NAME or NAME:FIELD=VALUE,FIELD=VALUE; fields of parts are dotted.
+
+    >>> parse_candidate("seqboat:gau.window=32,causal=True").overrides
+    {'gau.window': 32, 'causal': True}
+    """
+    name, colon, rest = text.partition(":")
+    name = ALIASES.get(name, name)
+    known = [*MIXERS, PUBLISHED, LOWER_BOUND]
+    if name not in known:
+        near = get_close_matches(name, known, 1)
+        hint = f", did you mean {near[0]}?" if near else ""
+        raise ValueError(f"unknown candidate {name!r}{hint} There are: {', '.join(known)}")
+    overrides = {}
+    for pair in filter(None, rest.split(",")):
+        field, equals, value = pair.partition("=")
+        require(bool(equals), f"{text}: expected FIELD=VALUE after the colon, got {pair!r}")
+        try:
+            overrides[field] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            overrides[field] = value
+    require(not (overrides and name == LOWER_BOUND), f"{LOWER_BOUND} takes no fields: it follows the setting")
+    width = overrides.get("d_model", 1)
+    require(isinstance(width, int) and width >= 1, f"{text}: d_model must be an integer >= 1, got {width!r}")
+    compiled = overrides.get("compiled", False)
+    require(isinstance(compiled, bool), f"{text}: compiled must be True or False, got {compiled!r}")
+    return Candidate(name + colon + rest, name, overrides)
+
+
+def own_setting(candidate: Candidate, setting: LayerSetting) -> LayerSetting:
+    """The setting with the candidate's width, if it has a separate one.
+
+    >>> own_setting(parse_candidate("mega:d_model=96"), LayerSetting()).d_model
+    96
+    """
+    return replace(setting, d_model=candidate.overrides.get("d_model", setting.d_model))
+
+
+def configure(candidate: Candidate, setting: LayerSetting) -> Any:
+    """The configuration of a candidate under a setting."""
+    config = MIXERS["seqboat" if candidate.name in (PUBLISHED, LOWER_BOUND) else candidate.name]()
+    config = _fit(config, setting)
+    for path, value in candidate.overrides.items():
+        if path in ("d_model", "compiled"):
+            continue
+        config = change_field(config, path, value, candidate.label)
+    return config
+
+
+def _fit(config: Any, setting: LayerSetting) -> Any:
+    """Give the fields that mixers share the values of the setting, in all parts of a configuration."""
+    shared = {
+        "causal": setting.causal,
+        "prenorm": setting.prenorm,
+        "d_z": setting.d_z,
+        "d_v": setting.d_v,
+        "d_state": setting.d_state,
+        "heads": setting.heads,
+        "max_positions": max(setting.length, 2),
+    }
+    if "bidirectional" not in directions_of(config):
+        shared["causal"] = True  # the only direction it has
+    changes: dict[str, Any] = {}
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if is_dataclass(value):
+            changes[field.name] = _fit(value, setting)
+        elif field.name in shared:
+            changes[field.name] = shared[field.name]
+        elif field.name == "max_span":
+            changes[field.name] = min(value, max(setting.length, 2))
+    config = replace(config, **changes)
+    if isinstance(config, SeqBoatConfig):
+        gau = replace(config.gau, attention=setting.attention, positions=setting.positions)
+        if gau.window == SeqBoatConfig().gau.window:  # otherwise the window is what distinguishes this form
+            gau = replace(gau, window=setting.window)
+        config = replace(config, gau=gau)
+    if isinstance(config, MegaConfig):
+        config = replace(config, attention=setting.attention)
+    return config
+
+
+PUBLISHED_SOURCE = Path(__file__).parents[3] / "benchmarks" / "published.py"
+"""The published algorithm: in the repository of this package, but not in its installation."""
+
+
+def load_published() -> Any:
+    """The class of the published algorithm, from the repository of this package."""
+    require(
+        PUBLISHED_SOURCE.is_file(),
+        f"'{PUBLISHED}' needs the repository of this package: there is no {PUBLISHED_SOURCE}",
+    )
+    spec = importlib.util.spec_from_file_location("seqboat_published", PUBLISHED_SOURCE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.Published
+
+
+def build(candidate: Candidate, setting: LayerSetting) -> Mixer:
+    """The layer of a candidate, with its routers forced if the setting asks for a rate."""
+    torch.manual_seed(setting.seed)
+    setting = own_setting(candidate, setting)
+    config = configure(candidate, setting)
+    layer = load_published()(setting.d_model, config) if candidate.name == PUBLISHED else None
+    layer = layer or config.build(setting.d_model)
+    layer = layer.to(setting.device, setting.torch_dtype)
+    if setting.rate is not None:
+        force_rate(layer, setting.rate, setting.seed)
+    return layer

@@ -1,0 +1,80 @@
+"""Activation rates of a benchmark: forced ones, and those of a trained run."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from seqboat.checks import require
+from seqboat.core.routers import AlwaysActive, Router
+from seqboat.core.sma import Routing
+from seqboat.training.evaluate import find_checkpoint
+from seqboat.training.metrics import iterate_metrics
+
+
+class ForcedRate(Router):
+    """Activates a fixed fraction of the tokens, picked at random but always the same ones.
+
+    The probabilities are those of another router, so that its cost and its gradient stay; only its decisions are
+    ignored.
+    """
+
+    def __init__(self, router: Router, rate: float, seed: int = 0) -> None:
+        super().__init__(router.d_model, router.modules_count)
+        require(0 <= rate <= 1, f"rate must be between 0 and 1, got {rate}")
+        self.router, self.rate, self.seed = router, rate, seed
+        self._pattern: Tensor | None = None
+        self._steps = 0
+
+    def route(self, x: Tensor) -> Routing:
+        probs = self.router.route(x).probs
+        # decoding passes one token at a time
+        picked = (
+            self._step(x.shape[0]).view(x.shape[:-1]) if x[..., 0].numel() == len(x) else self._sequence(x)
+        )
+        return Routing(picked.to(x.device)[..., None].expand(probs.shape), probs)
+
+    def _sequence(self, x: Tensor) -> Tensor:
+        """(batch, time): the same number of tokens in each sequence, at different positions."""
+        shape = x.shape[:-1]
+        if self._pattern is None or self._pattern.shape != shape or self._pattern.device != x.device:
+            generator = torch.Generator().manual_seed(self.seed)
+            order = torch.rand(shape, generator=generator).argsort(dim=-1).argsort(dim=-1)
+            self._pattern = (order < round(self.rate * shape[-1])).to(x.device)
+        return self._pattern
+
+    def _step(self, batch: int) -> Tensor:
+        """(batch,): evenly over the steps, sequences at different times."""
+        # the golden ratio spreads any number of sequences evenly
+        phases = [number * (math.sqrt(5) - 1) / 2 for number in range(batch)]
+        before = self._steps * self.rate
+        self._steps += 1
+        after = self._steps * self.rate
+        # plain numbers: the time of a step should be the layer's, not ours
+        return torch.tensor([math.floor(after + phase) > math.floor(before + phase) for phase in phases])
+
+
+def force_rate(module: nn.Module, rate: float, seed: int = 0) -> None:
+    """Replace the routers of a module, except those that always activate."""
+    for part in list(module.modules()):
+        for name, child in list(part.named_children()):
+            if isinstance(child, Router) and not isinstance(child, AlwaysActive | ForcedRate):
+                setattr(part, name, ForcedRate(child, rate, seed))
+
+
+def recorded_activation(run: Path | str) -> list[float]:
+    """Activation rate of every routed layer of a run, as last measured on held-out data for its best checkpoint.
+
+    Args:
+        run: the folder of a run, or one checkpoint (step-N) in it.
+    """
+    checkpoint = find_checkpoint(run)
+    found: list[float] = []
+    for record in iterate_metrics(checkpoint.path.parent / "metrics.jsonl"):
+        if record["split"] not in ("train", "skipped") and record["step"] <= checkpoint.step:
+            found = [rate for rate in record["activation"] if rate is not None]
+    require(len(found) > 0, f"{run} has no measured activation: no router, or never evaluated")
+    return found
