@@ -36,9 +36,12 @@ def make_table(title: str, columns: Sequence[Column], rows: Sequence[Any]) -> Ta
 
 def print_table(console: Console, title: str, columns: Sequence[Column], rows: Sequence[Any]) -> None:
     """Print a table as wide as it is: no cell is broken or cut, however narrow the terminal."""
+    from rich.console import Console
+
     table = make_table(title, columns, rows)
     needed = console.measure(table, options=console.options.update(max_width=10_000)).maximum
-    console.print(table, width=max(console.width, needed), crop=False, soft_wrap=needed > console.width)
+    wide = console if needed <= console.width else Console(file=console.file, width=needed)
+    wide.print(table)
 
 
 def print_machine(console: Console) -> None:
