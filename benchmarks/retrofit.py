@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from seqboat import RateSchedule, Retrofit, retrofit
-from seqboat.bench.measure import machine, spread
+from seqboat.bench.measure import machine, quartiles
 from seqboat.figures import save_figure
 from seqboat.tasks.base import BYTES, Dataset
 from seqboat.tasks.enwik8 import BORDERS, Enwik8TaskConfig, SegmentDataset
@@ -311,8 +311,8 @@ def measure_speed(results: Results, rounds: int) -> None:
     for label, job in jobs.items():
         times = take_turns({key: partial(job, key) for key in models}, rounds)
         # ratios within a round: a machine that others use too changes from minute to minute
-        seconds[label] = {key: spread(values).median for key, values in times.items()} | {
-            f"{key} / dense": spread([a / b for a, b in zip(times[key], times["dense"], strict=True)])
+        seconds[label] = {key: quartiles(values).median for key, values in times.items()} | {
+            f"{key} / dense": quartiles([a / b for a, b in zip(times[key], times["dense"], strict=True)])
             for key in handles
         }
         print(f"  {label}: {seconds[label]}", file=sys.stderr)
