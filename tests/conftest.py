@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,3 +24,12 @@ def shared() -> Path:
     if not folder.is_dir():
         pytest.skip("no folder 'shared' beside the repository")
     return folder
+
+
+@pytest.fixture(scope="session", autouse=bool(os.environ.get("SEQBOAT_TEST_ODD_OFFSETS")))
+def _odd_offsets() -> Iterator[None]:
+    """With SEQBOAT_TEST_ODD_OFFSETS=1 every weight lies at an odd offset in memory."""
+    from odd_offsets import odd_offsets
+
+    with odd_offsets():
+        yield

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from closeness import assert_same_numbers
 from seqboat.core.budget import (
     BudgetConfig,
     Policy,
@@ -145,7 +146,7 @@ def test_caps_keep_the_most_confident_tokens(cap: float | tuple[float, ...], tra
     x = tokens()
     wishes, got = free(x, real()).routing, capped(x, real()).routing
     shares = cap if isinstance(cap, tuple) else (cap, cap)
-    assert got.probs.equal(wishes.probs)
+    assert_same_numbers(got.probs, wishes.probs)
     bound = 0
     for row, length in enumerate(LENGTHS.tolist()):
         for i, share in enumerate(shares):
@@ -447,7 +448,7 @@ def test_noise_in_training_only() -> None:
     # at first the log-odds are about -4 with a deviation of 4: beyond zero in one of six
     assert rates[0] == pytest.approx(0.16, abs=0.04)
     assert rates[0] > rates[1] > rates[2] == rates[3] == rates[4] == 0
-    assert out.routing.probs.equal(sma.router(x).probs)
+    assert_same_numbers(out.routing.probs, sma.router(x).probs)
     set_training_step(sma, 0)
     assert not sma.eval()(x).routing.active.any()
 
@@ -487,7 +488,7 @@ def test_gradient_of_inactive_tokens() -> None:
     for sma in (plain, revived):
         out = sma(x, Aligned(real()))
         slopes.append(torch.autograd.grad((out.y * weight).sum(), out.routing.probs, retain_graph=True)[0])
-    assert out.y.equal(plain(x, Aligned(real())).y)
+    assert_same_numbers(out.y, plain(x, Aligned(real())).y)
     usual = torch.stack(
         [unit(x[out.routing.active[..., i]]).mean(dim=0) for i, unit in enumerate(units.values())]
     )

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from closeness import assert_same_numbers
 from seqboat.core.routers import TemperedSoftmaxConfig, activation
 from seqboat.core.sma import Routing
 from seqboat.retrofitting.unit import (
@@ -148,9 +149,9 @@ def test_nothing_changes_at_first(layout: str, select: Any) -> None:
     torch.manual_seed(1)
     after = model(**batch)
     after.loss.backward()
-    assert torch.equal(after.logits, before.logits)
+    assert_same_numbers(after.logits, before.logits)
     for name in names:
-        assert torch.equal(model.get_parameter(name).grad, grads[name]), name
+        assert_same_numbers(model.get_parameter(name).grad, grads[name], name=name)
     assert set(retrofitted.rates().values()) == {1.0}
     assert torch.equal(model.eval().generate(**left_padded(), max_new_tokens=5, do_sample=False), said)
     # the routers learn already
@@ -429,7 +430,7 @@ def test_any_module() -> None:
     x = torch.randn(3, 7, 8, dtype=torch.float64)
     before = model(x)
     retrofitted = retrofit(model, {"*.ffn": "tokens"}, d_model=8, router=TemperedSoftmaxConfig())
-    assert torch.equal(model(x), before)
+    assert_same_numbers(model(x), before)
     retrofitted.set_rate(0.3)
     retrofitted.calibrate({"input": x} for _ in range(3))
     retrofitted.reset_statistics()
@@ -470,7 +471,7 @@ def test_copies_are_independent() -> None:
     with torch.no_grad():
         before = model(ids).logits
         other = copy.deepcopy(model)
-        assert torch.equal(other(ids).logits, before)
+        assert_same_numbers(other(ids).logits, before)
         mine = Retrofit.of(other)
         assert mine is not retrofitted and Retrofit.of(model) is retrofitted
         mine.set_rate(1.0)
@@ -517,7 +518,7 @@ def test_save_and_load(tmp_path: Path) -> None:
     loaded = load_retrofit(fresh.eval(), tmp_path)
     assert loaded.rate == 0.5 and loaded.kinds == retrofitted.kinds and loaded.router == retrofitted.router
     with torch.no_grad():
-        assert torch.equal(fresh(ids).logits, want)
+        assert_same_numbers(fresh(ids).logits, want)
     about = json.loads((tmp_path / "retrofit.json").read_text())
     (tmp_path / "retrofit.json").write_text(json.dumps(about | {"format": 99}))
     with pytest.raises(ValueError, match="has format 99, expected 1"):
