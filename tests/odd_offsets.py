@@ -15,9 +15,13 @@ ALIGNMENT = 64
 
 
 def lay_odd(x: Tensor) -> Tensor:
-    """A copy that begins one element past an aligned address: 8 bytes in float64, 4 in float32."""
-    memory = torch.empty(x.numel() + 1, dtype=x.dtype)
-    return memory[1:].view(x.shape).copy_(x)
+    """A copy that begins one element past an aligned address: 8 bytes in float64, 4 in float32.
+
+    The storage itself begins there, as that of a tensor from a mapped file does.
+    """
+    size = x.element_size()
+    memory = torch.UntypedStorage((x.numel() + 1) * size)[size:]
+    return torch.empty(0, dtype=x.dtype).set_(memory, 0, x.shape).copy_(x)
 
 
 def is_odd(x: Tensor) -> bool:

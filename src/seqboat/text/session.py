@@ -230,7 +230,8 @@ def load_session(path: Path | str, model: LanguageModel) -> Session:
     try:
         with safe_open(path, framework="pt") as file:
             said = file.metadata() or {}
-            parts = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
+            # copied, because a tensor in a mapped file begins anywhere: complex states need whole pairs
+            parts = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - not a dictionary
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} cannot be read as a state: {error}") from error
     require(

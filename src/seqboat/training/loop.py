@@ -389,7 +389,7 @@ class Run:
             fresh = self.module.init_state(rows)  # type: ignore[operator]
             values = iter([saved[name][start : start + rows] for name, _ in tensors(fresh)])
             self.carried[part] = map_state(
-                lambda like, values=values: next(values).to(like.device),  # type: ignore[misc]
+                lambda like, values=values: next(values).clone().to(like.device),  # type: ignore[misc]
                 fresh,
             )
 

@@ -320,6 +320,14 @@ def at_least_float32(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def as_complex(pairs: Tensor) -> Tensor:
+    """Parameters (..., 2) as complex numbers (...).
+
+    A copy: a view would need memory that is aligned to whole pairs, and weights in a mapped file are not.
+    """
+    return torch.complex(*pairs.unbind(dim=-1))
+
+
 def complex_like(states: Tensor, log_decay: Tensor) -> Tensor:
     """States in pairs of real numbers as complex ones, if those are."""
     if not log_decay.is_complex():

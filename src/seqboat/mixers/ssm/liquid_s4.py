@@ -24,6 +24,7 @@ from seqboat.mixers.base import keep_rows
 from seqboat.mixers.ssm.base import (
     SSMConfig,
     StateSpace,
+    as_complex,
     at_least_float32,
     check_states_even,
     complex_like,
@@ -142,10 +143,10 @@ class LiquidS4(StateSpace):
         )
         poles = torch.complex(-torch.exp(log_real), imag)
         log_q = poles * torch.exp(log_dt)[:, None]
-        drives = [torch.expm1(log_q) / poles * torch.view_as_complex(b)]
+        drives = [torch.expm1(log_q) / poles * as_complex(b)]
         for _ in range(1, self.order):
             drives.append(drives[-1] * drives[0])
-        return Coefficients(log_q, torch.stack(drives), 2 * torch.view_as_complex(c))
+        return Coefficients(log_q, torch.stack(drives), 2 * as_complex(c))
 
     def read(
         self, x: Tensor, mask: Tensor | None, state: LiquidState | None

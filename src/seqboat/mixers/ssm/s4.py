@@ -33,6 +33,7 @@ from seqboat.mixers.ssm.base import (
     SSMConfig,
     SSMState,
     StateSpace,
+    as_complex,
     at_least_float32,
     check_states_even,
     complex_like,
@@ -137,7 +138,7 @@ class S4(StateSpace):
             for part in (self.log_dt, self.log_real, self.imag, self.p, self.b, self.c)
         )
         poles = torch.complex(-torch.exp(log_real), imag)
-        return System(torch.exp(log_dt), poles, *(torch.view_as_complex(part) for part in (p, b, c)))
+        return System(torch.exp(log_dt), poles, *(as_complex(part) for part in (p, b, c)))
 
     def read(self, x: Tensor, mask: Tensor | None, state: SSMState | None) -> tuple[Tensor, SSMState | None]:
         batch, time, _ = x.shape

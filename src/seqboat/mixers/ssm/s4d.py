@@ -20,7 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from seqboat.checks import check_choice, check_steps
-from seqboat.mixers.ssm.base import Coefficients, DiagonalSSM, Method, SSMConfig, check_states_even
+from seqboat.mixers.ssm.base import (
+    Coefficients,
+    DiagonalSSM,
+    Method,
+    SSMConfig,
+    as_complex,
+    check_states_even,
+)
 from seqboat.mixers.ssm.hippo import legs_modes
 from seqboat.mixers.ssm.layer import SSMLayer, SSMLayerConfig
 from seqboat.ops.scan import BLOCK
@@ -104,7 +111,7 @@ class S4D(DiagonalSSM):
         )
         poles = torch.complex(-torch.exp(log_real), imag)
         log_q = poles * torch.exp(log_dt)[..., None]
-        read = 2 * torch.view_as_complex(c) * torch.expm1(log_q) / poles
+        read = 2 * as_complex(c) * torch.expm1(log_q) / poles
         return Coefficients(log_q, torch.ones_like(read), read)
 
 

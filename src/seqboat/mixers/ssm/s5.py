@@ -21,7 +21,14 @@ from torch import Tensor, nn
 from seqboat.checks import check_positive, check_steps, require
 from seqboat.core.nn import NormName
 from seqboat.mixers.base import keep_rows
-from seqboat.mixers.ssm.base import SSMConfig, StateSpace, at_least_float32, complex_like, real_like
+from seqboat.mixers.ssm.base import (
+    SSMConfig,
+    StateSpace,
+    as_complex,
+    at_least_float32,
+    complex_like,
+    real_like,
+)
 from seqboat.mixers.ssm.hippo import legs_modes
 from seqboat.mixers.ssm.layer import Gate, SSMLayer, SSMLayerConfig
 from seqboat.ops.precision import product
@@ -126,7 +133,7 @@ class S5(StateSpace):
         )
         poles = torch.complex(-torch.exp(log_real), imag)
         log_q = poles * torch.exp(log_dt)
-        return torch.exp(log_q), (torch.expm1(log_q) / poles)[:, None] * torch.view_as_complex(b)
+        return torch.exp(log_q), (torch.expm1(log_q) / poles)[:, None] * as_complex(b)
 
     def _enter(self, x: Tensor, drive: Tensor) -> Tensor:
         """(..., d_model) real to (..., pairs) complex."""
