@@ -11,6 +11,7 @@ from torch import Tensor
 from mixer_cases import enliven
 from seqboat.mixers import MIXERS
 from seqboat.mixers.attention.transformer import Transformer
+from seqboat.mixers.ssm.base import as_complex
 from seqboat.mixers.ssm.h3 import H3, H3Config, H3HybridConfig
 from seqboat.mixers.ssm.s4d import S4DConfig
 from seqboat.models.backbone import BackboneConfig, LanguageModel
@@ -45,7 +46,7 @@ def remembered(layer: H3, signal: Tensor, head: int) -> Tensor:
     for direction in range(core.directions):
         poles = torch.complex(-core.log_real[direction, head].exp(), core.imag[direction, head])
         decay = torch.exp(core.log_dt[direction, head].exp() * poles)
-        read = torch.view_as_complex(core.c[direction, head])
+        read = as_complex(core.c[direction, head])
         state, outputs = torch.zeros_like(poles), []
         for value in signal if direction == 0 else signal.flip(0):
             state = decay * state + (decay - 1) / poles * value

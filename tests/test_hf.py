@@ -365,6 +365,20 @@ def test_every_causal_mixer_saves_and_loads(tmp_path: Path) -> None:
         assert_same_numbers(again(**batch).logits, expected, name=name)
 
 
+@pytest.mark.parametrize("name", ["s4", "s4d", "s5", "liquid-s4", "h3"])
+def test_complex_weights_in_a_mapped_file(name: str, tmp_path: Path) -> None:
+    """In double precision a complex number has 16 bytes; tensors in a file begin at multiples of 8."""
+    offsets = set()
+    for width in (15, 16):
+        core = core_model(BackboneConfig(mixer=causal_mixers()[name], d_model=width, num_layers=1, vocab=63))
+        to_transformers(core).save_pretrained(tmp_path)
+        again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+        offsets |= {weight.data_ptr() % 16 for weight in again.parameters() if weight.shape[-1:] == (2,)}
+        ids = torch.tensor([[1, 2, 3, 4, 5]])
+        assert_same_numbers(again(ids).logits, core(ids).logits)
+    assert offsets == {0, 8}
+
+
 @pytest.mark.parametrize("name", ["transformer", "mega-chunk"])
 def test_beams_of_other_mixers(name: str) -> None:
     model = hf_model(BackboneConfig(mixer=causal_mixers()[name], d_model=16, num_layers=2, vocab=64))

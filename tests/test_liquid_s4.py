@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mixer_cases import enliven
 from seqboat.mixers import MIXERS
+from seqboat.mixers.ssm.base import as_complex
 from seqboat.mixers.ssm.liquid_s4 import LiquidS4, LiquidS4Config, LiquidS4LayerConfig
 
 BASE = LiquidS4Config(d_state=6, block=8)
@@ -27,9 +28,9 @@ def recurrence(core: LiquidS4, x: Tensor) -> Tensor:
     total = core.skip * x
     poles = torch.complex(-core.log_real.exp(), core.imag)
     decay = torch.exp(core.log_dt.exp()[:, None] * poles)
-    drive = (decay - 1) / poles * torch.view_as_complex(core.b)
+    drive = (decay - 1) / poles * as_complex(core.b)
     for direction in range(core.directions):
-        read = torch.view_as_complex(core.c[direction])
+        read = as_complex(core.c[direction])
         tokens = x if direction == 0 else x.flip(0)
         outputs = [torch.zeros_like(token) for token in tokens]
         for order in range(1, core.order + 1):
@@ -73,10 +74,10 @@ def test_second_order_is_the_liquid_system_between_two_tokens() -> None:
     u = torch.randn(2, 4, dtype=torch.float64)
     poles = torch.complex(-core.log_real.exp(), core.imag)
     decay = torch.exp(core.log_dt.exp()[:, None] * poles)
-    drive = (decay - 1) / poles * torch.view_as_complex(core.b)
+    drive = (decay - 1) / poles * as_complex(core.b)
     first = drive * u[0, :, None]
     second = (decay + drive * u[1, :, None]) * first + drive * u[1, :, None]
-    read = torch.view_as_complex(core.c[0])
+    read = as_complex(core.c[0])
     expected = torch.stack([2 * (read * s).sum(dim=-1).real for s in (first, second)]) + core.skip * u
     torch.testing.assert_close(core(u[None]).y[0], expected)
 

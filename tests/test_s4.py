@@ -8,6 +8,7 @@ from torch import Tensor
 
 from mixer_cases import enliven
 from seqboat.mixers import MIXERS
+from seqboat.mixers.ssm.base import as_complex
 from seqboat.mixers.ssm.hippo import legs, legs_modes
 from seqboat.mixers.ssm.s4 import PIECE, S4, S4Config, S4LayerConfig
 
@@ -26,8 +27,8 @@ def make(d_model: int, config: S4Config, causal: bool, seed: int = 0) -> S4:
 def dense(core: S4, channel: int) -> tuple[Tensor, Tensor, Tensor]:
     """A, B and C of one channel with every state written out: the pairs, then their conjugates."""
     poles = torch.complex(-core.log_real[channel].exp(), core.imag[channel])
-    p, b = (torch.view_as_complex(part[channel]) for part in (core.p, core.b))
-    c = torch.view_as_complex(core.c[:, channel])
+    p, b = (as_complex(part[channel]) for part in (core.p, core.b))
+    c = as_complex(core.c[:, channel])
     poles, p, b, c = (torch.cat([part, part.conj()], dim=-1) for part in (poles, p, b, c))
     return torch.diag(poles) - p[:, None] * p.conj(), b, c
 
@@ -52,7 +53,7 @@ def test_kernel_equals_the_hippo_recurrence(length: int) -> None:
     vectors = legs_modes(64).vectors
     kernel = core.kernel(length)[0]
     for channel in range(5):
-        c = torch.view_as_complex(core.c[0, channel])
+        c = as_complex(core.c[0, channel])
         real = 2 * (c @ vectors.mH).real
         expected = taps(a, b, real, core.log_dt[channel].exp(), length)
         torch.testing.assert_close(kernel[channel], expected, rtol=0, atol=1e-10)

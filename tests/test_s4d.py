@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mixer_cases import enliven
 from seqboat.mixers import MIXERS
+from seqboat.mixers.ssm.base import as_complex
 from seqboat.mixers.ssm.layer import SSMLayer
 from seqboat.mixers.ssm.s4d import S4D, S4DConfig, S4DLayerConfig
 
@@ -29,7 +30,7 @@ def recurrence(core: S4D, x: Tensor) -> Tensor:
         poles = torch.complex(-core.log_real[direction].exp(), core.imag[direction])
         decay = torch.exp(core.log_dt[direction].exp()[:, None] * poles)
         drive = (decay - 1) / poles
-        read = torch.view_as_complex(core.c[direction])
+        read = as_complex(core.c[direction])
         state, outputs = torch.zeros_like(poles), []
         for token in x if direction == 0 else x.flip(0):
             state = decay * state + drive * token[:, None]

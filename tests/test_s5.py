@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mixer_cases import enliven
 from seqboat.mixers import MIXERS
+from seqboat.mixers.ssm.base import as_complex
 from seqboat.mixers.ssm.layer import SSMLayer
 from seqboat.mixers.ssm.s5 import S5, S5Config, S5LayerConfig, parallel_scan
 
@@ -19,14 +20,14 @@ SMALL = S5Config(d_state=8, systems=2)
 def recurrence(core: S5, x: Tensor) -> Tensor:
     """(time, dim), token by token, with all states and their conjugates."""
     poles = torch.complex(-core.log_real.exp(), core.imag)
-    b = torch.view_as_complex(core.b)
+    b = as_complex(core.b)
     dt = core.log_dt.exp()
     poles, b, dt = torch.cat([poles, poles.conj()]), torch.cat([b, b.conj()]), torch.cat([dt, dt])
     decay = torch.exp(dt * poles)
     drive = ((decay - 1) / poles)[:, None] * b
     total = core.skip * x
     for direction in range(core.directions):
-        c = torch.view_as_complex(core.c[direction])
+        c = as_complex(core.c[direction])
         c = torch.cat([c, c.conj()], dim=1)
         state, outputs = torch.zeros_like(poles), []
         for token in x if direction == 0 else x.flip(0):
@@ -92,7 +93,7 @@ def test_states_start_as_copies_of_hippo() -> None:
     # turned by a unitary matrix, of which half of the columns are kept
     wide = S5Config(d_state=256, systems=4).build(400, causal=True)
     for parameter, variance in ((wide.b, 1 / 400), (wide.c, 2 / 256)):
-        mean = torch.view_as_complex(parameter.detach()).abs().square().mean()
+        mean = as_complex(parameter.detach()).abs().square().mean()
         assert float(mean) == pytest.approx(variance, rel=0.05)
 
 
