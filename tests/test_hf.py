@@ -376,7 +376,7 @@ def test_complex_weights_in_a_mapped_file(name: str, tmp_path: Path) -> None:
         offsets |= {weight.data_ptr() % 16 for weight in again.parameters() if weight.shape[-1:] == (2,)}
         ids = torch.tensor([[1, 2, 3, 4, 5]])
         assert_same_numbers(again(ids).logits, core(ids).logits)
-    assert offsets == {0, 8}
+    assert 8 in offsets
 
 
 @pytest.mark.parametrize("name", ["transformer", "mega-chunk"])
