@@ -21,7 +21,7 @@ def lay_odd(x: Tensor) -> Tensor:
     """
     size = x.element_size()
     memory = torch.UntypedStorage((x.numel() + 1) * size)[size:]
-    return torch.empty(0, dtype=x.dtype).set_(memory, 0, x.shape).copy_(x)
+    return torch.empty(0, dtype=x.dtype).set_(memory).view(x.shape).copy_(x)
 
 
 def is_odd(x: Tensor) -> bool:
