@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from seqboat.runs import Run
 from seqboat.tasks.base import SPLITS
 from seqboat.tasks.enwik8 import Enwik8TaskConfig
 from seqboat.text.scoring import CHUNK, score, total
-from seqboat.training.evaluate import load_language_model
 
 COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {
     "gzip -9": lambda data: gzip.compress(data, 9),
@@ -47,7 +47,7 @@ def compress_row(name: str, data: bytes) -> dict[str, Any]:
 
 def model_row(run: str, text: NDArray[np.uint8]) -> dict[str, Any]:
     """How many bits a model needs for the text."""
-    model, _ = load_language_model(run)
+    model = Run(run).language_model
 
     def chunks() -> Iterator[NDArray[np.uint8]]:
         for begin in range(0, len(text), CHUNK):

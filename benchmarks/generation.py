@@ -22,9 +22,9 @@ import torch
 from seqboat.core.state import state_bytes
 from seqboat.models.backbone import LanguageModel
 from seqboat.recipes import RECIPES
+from seqboat.runs import Run
 from seqboat.text.generate import SamplingConfig, stream
 from seqboat.text.session import CHUNK, read, start
-from seqboat.training.evaluate import load_language_model
 
 MB = 1e6
 SETTLED = 2000
@@ -100,7 +100,7 @@ def main() -> None:
         assert isinstance(built, LanguageModel)
         model = built.eval()
     else:
-        model, _ = load_language_model(options.run)
+        model = Run(options.run).language_model
     figures = measure_text(model, options.new_bytes)
     figures |= measure_prompt(model, options.prompt_bytes, options.whole_bytes)
     if options.json:

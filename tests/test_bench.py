@@ -28,8 +28,8 @@ from seqboat.bench.setting import MODES, PRESETS, LayerSetting, Mode, sweep
 from seqboat.cli import main
 from seqboat.core.routers import TemperedSoftmax, activation
 from seqboat.mixers import SeqBoat
+from seqboat.runs import Run
 from seqboat.tasks import TASKS
-from seqboat.training.evaluate import find_checkpoint
 from seqboat.training.loop import train
 from seqboat.training.metrics import iterate_metrics
 from small_runs import Spy, ToyConfig, small_run
@@ -204,7 +204,7 @@ def test_the_rate_of_a_run(
     monkeypatch.setitem(TASKS, "toy", ToyConfig)
     train(small_run(schedule={"steps": 12}, evaluation={"every": 6}), tmp_path / "run", display=Spy())
     rates = recorded_activation(tmp_path / "run")
-    checkpoint = find_checkpoint(tmp_path / "run")
+    checkpoint = Run(tmp_path / "run")
     scored = [r for r in iterate_metrics(tmp_path / "run" / "metrics.jsonl") if r["split"] == "val"]
     assert [r["step"] for r in scored] == [6, 12]
     assert rates == next(r["activation"] for r in scored if r["step"] == checkpoint.step)

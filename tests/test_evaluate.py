@@ -20,6 +20,7 @@ from seqboat.cli import main
 from seqboat.core.routers import AlwaysActiveConfig
 from seqboat.core.sma import Routing
 from seqboat.models.backbone import LanguageModel
+from seqboat.runs import Run
 from seqboat.tasks import TASKS
 from seqboat.tasks.base import Batch, Task
 from seqboat.training.checkpoint import MODEL, CheckpointError, Store
@@ -30,10 +31,6 @@ from seqboat.training.evaluate import (
     Windows,
     activation_sums,
     evaluate,
-    evaluate_run,
-    find_checkpoint,
-    load_language_model,
-    load_model,
     rates,
     stream_parts,
 )
@@ -206,7 +203,7 @@ def test_readings_are_checked(make: Any, message: str) -> None:
 
 def test_modes_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = str(write_lm_run(tmp_path))
-    tokens = len(load_language_model(run)[1].build_task().text("val")) - 1
+    tokens = len(Run(run).config.build_task().text("val")) - 1
     results = []
     for mode in (["stream", "--chunk", "7"], ["stream"], ["windows", "--window", "40", "--context", "30"]):
         assert main(["eval", run, "--split", "val", "--mode", *mode, "--json"]) == 0
@@ -226,9 +223,9 @@ def test_a_run_of_another_kind_is_no_language_model(run: Path) -> None:
     with pytest.raises(
         ValueError, match="run must be the run of a language model of bytes, got a classifier"
     ):
-        load_language_model(run)
+        _ = Run(run).language_model
     with pytest.raises(ValueError, match="the task toy is not one long text"):
-        evaluate_run(run, reading=Streaming())
+        Run(run).evaluate(reading=Streaming())
 
 
 # activation
@@ -245,20 +242,20 @@ def test_activation_counts_real_tokens_of_both_sequences() -> None:
 
 
 def test_models_come_back(run: Path) -> None:
-    model, config = load_model(run)
+    model, config = Run(run).model, Run(run).config
     assert config == small_run(schedule={"steps": 8}, evaluation={"every": 4}) and not model.training
     best = Store(run).best()
     assert best is not None and same_tensors(dict(model.state_dict()), best.tensors(MODEL))
-    latest, _ = load_model(run, which="latest")
-    named, _ = load_model(run / "step-8")
+    latest = Run(run, which="latest").model
+    named = Run(run / "step-8").model
     assert same_tensors(dict(latest.state_dict()), dict(named.state_dict()))
-    assert find_checkpoint(run / "step-8").step == 8
+    assert Run(run / "step-8").step == 8
 
 
 def test_a_run_scores_as_it_did_in_training(run: Path) -> None:
     recorded = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     last = [r for r in recorded if r["split"] == "val"][-1]
-    again = evaluate_run(run / "step-8", "val")
+    again = Run(run / "step-8").evaluate("val")
     assert again["accuracy"] == last["accuracy"]
     assert again["loss"] == pytest.approx(last["loss"], rel=1e-6)
     assert again["activation"] == last["activation"] and again["step"] == 8
@@ -266,9 +263,9 @@ def test_a_run_scores_as_it_did_in_training(run: Path) -> None:
 
 def test_what_is_no_run_is_named(tmp_path: Path, run: Path) -> None:
     with pytest.raises(ValueError, match="nowhere is not the folder of a run"):
-        load_model(tmp_path / "nowhere")
+        _ = Run(tmp_path / "nowhere").model
     with pytest.raises(ValueError, match="holds no whole checkpoint"):
-        load_model(tmp_path)
+        _ = Run(tmp_path).model
 
 
 def test_a_damaged_checkpoint_is_not_scored(run: Path, tmp_path: Path) -> None:
@@ -280,7 +277,7 @@ def test_a_damaged_checkpoint_is_not_scored(run: Path, tmp_path: Path) -> None:
     data[-1] ^= 1
     (copy / MODEL).write_bytes(bytes(data))
     with pytest.raises(CheckpointError, match="does not match its sha256"):
-        load_model(copy)
+        _ = Run(copy).model
 
 
 def test_devices_are_checked() -> None:

@@ -25,10 +25,10 @@ from seqboat.mixers.attention.transformer import TransformerConfig
 from seqboat.mixers.seqboat.gau import GAUConfig
 from seqboat.reference import under
 from seqboat.report.explain import explain, render, subject
+from seqboat.runs import Run
 from seqboat.tasks import ListOpsTaskConfig, PathfinderTaskConfig, SpeechTaskConfig
 from seqboat.tasks.prepare import prepare
 from seqboat.tasks.synthetic.listops import decode
-from seqboat.training.evaluate import load_model
 from small_runs import ToyConfig, register, small_run
 
 ANSI = re.compile(r"\033\[[0-9;]*m")
@@ -121,7 +121,7 @@ def test_colours_only_where_they_are_wanted(monkeypatch: Any) -> None:
 def test_the_record_of_a_language_model(tmp_path: Path, capsys: Any) -> None:
     run = write_lm_run(tmp_path)
     record = json.loads(out(capsys, str(run), "--text", "Ein Text", "--json", "--layer", "2"))
-    model, _ = load_model(run)
+    model = Run(run).model
     with torch.no_grad():
         output = model(torch.tensor([list(b"Ein Text")]))
     probs = torch.softmax(output.logits[0], dim=-1)

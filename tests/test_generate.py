@@ -28,6 +28,7 @@ from seqboat.mixers import MegaConfig, SeqBoatConfig, TransformerConfig
 from seqboat.mixers.seqboat.gau import GAUConfig
 from seqboat.mixers.ssm.ema import EMAConfig
 from seqboat.models.backbone import BackboneConfig, BackboneState, LanguageModel, LanguageModelOutput
+from seqboat.runs import Run
 from seqboat.tasks.synthetic.listops import ListOpsTaskConfig
 from seqboat.text.generate import (
     Chooser,
@@ -41,7 +42,6 @@ from seqboat.text.generate import (
     unfinished,
 )
 from seqboat.text.session import _spell, advance, load_session, read, save_session, start
-from seqboat.training.evaluate import load_language_model
 
 ROOT = Path(__file__).parents[1]
 GREEDY = SamplingConfig(greedy=True)
@@ -578,7 +578,7 @@ def give(monkeypatch: pytest.MonkeyPatch, data: bytes) -> None:
 def test_text_from_the_command_line(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, _ = load_language_model(run)
+    model = Run(run).language_model
     (want,) = generate(
         model, "schön", max_new_bytes=50, sampling=SamplingConfig(seed=5, top_k=40, temperature=0.7)
     )
@@ -598,7 +598,7 @@ def test_text_from_the_command_line(
 
 
 def test_options_that_shape_the_draw(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model, _ = load_language_model(run)
+    model = Run(run).language_model
     base = ["generate", str(run), "--prompt", "schön", "--max-new-bytes", "50", "--seed", "5"]
     found = []
     for words, fields in (
@@ -615,7 +615,7 @@ def test_options_that_shape_the_draw(run: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_a_document_goes_on_later(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model, _ = load_language_model(run)
+    model = Run(run).language_model
     (want,) = generate(model, "Zeilen", max_new_bytes=60, sampling=GREEDY)
     state = str(tmp_path / "state")
     base = ["generate", str(run), "--greedy", "--max-new-bytes", "20"]
@@ -652,8 +652,8 @@ def test_what_cannot_be_generated(
     text = run.parent / "text.txt"
     other = write_lm_run(tmp_path / "b", seed=1)
     states = [tmp_path / "one", tmp_path / "two", tmp_path / "none"]
-    model, _ = load_language_model(run)
-    save_session(states[0], start(load_language_model(other)[0]), load_language_model(other)[0])
+    model = Run(run).language_model
+    save_session(states[0], start(Run(other).language_model), Run(other).language_model)
     save_session(states[1], start(model, 2), model)
     causal = lm_config(text)
     mixer: Any = dataclasses.replace(causal.model.mixer, causal=False)  # type: ignore[type-var]

@@ -20,9 +20,9 @@ from transformers.utils import logging
 
 from seqboat.cli import main
 from seqboat.hf import SeqBoatForCausalLM
+from seqboat.runs import Run
 from seqboat.tasks import TASKS
 from seqboat.tasks.files import ClassifyTaskConfig, LMTextTaskConfig
-from seqboat.training.evaluate import load_model
 from seqboat.training.loop import train
 from small_runs import Spy, ToyConfig, small_run
 
@@ -66,7 +66,7 @@ def test_a_language_model(folder: Path, tmp_path: Path, capsys: pytest.CaptureFi
     printed = capsys.readouterr()
     assert f"{out}: SeqBoatForCausalLM" in printed.out and "tokenizer: bytes" in printed.out
     assert printed.err == ""
-    core, _ = load_model(folder / "lm")
+    core = Run(folder / "lm").model
     model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
     assert not model.training and model.dtype == torch.float32
     ids = torch.tensor([list(b"The history of the boat")])
@@ -84,7 +84,7 @@ def test_a_language_model(folder: Path, tmp_path: Path, capsys: pytest.CaptureFi
 def test_a_classifier_knows_its_labels(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "a" / "exported"
     assert main(["export-hf", str(folder / "classify"), str(out), "--which", "latest"]) == 0
-    core, _ = load_model(folder / "classify", "latest")
+    core = Run(folder / "classify", "latest").model
     model, tokenizer = (
         AutoModelForSequenceClassification.from_pretrained(out),
         AutoTokenizer.from_pretrained(out),
@@ -117,7 +117,7 @@ def test_ids_that_are_no_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "no tokenizer" in capsys.readouterr().out
     assert not (tmp_path / "out" / "tokenizer.json").exists()
     assert "There is no tokenizer" in (tmp_path / "out" / "README.md").read_text()
-    core, _ = load_model(tmp_path / "run")
+    core = Run(tmp_path / "run").model
     ids = torch.tensor([[1, 2, 3, 7]])
     model = SeqBoatForCausalLM.from_pretrained(tmp_path / "out")
     torch.testing.assert_close(model(ids).logits, core(ids).logits, atol=1e-6, rtol=0)

@@ -15,7 +15,8 @@ from lm_runs import write_lm_run, write_run
 from seqboat.analysis.interventions import THRESHOLDS, intervene
 from seqboat.cli import main
 from seqboat.core.budget import override_activation
-from seqboat.training.evaluate import evaluate, load_model
+from seqboat.runs import Run
+from seqboat.training.evaluate import evaluate
 from seqboat.training.parallel import World
 from small_runs import ToyConfig, register, small_run
 
@@ -45,7 +46,7 @@ def test_every_setting_is_what_was_forced(tmp_path: Path) -> None:
         "threshold 0.6": [(None, {"threshold": 0.6})],
     }
     assert list(found) == list(forced)
-    model, config = load_model(run)
+    model, config = Run(run).model, Run(run).config
     world = World(0, 1, torch.device("cpu"))
     for name, overrides in forced.items():
         layers, decisions = overrides[0] if overrides else (None, {})

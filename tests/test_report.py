@@ -34,7 +34,7 @@ from seqboat.report.compare import collect_comparison, short_names
 from seqboat.report.page import element, visible
 from seqboat.report.run import Collected, collect, describe_run, report_page, thin
 from seqboat.report.samples import PAGE_BYTES, Sample, pack_sample, pack_samples, sight_of, spell_bytes
-from seqboat.shipped import find_run
+from seqboat.runs import find_run
 from seqboat.tasks import TASKS
 from seqboat.tasks.base import Dataset, Example, Kind, Split, Task
 from small_runs import ToyConfig, register, small_run

@@ -23,6 +23,7 @@ from seqboat.paper.reproduce import Job, collect, estimate, observe, plan, run_j
 from seqboat.paper.results import add_records, read_records
 from seqboat.paper.targets import READ_LISTOPS, TARGETS, Target, Trial
 from seqboat.recipes import RECIPES
+from seqboat.runs import Run
 from seqboat.tasks import TASKS
 from seqboat.training.config import RunConfig, override
 from small_runs import Spy, Toy, ToyConfig, small_run
@@ -177,7 +178,7 @@ def test_a_score_is_kept_until_the_run_changes(
     job = plan(target, "small", tmp_path)[2]
     run_job(job, Spy())
     first = collect(job)
-    monkeypatch.setattr(reproduce, "evaluate_run", lambda *a, **k: pytest.fail("scored twice"))
+    monkeypatch.setattr(Run, "evaluate", lambda *a, **k: pytest.fail("scored twice"))
     assert collect(job) == first
     kept = job.folder / reproduce.TEST
     kept.write_text(json.dumps({**json.loads(kept.read_text()), "step": 1}))

@@ -17,9 +17,10 @@ from lm_runs import TEXT, lm_config, with_task, write_lm_run, write_run
 from seqboat.cli import main
 from seqboat.mixers import TransformerConfig
 from seqboat.models.backbone import BackboneConfig, LanguageModel
+from seqboat.runs import Run
 from seqboat.tasks.synthetic.recall import RecallTaskConfig
 from seqboat.text.scoring import read_chunks, score, total
-from seqboat.training.evaluate import Streaming, evaluate, load_language_model
+from seqboat.training.evaluate import Streaming, evaluate
 from seqboat.training.parallel import World
 
 DATA = TEXT.encode()[:300]
@@ -32,7 +33,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def model(run: Path) -> LanguageModel:
-    return load_language_model(run)[0].double()
+    return Run(run).language_model.double()
 
 
 def array(data: bytes) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -72,7 +73,7 @@ def test_bits_are_lengths_of_a_code(model: LanguageModel) -> None:
 
 
 def test_a_text_costs_what_evaluation_says(run: Path) -> None:
-    model, config = load_language_model(run)
+    model, config = Run(run).language_model, Run(run).config
     task = config.build_task()
     text = task.text("test")
     world = World(0, 1, torch.device("cpu"))
@@ -112,7 +113,7 @@ def test_files_are_scored_one_by_one(run: Path, tmp_path: Path, capsys: pytest.C
     captured = capsys.readouterr()
     assert captured.err == ""
     first, second, third = lines(captured.out)
-    model = load_language_model(run)[0]
+    model = Run(run).language_model
     want = total(score(model, [array(DATA)]))
     assert first["file"] == str(one) and first["bytes"] == 300
     assert first["bits"] == pytest.approx(want.bits) and first["bits_per_byte"] == pytest.approx(

@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from lm_runs import lm_config, write_lm_run, write_run
-from seqboat import shipped
+from seqboat import runs
 from seqboat.cli import main
-from seqboat.shipped import find_run, pack_run, shipped_models
+from seqboat.runs import Run, find_run, shipped_models
 from seqboat.text.generate import SamplingConfig, generate
 from seqboat.training.checkpoint import MODEL, CheckpointError, Store
-from seqboat.training.evaluate import evaluate_run, load_language_model
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +23,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_a_packed_run_is_a_run(run: Path, tmp_path: Path, dtype: torch.dtype) -> None:
-    folder = pack_run(run, tmp_path / "small", dtype=dtype, card="A toy.\n")
+    folder = Run(run).pack(tmp_path / "small", dtype=dtype, card="A toy.\n")
     stored = Store(folder).best()
     assert stored is not None and {t.dtype for t in stored.tensors(MODEL).values()} == {dtype}
     assert {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} == {
@@ -35,28 +34,28 @@ def test_a_packed_run_is_a_run(run: Path, tmp_path: Path, dtype: torch.dtype) ->
         "step-1/state.json",
     }
     assert (folder / "step-1" / MODEL).stat().st_mode & 0o777 == 0o644
-    one, config = load_language_model(run)
-    two, same = load_language_model(folder)
+    one, config = Run(run).language_model, Run(run).config
+    two, same = Run(folder).language_model, Run(folder).config
     assert same == config and two.backbone.embedding.weight.dtype == torch.float32
     tokens = torch.arange(100)[None]
     # eight bits of precision are left of weights in bfloat16
     spare = 0.0 if dtype == torch.float32 else 0.05
     torch.testing.assert_close(one(tokens).logits, two(tokens).logits, atol=spare, rtol=spare)
-    assert evaluate_run(folder)["bits"] == pytest.approx(evaluate_run(run)["bits"], rel=0.01)
+    assert Run(folder).evaluate()["bits"] == pytest.approx(Run(run).evaluate()["bits"], rel=0.01)
 
 
 def test_what_is_refused(run: Path, tmp_path: Path) -> None:
-    folder = pack_run(run, tmp_path / "small")
+    folder = Run(run).pack(tmp_path / "small")
     with pytest.raises(ValueError, match="small must be empty or not exist"):
-        pack_run(run, folder)
+        Run(run).pack(folder)
     weights = folder / "step-1" / MODEL
     damaged = bytearray(weights.read_bytes())
     damaged[-1] ^= 1
     weights.write_bytes(damaged)
     with pytest.raises(CheckpointError, match=r"model.safetensors does not match its sha256"):
-        load_language_model(folder / "step-1")
+        _ = Run(folder / "step-1").language_model
     large = write_run(tmp_path / "large", lm_config(run.parent / "text.txt"))
-    model, _ = load_language_model(large)
+    model = Run(large).language_model
     with torch.no_grad():
         model.backbone.embedding.weight[0, 0] = 1e6
     best = Store(large).best()
@@ -65,22 +64,22 @@ def test_what_is_refused(run: Path, tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"embedding.weight does not fit into torch.float16: .* up to 1e\+06"
     ):
-        pack_run(large, tmp_path / "packed")
+        Run(large).pack(tmp_path / "packed")
     assert not (tmp_path / "packed").exists()
 
 
 def test_the_package_s_own_model_is_the_default(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shipped, "MODELS", tmp_path / "models")
+    monkeypatch.setattr(runs, "MODELS", tmp_path / "models")
     assert shipped_models() == {}
     assert main(["generate", "--prompt", "a"]) == 2
-    assert "name the folder of a run: no model comes with this installation" in capsys.readouterr().err
-    folder = pack_run(run, tmp_path / "models" / "toy")
+    assert "name the folder of a run: this installation comes without a model" in capsys.readouterr().err
+    folder = Run(run).pack(tmp_path / "models" / "toy")
     assert shipped_models() == {"toy": folder}
     assert find_run(None) == find_run("toy") == folder and find_run(str(run)) == run
     (want,) = generate(
-        load_language_model(folder)[0], "a", max_new_bytes=20, sampling=SamplingConfig(greedy=True)
+        Run(folder).language_model, "a", max_new_bytes=20, sampling=SamplingConfig(greedy=True)
     )
     for named in ([], ["toy"]):
         assert main(["generate", *named, "--prompt", "a", "--max-new-bytes", "20", "--greedy"]) == 0
@@ -98,6 +97,6 @@ def test_the_package_s_own_model_is_the_default(
 
 def test_models_of_the_package_are_whole() -> None:
     for folder in shipped_models().values():
-        load_language_model(folder)
+        assert Run(folder).shipped and not Run(folder).language_model.training
         assert (folder / "README.md").is_file()
         assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) <= 4e6

@@ -23,8 +23,9 @@ import torch
 from seqboat.analysis.traces import Site, sites
 from seqboat.checks import require
 from seqboat.core.budget import Override, overridden
+from seqboat.runs import Run
 from seqboat.tasks.base import Split
-from seqboat.training.evaluate import evaluate, find_checkpoint, load_model, task_of
+from seqboat.training.evaluate import evaluate
 from seqboat.training.parallel import World
 
 THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -125,9 +126,8 @@ def intervene(
     Returns:
         The outcomes, the name of the task's metric, and the number of examples.
     """
-    checkpoint = find_checkpoint(run, which)
-    model, config = load_model(checkpoint.path)
-    task = task_of(checkpoint, config, fields)
+    source = Run(run, which, fields)
+    model, config, task = source.model, source.config, source.task
     world = World(0, 1, device or torch.device("cpu"))
     model.to(world.device)
     found = sites(model)

@@ -40,10 +40,10 @@ from seqboat.analysis.traces import (
     to_array,
 )
 from seqboat.checks import require
+from seqboat.runs import Run
 from seqboat.tasks.base import IGNORE, Split, apply_model
 from seqboat.training.evaluate import Windows, evaluation_parts
 from seqboat.training.loader import batches
-from seqboat.training.metrics import iterate_metrics
 from seqboat.training.parallel import World
 
 BINS = 20
@@ -400,10 +400,7 @@ def measure_run(
 
 def activation_curve(run: Path | str) -> list[dict[str, Any]]:
     """Activation rates along training, from metrics.jsonl of a run: all evaluations, and training thinned out."""
-    path = Path(run) / "metrics.jsonl"
-    if not path.is_file():
-        return []  # a checkpoint that was packed or named itself has no record
-    lines = [record for record in iterate_metrics(path) if isinstance(record.get("activation"), list)]
+    lines = [record for record in Run(run).metrics if isinstance(record.get("activation"), list)]
     train = [record for record in lines if record.get("split") == "train"]
     every = max(1, -(-len(train) // CURVE_POINTS))
     kept = {id(record) for record in train[every - 1 :: every]}

@@ -29,9 +29,10 @@ from seqboat.mixers.seqboat.gau import GAU
 from seqboat.mixers.seqboat.layer import SeqBoat
 from seqboat.mixers.ssm.base import DiagonalSSM
 from seqboat.models.cost import linear_flops
+from seqboat.runs import Run
 from seqboat.tasks.base import IGNORE, Batch, Dataset, Kind, Split, Task, apply_model, draw_subset
 from seqboat.training.config import RunConfig
-from seqboat.training.evaluate import Windows, cut_text, find_checkpoint, load_model, task_of
+from seqboat.training.evaluate import Windows, cut_text
 
 RANKED = 5
 """Next tokens of a language model that a trace keeps; of a classifier it keeps all classes."""
@@ -76,12 +77,11 @@ def load_examples(
         fields: changes of the data, as arguments `--data.x=value`.
         reading: cut a long text into windows with context instead of as the task does.
     """
-    checkpoint = find_checkpoint(run, which)
-    model, config = load_model(checkpoint.path)
-    task = task_of(checkpoint, config, fields)
+    source = Run(run, which, fields)
+    task = source.task
     task.check_split(split)
     dataset = task.dataset(split) if reading is None else cut_text(task.text(split), reading)
-    return Examples(model, config, task, draw_subset(dataset, limit), checkpoint.step)
+    return Examples(source.model, source.config, task, draw_subset(dataset, limit), source.step)
 
 
 class Site(NamedTuple):

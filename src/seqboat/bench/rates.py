@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from seqboat.checks import require
 from seqboat.core.routers import AlwaysActive, Router
 from seqboat.core.sma import Routing
-from seqboat.training.evaluate import find_checkpoint
-from seqboat.training.metrics import iterate_metrics
+from seqboat.runs import Run
 
 
 class ForcedRate(Router):
@@ -71,10 +70,10 @@ def recorded_activation(run: Path | str) -> list[float]:
     Args:
         run: the folder of a run, or one checkpoint (step-N) in it.
     """
-    checkpoint = find_checkpoint(run)
+    source = Run(run)
     found: list[float] = []
-    for record in iterate_metrics(checkpoint.path.parent / "metrics.jsonl"):
-        if record["split"] not in ("train", "skipped") and record["step"] <= checkpoint.step:
+    for record in source.metrics:
+        if record["split"] not in ("train", "skipped") and record["step"] <= source.step:
             found = [rate for rate in record["activation"] if rate is not None]
     require(len(found) > 0, f"{run} has no measured activation: no router, or never evaluated")
     return found

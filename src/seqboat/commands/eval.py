@@ -55,9 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
-    from seqboat.shipped import find_run
+    from seqboat.runs import Run
     from seqboat.training.display import metric_text, rate_text
-    from seqboat.training.evaluate import evaluate_run
     from seqboat.training.parallel import choose_device
 
     for name in ("batch_size", "limit"):
@@ -66,17 +65,16 @@ def run(options: argparse.Namespace) -> int:
             raise ValueError(f"--{name.replace('_', '-')} must be an integer >= 1, got {value}")
     reading = make_reading(options)
     control = read_control(options)
-    result = evaluate_run(
-        find_run(options.run),
+    fields = [*([f"--data.data_dir={options.data_dir}"] if options.data_dir else []), *options.fields]
+    device = choose_device(options.device, what="--device")
+    result = Run(options.run, options.which, fields).evaluate(
         options.split,
-        options.which,
-        options.batch_size,
-        options.limit,
-        [*([f"--data.data_dir={options.data_dir}"] if options.data_dir else []), *options.fields],
-        show_progress if sys.stderr.isatty() else None,
-        reading,
-        choose_device(options.device, what="--device"),
-        None if control is None else control.applied,
+        batch_size=options.batch_size,
+        limit=options.limit,
+        progress=show_progress if sys.stderr.isatty() else None,
+        reading=reading,
+        device=device,
+        control=None if control is None else control.applied,
     )
     if control is not None:
         result["control"] = control.record()

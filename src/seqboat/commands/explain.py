@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
     from seqboat.checks import check_output
     from seqboat.report.explain import as_record, explain, longest, render, subject
     from seqboat.report.page import finite
-    from seqboat.shipped import find_run
+    from seqboat.runs import find_run
 
     folder = find_run(options.run)
     if options.html is not None:

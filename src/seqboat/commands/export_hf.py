@@ -25,11 +25,10 @@ def run(options: argparse.Namespace) -> int:
     from transformers.utils import logging
 
     from seqboat.hf.export import export_run
-    from seqboat.shipped import find_run
 
     logging.disable_progress_bar()
     try:
-        done = export_run(find_run(options.run), options.folder, options.which)
+        done = export_run(options.run, options.folder, options.which)
     except CheckpointError as error:
         raise ValueError(str(error)) from error
     count = sum(parameter.numel() for parameter in done.model.parameters())

@@ -74,17 +74,15 @@ def run(options: argparse.Namespace) -> int:
     stops = [os.fsencode(stop) for stop in options.stop]
     prompt = read_prompt(options)
 
-    from seqboat.shipped import find_run
+    from seqboat.runs import Run
     from seqboat.text.generate import stream
     from seqboat.text.session import CHUNK, check_state_path, load_session, save_session
-    from seqboat.training.evaluate import load_language_model
     from seqboat.training.parallel import choose_device
 
     device = choose_device(options.device, what="--device")
     if options.save_state is not None:
         check_state_path(Path(options.save_state))
-    model, _ = load_language_model(find_run(options.run), options.which)
-    model.to(device)
+    model = Run(options.run, options.which).language_model.to(device)
     session = None if options.load_state is None else load_session(options.load_state, model)
     if session is not None and session.batch != 1:
         raise ValueError(f"{options.load_state} holds {session.batch} texts, expected 1")

@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
 
     from seqboat.analysis.interventions import THRESHOLDS, intervene
     from seqboat.report.page import finite
-    from seqboat.shipped import find_run
+    from seqboat.runs import find_run
     from seqboat.training.parallel import choose_device
 
     folder = find_run(options.run)

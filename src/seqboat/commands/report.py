@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
     from seqboat.report.compare import collect_comparison, comparison_page
     from seqboat.report.page import finite
     from seqboat.report.run import collect, report_page
-    from seqboat.shipped import find_run
+    from seqboat.runs import find_run
     from seqboat.training.parallel import choose_device
 
     if options.samples is not None and options.samples < 0:
@@ -111,7 +111,7 @@ def run(options: argparse.Namespace) -> int:
 def default_page(runs: list[Path]) -> Path:
     """Beside the run; here if there are several, or if the run came with the package."""
     from seqboat.report.run import folder_of
-    from seqboat.shipped import MODELS
+    from seqboat.runs import MODELS
 
     if len(runs) > 1:
         return Path("compare.html")

@@ -38,9 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
-    from seqboat.shipped import find_run
+    from seqboat.runs import Run
     from seqboat.text.scoring import CHUNK, read_chunks, score, total
-    from seqboat.training.evaluate import load_language_model
     from seqboat.training.parallel import choose_device
 
     if options.chunk is not None and options.chunk < 1:
@@ -51,8 +50,7 @@ def run(options: argparse.Namespace) -> int:
     if options.files.count("-") > 1:
         raise ValueError("standard input (-) can be read only once")
     device = choose_device(options.device, what="--device")
-    model, _ = load_language_model(find_run(options.run), options.which)
-    model.to(device)
+    model = Run(options.run, options.which).language_model.to(device)
     for name in options.files:
         with sys.stdin.buffer if name == "-" else open(name, "rb") as file:
             parts: Iterable[Scores] = score(model, read_chunks(file, options.chunk or CHUNK))

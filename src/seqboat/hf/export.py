@@ -15,13 +15,10 @@ from seqboat.hf.configuration import SeqBoatConfig
 from seqboat.hf.model import SeqBoatForCausalLM, SeqBoatForSequenceClassification, SeqBoatPreTrainedModel
 from seqboat.hf.tokenizer import PAD, byte_tokenizer
 from seqboat.models.backbone import BackboneConfig, Classifier, LanguageModel, MixerConfig
+from seqboat.runs import Run
 from seqboat.tasks.files import ClassifyTask
 from seqboat.training.checkpoint import Checkpoint
 from seqboat.training.config import RunConfig, to_dict
-from seqboat.training.evaluate import find_checkpoint, load_model
-
-BYTE_TASKS = ("enwik8", "lmtext", "text", "classify")
-"""Tasks whose token ids are the bytes of UTF-8."""
 
 
 class Exported(NamedTuple):
@@ -69,10 +66,10 @@ def export_run(run: Path | str, folder: Path | str, which: str = "best") -> Expo
     if folder.exists():
         require(folder.is_dir(), f"{folder} is a file: name a folder that does not exist yet")
         require(not any(folder.iterdir()), f"{folder} is not empty: name a folder that does not exist yet")
-    checkpoint = find_checkpoint(run, which)
-    core, config = load_model(checkpoint.path)
+    source = Run(run, which)
+    checkpoint, config, core = source.checkpoint, source.config, source.model
     name = to_dict(config)["task"]["name"]
-    readable = name in BYTE_TASKS
+    readable = source.task.text_bytes
     settings: dict[str, Any] = {"pad_token_id": PAD}
     labels = label_names(config, checkpoint)
     if labels and isinstance(core, Classifier):

@@ -23,12 +23,11 @@ from seqboat.analysis.traces import load_examples, trace
 from seqboat.checks import require
 from seqboat.data.files import write_json
 from seqboat.paper.targets import Bench, Scale, Target, Trial
+from seqboat.runs import Run
 from seqboat.training.checkpoint import Store
 from seqboat.training.config import difference
 from seqboat.training.display import Display
-from seqboat.training.evaluate import evaluate_run
 from seqboat.training.loop import Outcome, train
-from seqboat.training.metrics import iterate_metrics
 
 Part = TypeVar("Part", Trial, Bench)
 
@@ -174,7 +173,7 @@ def collect(job: Job, progress: Callable[[int, int], None] | None = None) -> dic
     """What a finished run showed, as plain data; scores it on held-out data unless that was done before."""
     test = _test_score(job.folder, progress)
     about = _about(job)
-    records = list(iterate_metrics(job.folder / "metrics.jsonl"))
+    records = Run(job.folder).metrics
     config = job.trial.config(job.seed)
     task = config.build_task()
     scored = [r for r in records if r["split"] == config.evaluation.split]
@@ -223,7 +222,7 @@ def _test_score(run: Path, progress: Callable[[int, int], None] | None) -> dict[
         known: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if best is not None and known.get("step") == best.step:
             return known
-    score = evaluate_run(run, "test", progress=progress)
+    score = Run(run).evaluate("test", progress=progress)
     score.pop("run")
     write_json(path, score)
     return score

@@ -27,9 +27,9 @@ from seqboat.report.page import (
     write_page,
 )
 from seqboat.report.run import MODULES, Numbers, describe_run
+from seqboat.runs import Run
 from seqboat.tasks.base import Split
 from seqboat.training.display import rate_text
-from seqboat.training.evaluate import evaluate_run
 
 
 def collect_comparison(
@@ -58,9 +58,7 @@ def collect_comparison(
     for run in runs:
         numbers = describe_run(run, which)
         if split is not None:
-            scored = evaluate_run(
-                run, split, which, limit=limit, fields=fields, progress=progress, device=device
-            )
+            scored = Run(run, which, fields).evaluate(split, limit=limit, progress=progress, device=device)
             numbers["held_out"] = {
                 "split": split,
                 "step": scored["step"],

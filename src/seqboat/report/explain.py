@@ -31,9 +31,9 @@ from seqboat.report.samples import (
     pack_samples,
     spell_tokens,
 )
+from seqboat.runs import Run
 from seqboat.tasks.base import IGNORE, Dataset, Example, Task
 from seqboat.tasks.image import SHADES, draw
-from seqboat.training.evaluate import find_checkpoint, load_model, task_of
 
 LONGEST = 8192
 """Tokens of a text that are read, unless the task's own sequences are longer."""
@@ -76,9 +76,8 @@ def subject(
         which: "best" or "latest".
         fields: changes of the data, as arguments `--data.x=value`.
     """
-    checkpoint = find_checkpoint(run, which)
-    model, config = load_model(checkpoint.path)
-    task = task_of(checkpoint, config, fields)
+    source = Run(run, which, fields)
+    task = source.task
     parts = read(task)
     wanted = 2 if task.kind == "match" else 1
     require(
@@ -92,7 +91,7 @@ def subject(
     if task.kind == "lm":
         target = np.append(parts[0][1:], IGNORE)
     example = Example(parts[0], target, parts[1] if wanted == 2 else None)
-    return Examples(model, config, task, Single(example), checkpoint.step)
+    return Examples(source.model, source.config, task, Single(example), source.step)
 
 
 def longest(task: Task) -> int:

@@ -8,7 +8,6 @@ Section 5 of the paper answers "how much attention is needed?" by looking at act
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from seqboat.analysis.measures import activation_curve, measure
 from seqboat.analysis.traces import load_examples
@@ -37,12 +37,11 @@ from seqboat.report.page import (
     write_page,
 )
 from seqboat.report.samples import PAGE_BYTES, PackedSamples, Sample, collect_samples, explorer, pack_samples
+from seqboat.runs import Run
 from seqboat.tasks.base import Split, Task, draw_subset
-from seqboat.training.checkpoint import MODEL, STATE, Checkpoint
+from seqboat.training.checkpoint import STATE
 from seqboat.training.config import to_dict
 from seqboat.training.display import NO_SCORES
-from seqboat.training.evaluate import find_checkpoint
-from seqboat.training.metrics import iterate_metrics
 
 POINTS = 160
 """Points of a curve; longer ones are averaged in groups of neighbours."""
@@ -63,12 +62,8 @@ def describe_run(run: Path | str, which: str = "best") -> Numbers:
         run: the run's folder, or one checkpoint in it.
         which: "best" or "latest".
     """
-    checkpoint = find_checkpoint(run, which)
-    folder = checkpoint.path.parent
-    config = checkpoint.config()
-    about = _read_json(folder / "run.json")
-    path = folder / "metrics.jsonl"
-    records = list(iterate_metrics(path)) if path.is_file() else []
+    source = Run(run, which)
+    checkpoint, config, about, records = source.checkpoint, source.config, source.about, source.metrics
     task = config.build_task()
     written = datetime.fromtimestamp((checkpoint.path / STATE).stat().st_mtime, UTC)
     return {
@@ -83,7 +78,7 @@ def describe_run(run: Path | str, which: str = "best") -> Numbers:
         "steps": config.schedule.steps,
         "date": written.isoformat(timespec="seconds"),
         "seed": config.seed,
-        "parameters": about.get("parameters") or _count_parameters(checkpoint),
+        "parameters": about.get("parameters") or _count_parameters(source.weights),
         "versions": about.get("versions") or checkpoint.state.get("versions") or {},
         "commit": about.get("commit"),
         "metric": task.metric,
@@ -95,16 +90,8 @@ def describe_run(run: Path | str, which: str = "best") -> Numbers:
     }
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}  # a packed model has none, and a damaged one is not worth a failure
-    return found if isinstance(found, dict) else {}
-
-
-def _count_parameters(checkpoint: Checkpoint) -> int:
-    return sum(part.numel() for part in checkpoint.tensors(MODEL).values() if part.is_floating_point())
+def _count_parameters(weights: Mapping[str, Tensor]) -> int:
+    return sum(part.numel() for part in weights.values() if part.is_floating_point())
 
 
 def flatten(data: Mapping[str, Any], where: str = "") -> dict[str, Any]:

@@ -161,6 +161,10 @@ class Task(ABC):
     """Channels of real-valued inputs."""
     classes: int
     """Number of classes; of a language model, its vocab."""
+    text_bytes: bool = False
+    """Whether token ids are the bytes of UTF-8 text."""
+    own_data: bool = False
+    """Whether it reads files that the user names: there is nothing to prepare."""
     labels: tuple[str, ...] | None = None
     """Names of the classes, where they have any; those of a trained model can be set."""
     max_length: int
@@ -264,7 +268,7 @@ class Task(ABC):
     def modality(self) -> Modality:
         """What a sequence is made of."""
         if self.vocab is not None:
-            return "bytes" if self.vocab == BYTES else "tokens"
+            return "bytes" if self.text_bytes else "tokens"
         return "wave" if self.picture is None else "image"
 
     def token_classes(self, inputs: NDArray[Any]) -> tuple[tuple[str, ...], NDArray[np.int64]]:

@@ -102,6 +102,7 @@ class Enwik8Task(StoredTask):
     name = "enwik8"
     kind = "lm"
     vocab = BYTES
+    text_bytes = True
     classes = BYTES
     metric = "bits"
     better = "lower"

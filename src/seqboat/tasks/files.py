@@ -98,6 +98,8 @@ class ClassifyTask(Task):
     name = "classify"
     kind = "classify"
     vocab = BYTES
+    text_bytes = True
+    own_data = True
 
     def __init__(self, config: ClassifyTaskConfig) -> None:
         require(config.train != "", "train must name a CSV, TSV or JSONL file, got none")
@@ -295,6 +297,8 @@ class LMTextTask(Task):
     name = "lmtext"
     kind = "lm"
     vocab = BYTES
+    text_bytes = True
+    own_data = True
     classes = BYTES
     metric = "bits"
     better = "lower"

@@ -75,6 +75,7 @@ class RetrievalTask(StoredTask):
     name = "retrieval"
     kind = "match"
     vocab = BYTES
+    text_bytes = True
     classes = 2
     labels = ("unrelated", "related")
 

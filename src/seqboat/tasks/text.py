@@ -51,6 +51,7 @@ class TextTask(StoredTask):
     name = "text"
     kind = "classify"
     vocab = BYTES
+    text_bytes = True
     classes = 2
     labels = ("negative", "positive")
 

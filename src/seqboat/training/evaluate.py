@@ -1,12 +1,9 @@
-"""Scoring a model on held-out data, and loading the model of a run."""
+"""Score a model on held-out data."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,11 +14,8 @@ from torch import Tensor, nn
 from seqboat.checks import check_positive, require
 from seqboat.core.sma import Routing
 from seqboat.core.state import map_state
-from seqboat.models.backbone import Classifier, LanguageModel, Matcher
-from seqboat.tasks.base import BYTES, Batch, Dataset, Split, Task, apply_model, draw_subset
+from seqboat.tasks.base import Batch, Dataset, Split, Task, apply_model, draw_subset
 from seqboat.tasks.enwik8 import SegmentDataset
-from seqboat.training.checkpoint import MODEL, Checkpoint, Store, load_model_tensors, verify
-from seqboat.training.config import RunConfig, override, split_arguments
 from seqboat.training.loader import Part, batches, share
 from seqboat.training.parallel import World
 
@@ -227,117 +221,3 @@ class _Head(Dataset):
 
     def lengths(self) -> Any:
         return self.whole.lengths()[: self.size]
-
-
-def find_checkpoint(path: Path | str, which: str = "best") -> Checkpoint:
-    """The best or the newest checkpoint of a run's folder, or the checkpoint that is named itself."""
-    path = Path(path)
-    if not path.is_dir():
-        raise ValueError(f"{path} is not the folder of a run")
-    if path.name.startswith("step-"):
-        return verify(path)
-    store = Store(path)
-    found = store.best() if which == "best" else store.newest()
-    if found is None:
-        raise ValueError(f"{path} holds no whole checkpoint")
-    return found
-
-
-def load_model(run: Path | str, which: str = "best") -> tuple[nn.Module, RunConfig]:
-    """The model of a run, in eval mode on the CPU, and the run's configuration.
-
-    Args:
-        run: the run's folder, or one checkpoint in it.
-        which: "best" or "latest".
-    """
-    checkpoint = find_checkpoint(run, which)
-    config = checkpoint.config()
-    # by what is in the checkpoint, not by the training data, which may be elsewhere
-    model = config.build_model(classes=checkpoint.state["classes"])
-    load_model_tensors(model, checkpoint.tensors(MODEL))
-    return model.eval(), config
-
-
-def load_language_model(run: Path | str, which: str = "best") -> tuple[LanguageModel, RunConfig]:
-    """As `load_model`, for text: refuses a model that is not a language model of bytes."""
-    model, config = load_model(run, which)
-    kind = {Classifier: "a classifier", Matcher: "a matcher of two sequences"}.get(type(model), "")
-    vocab = None if kind else model.backbone.config.vocab  # type: ignore[union-attr]
-    found = kind or f"a language model of {vocab} token ids"
-    if not isinstance(model, LanguageModel) or vocab != BYTES:
-        raise ValueError(f"{run} must be the run of a language model of bytes, got {found}")
-    return model, config
-
-
-def task_of(checkpoint: Checkpoint, config: RunConfig, fields: Sequence[str] = ()) -> Task:
-    """The task that a checkpoint was trained on; `fields` change its data, as arguments `--data.x=value` do."""
-    for name, _ in split_arguments(fields):
-        require(
-            name.startswith(("data.", "task.")), f"only the data can be changed (--data.FIELD), got --{name}"
-        )
-    task = override(config, fields).build_task()
-    # the training data may be elsewhere
-    if labels := checkpoint.state.get("labels"):
-        task.labels = tuple(labels)
-    return task
-
-
-def evaluate_run(
-    run: Path | str,
-    split: Split = "test",
-    which: str = "best",
-    batch_size: int | None = None,
-    limit: int | None = None,
-    fields: Sequence[str] = (),
-    progress: Callable[[int, int], None] | None = None,
-    reading: Windows | Streaming | None = None,
-    device: torch.device | None = None,
-    control: Callable[[nn.Module], AbstractContextManager[None]] | None = None,
-) -> dict[str, Any]:
-    """Score a run's checkpoint; returns what `seqboat eval --json` prints.
-
-    Without `reading` the text of a language model is read as in training: in the segments of the task, or with a
-    carried state in as many rows as the batch has. `fields` change the data, as arguments `--data.x=value` do.
-    `control` may take decisions of the model by hand, while what it returns is open.
-    """
-    checkpoint = find_checkpoint(run, which)
-    model, config = load_model(checkpoint.path)
-    task = task_of(checkpoint, config, fields)
-    usual = config.evaluation.batch_size
-    if isinstance(reading, Streaming):
-        # one row reads the whole text: with more of them each would begin from nothing somewhere in it
-        usual = 1
-    elif reading is not None:
-        # about as many tokens at a time as the run itself evaluates
-        usual = max(1, usual * task.max_length // reading.window)
-    world = World(0, 1, device or torch.device("cpu"))
-    with nullcontext() if control is None else control(model):
-        result = evaluate(
-            model.to(world.device),
-            task,
-            split,
-            world,
-            batch_size=batch_size or usual,
-            limit=limit,
-            carry_state=config.training.carry_state,
-            reading=reading,
-            progress=progress,
-        )
-    read: dict[str, Any] = {}
-    if reading is not None:
-        tokens = len(task.text(split)) - 1
-        read = {
-            "mode": MODES[type(reading)],
-            **dataclasses.asdict(reading),
-            "tokens": min(limit or tokens, tokens),
-        }
-    return {
-        "run": str(run),
-        "recipe": config.recipe,
-        "step": checkpoint.step,
-        "split": split,
-        **read,
-        "examples": result.examples,
-        **result.metrics,
-        "activation": result.activation,
-    }
