@@ -86,6 +86,7 @@ class Show(Task):
     def __init__(self, config: ShowConfig) -> None:
         self.config = config
         self.vocab = 256 if config.modality == "bytes" else None
+        self.text_bytes = config.modality == "bytes"
         self.picture = (6, 8) if config.modality == "image" else None
 
     def dataset(self, split: Split) -> Dataset:

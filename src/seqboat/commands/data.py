@@ -173,8 +173,8 @@ def _show(options: argparse.Namespace) -> int:
     from seqboat.tasks.stored import StoredTaskConfig
 
     config = TASKS.get(options.task)
-    if config is None or config().build().own_data:
-        known = [name for name, make in TASKS.items() if not make().build().own_data]
+    if config is None or getattr(config, "own_data", False):
+        known = [name for name, make in TASKS.items() if not getattr(make, "own_data", False)]
         raise ValueError(f"no task {options.task!r} to show: there are {', '.join(known)}")
     where = {"data_dir": options.data_dir} if issubclass(config, StoredTaskConfig) else {}
     task = config(**where).build()

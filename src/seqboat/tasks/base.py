@@ -144,7 +144,11 @@ class Dataset(ABC):
 
 
 class TaskConfig(Protocol):
-    """A task's settings: a frozen dataclass of plain values beside the task."""
+    """A task's settings: a frozen dataclass of plain values beside the task.
+
+    Settings of a task that reads the user's own files, so that there is nothing to prepare, also have a class variable
+    `own_data = True`.
+    """
 
     def build(self) -> Task: ...
 
@@ -163,8 +167,6 @@ class Task(ABC):
     """Number of classes; of a language model, its vocab."""
     text_bytes: bool = False
     """Whether token ids are the bytes of UTF-8 text."""
-    own_data: bool = False
-    """Whether it reads files that the user names: there is nothing to prepare."""
     labels: tuple[str, ...] | None = None
     """Names of the classes, where they have any; those of a trained model can be set."""
     max_length: int

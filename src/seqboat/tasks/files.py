@@ -17,7 +17,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +47,8 @@ class Row(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class ClassifyTaskConfig:
     """A class for each text of a table."""
+
+    own_data: ClassVar[bool] = True
 
     train: str = ""
     """CSV, TSV or JSONL file with a column of texts and a column of labels; may be compressed."""
@@ -99,7 +101,6 @@ class ClassifyTask(Task):
     kind = "classify"
     vocab = BYTES
     text_bytes = True
-    own_data = True
 
     def __init__(self, config: ClassifyTaskConfig) -> None:
         require(config.train != "", "train must name a CSV, TSV or JSONL file, got none")
@@ -272,6 +273,8 @@ def _json_rows(name: str, content: bytes, text_column: str, label_column: str, s
 class LMTextTaskConfig:
     """The next byte of text files."""
 
+    own_data: ClassVar[bool] = True
+
     text: tuple[str, ...] = ()
     """Files, folders or patterns such as notes/*.txt; folders are searched for .txt and .md files."""
     segment: int = 1024
@@ -298,7 +301,6 @@ class LMTextTask(Task):
     kind = "lm"
     vocab = BYTES
     text_bytes = True
-    own_data = True
     classes = BYTES
     metric = "bits"
     better = "lower"
