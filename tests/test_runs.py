@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -15,7 +16,6 @@ from safetensors.torch import load_file, save_file
 
 from seqboat.runs import Run
 from seqboat.tasks import TASKS
-from seqboat.training import checkpoint as ck
 from seqboat.training.checkpoint import MODEL, STATE, CheckpointError, Store
 from seqboat.training.loop import train
 from small_runs import Spy, ToyConfig, small_run
@@ -40,8 +40,10 @@ def reseal(step: Path, **changes: object) -> None:
     """Change the state of a checkpoint and make its hashes fit again, as somebody who means harm would."""
     state = json.loads((step / STATE).read_text()) | changes
     del state["sha256"]
-    state["files"] = {name: ck.sha256(step / name) for name in state["files"]}
-    (step / STATE).write_text(ck._seal(state))
+    state["files"] = {name: hashlib.sha256((step / name).read_bytes()).hexdigest() for name in state["files"]}
+    plain = json.dumps(state, indent=1, sort_keys=True)
+    sealed = state | {"sha256": hashlib.sha256(plain.encode()).hexdigest()}
+    (step / STATE).write_text(json.dumps(sealed, indent=1, sort_keys=True) + "\n")
 
 
 def test_everything_comes_from_one_checkpoint(run: Path) -> None:

@@ -146,8 +146,8 @@ class Dataset(ABC):
 class TaskConfig(Protocol):
     """A task's settings: a frozen dataclass of plain values beside the task.
 
-    Settings of a task that reads the user's own files, so that there is nothing to prepare, also have a class variable
-    `own_data = True`.
+    A task that reads the user's own files, so that there is nothing to prepare, says so in a class variable of its
+    settings: `own_data = True`.
     """
 
     def build(self) -> Task: ...
