@@ -22,14 +22,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqboat.checks import require
-from seqboat.core.nn import rotate
 from seqboat.core.padding import zero_padding
 from seqboat.core.sma import Routing, compress, extract
 from seqboat.mixers.base import MixerOutput
 from seqboat.mixers.seqboat.gau import GAU
 from seqboat.mixers.seqboat.layer import SeqBoat, SeqBoatConfig, SeqBoatState
+from seqboat.mixers.seqboat.spans import MemorySpan
 from seqboat.mixers.ssm.ema import EMA
-from seqboat.ops.attention import HIDDEN, attention_weights
+from seqboat.ops.functions import HIDDEN
 
 
 class Published(SeqBoat):
@@ -39,7 +39,7 @@ class Published(SeqBoat):
         super().__init__(d_model, config)
         unit = self.sma.units["gau"]
         require(
-            isinstance(self.ssm, EMA) and isinstance(unit, GAU) and unit.config.span == "memory",
+            isinstance(self.ssm, EMA) and isinstance(unit, GAU) and isinstance(unit.span, MemorySpan),
             "the published layer is MD-EMA with a working memory: ssm must be an EMAConfig and gau.span 'memory'",
         )
         assert isinstance(unit, GAU) and isinstance(self.ssm, EMA)
@@ -109,22 +109,22 @@ class Published(SeqBoat):
         base = F.silu(F.linear(packed, unit.base.weight, unit.base.bias))
         z, gate, value = base.split([unit.d_z, unit.d_v, unit.d_v], dim=-1)
         query, key = (torch.addcmul(unit.beta[i], z, unit.gamma[i]) for i in (0, 1))
-        if unit.config.positions == "rotary":
-            query, key = rotate(query, position), rotate(key, position)
-        scale = 1 / math.sqrt(unit.d_z) if unit.config.attention == "softmax" else 1 / unit.window
-        # zeros beyond the active tokens of a row are no keys
+        query, key = unit.positions.rotate(query, key, position)
+        # zeros beyond the active tokens of a sequence are no keys
         real = torch.arange(slots, device=slot.device) < (slot < slots).sum(dim=1, keepdim=True)
-        attended = self.local_attention(query * scale, key, value, position, real, count)
+        attended = self.local_attention(query * unit.scale, key, value, position, real, count)
         y = F.linear(gate * attended, unit.out.weight, unit.out.bias)
         return F.dropout(y, unit.dropout, self.training) if unit.dropout else y
 
     def local_attention(
         self, query: Tensor, key: Tensor, value: Tensor, position: Tensor, real: Tensor, time: int
     ) -> Tensor:
-        """Attention of blocks to their neighbouring blocks, the keys and values of which are copied together."""
+        """Attention of blocks to their neighboring blocks, the keys and values of which are copied together."""
         unit = self.unit[0]
+        span = unit.span
+        assert isinstance(span, MemorySpan)
         slots = query.shape[1]
-        size = max(unit.left, 1)
+        size = max(span.left, 1)
         blocks = -(-slots // size)
         after = 0 if self.causal else 1
 
@@ -147,9 +147,9 @@ class Published(SeqBoat):
             whole = bias_matrix(unit.bias.table, time)
             index = split(position)[..., None] * time + look_around(position)[:, :, None]
             scores = scores + whole.view(-1)[index]
-        inside = (distance >= -unit.left) & (distance <= unit.right)
+        inside = (distance >= -span.left) & (distance <= span.right)
         scores = scores.masked_fill(~(inside & look_around(real)[:, :, None]), HIDDEN)
-        weights = attention_weights(scores, unit.config.attention)
+        weights = unit.function.weights(scores)
         if unit.config.attention_dropout:
             weights = F.dropout(weights, unit.config.attention_dropout, self.training)
         return (weights @ values).flatten(1, 2)[:, :slots]

@@ -469,7 +469,7 @@ def test_a_record_is_plain_data_and_batches_do_not_matter(tmp_path: Path) -> Non
 @pytest.mark.parametrize("window", [1, 6, 7])
 def test_the_span_of_a_sliding_window(window: int, causal: bool) -> None:
     gau = make_gau(causal, window=window)
-    first, end = gau.visible(torch.arange(60), 60)
+    first, end = gau.span.visible(torch.arange(60), 60)
     spans = mean_distance(torch.arange(60.0, dtype=torch.float64), first, end)
     middle = [sum(abs(key - 30) for key in loop_sees(gau, 60, 30)) / len(loop_sees(gau, 60, 30))]
     assert spans[30].item() == pytest.approx(middle[0]) == pytest.approx(local_span(window, causal))

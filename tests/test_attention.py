@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import Tensor
 
-from seqboat.ops import attention
-from seqboat.ops.attention import AttentionName, banded, dense
+from seqboat.ops import band
+from seqboat.ops.banded import banded
+from seqboat.ops.dense import dense
+from seqboat.ops.flex import flex_banded
+from seqboat.ops.functions import ATTENTIONS, AttentionName
 
-KINDS: tuple[AttentionName, ...] = ("softmax", "relu2", "laplace")
+KINDS: tuple[AttentionName, ...] = get_args(AttentionName)
 TINY = 1e-250
 """Weights above this are seen at all."""
 
@@ -27,7 +30,7 @@ bands = pytest.mark.parametrize(
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few scores at a time, so that even short sequences take several parts."""
-    monkeypatch.setitem(attention.SCORES_AT_ONCE, "cpu", 2000)
+    monkeypatch.setitem(band.SCORES_AT_ONCE, "cpu", 2000)
 
 
 def function(scores: Tensor, visible: Tensor, kind: str) -> Tensor:
@@ -54,7 +57,7 @@ def naive_banded(
     *,
     left: int,
     right: int,
-    kind: str,
+    attention: str,
     scale: float,
     table: Tensor | None,
     position: Tensor | None,
@@ -66,7 +69,7 @@ def naive_banded(
     scores = q @ k.T * scale
     if table is not None:
         scores = scores + look_up(table, distance if position is None else position - position[:, None])
-    weights = function(scores, visible, kind)
+    weights = function(scores, visible, attention)
     return (weights if keep is None else weights * keep) @ v
 
 
@@ -109,7 +112,7 @@ def assert_same(got: Tensor, want: Tensor, inputs: list[Tensor]) -> None:
 @kinds
 def test_banded_lengths(kind: AttentionName, bias: str, count: int) -> None:
     inputs = tokens(count, bias)
-    options: dict[str, Any] = {"left": 5, "right": 3, "kind": kind, "scale": 0.7}
+    options: dict[str, Any] = {"left": 5, "right": 3, "attention": kind, "scale": 0.7}
     got, want = banded(**inputs, **options), naive_banded(**inputs, **options)
     assert_same(got, want, differentiable(inputs))
 
@@ -120,7 +123,7 @@ def test_banded_lengths(kind: AttentionName, bias: str, count: int) -> None:
 def test_banded_bands(kind: AttentionName, bias: str, left: int, right: int) -> None:
     for groups in (1, 5):
         inputs = tokens(75, bias, groups)
-        options: dict[str, Any] = {"left": left, "right": right, "kind": kind, "scale": 0.7}
+        options: dict[str, Any] = {"left": left, "right": right, "attention": kind, "scale": 0.7}
         got, want = banded(**inputs, **options), naive_banded(**inputs, **options)
         assert_same(got, want, differentiable(inputs))
 
@@ -134,7 +137,7 @@ def test_banded_gradcheck(kind: AttentionName, bias: str, left: int, right: int)
     rest = {"group": inputs["group"], "position": inputs["position"]}
 
     def run(q: Tensor, k: Tensor, v: Tensor, table: Tensor | None = None) -> Tensor:
-        return banded(q, k, v, table=table, left=left, right=right, kind=kind, scale=0.7, **rest)
+        return banded(q, k, v, table=table, left=left, right=right, attention=kind, scale=0.7, **rest)
 
     assert torch.autograd.gradcheck(run, differentiable(inputs))
 
@@ -150,7 +153,7 @@ def naive_dense(
     key_position: Tensor,
     scale: Tensor,
     table: Tensor | None,
-    kind: str,
+    attention: str,
     causal: bool,
     keep: Tensor | None = None,
 ) -> Tensor:
@@ -160,7 +163,7 @@ def naive_dense(
     visible = (key_slot >= 0)[:, None, :].expand_as(scores)
     if causal:
         visible = visible & (key_slot[:, None, :] <= query_slot[:, :, None])
-    weights = function(scores, visible, kind)
+    weights = function(scores, visible, attention)
     return (weights if keep is None else weights * keep) @ v
 
 
@@ -197,8 +200,8 @@ def rows(groups: int, queries: int, keys: int, bias: str, width: int = 3) -> dic
 @kinds
 def test_dense(kind: AttentionName, bias: str, causal: bool, groups: int, queries: int, keys: int) -> None:
     inputs = rows(groups, queries, keys, bias)
-    got = dense(**inputs, kind=kind, causal=causal)
-    want = naive_dense(**inputs, kind=kind, causal=causal)
+    got = dense(**inputs, attention=kind, causal=causal)
+    want = naive_dense(**inputs, attention=kind, causal=causal)
     assert_same(got, want, differentiable(inputs))
 
 
@@ -210,7 +213,7 @@ def test_dense_gradcheck(kind: AttentionName, bias: str, causal: bool) -> None:
     fixed = {name: part for name, part in inputs.items() if name not in ("q", "k", "v", "table")}
 
     def run(q: Tensor, k: Tensor, v: Tensor, table: Tensor | None = None) -> Tensor:
-        return dense(q, k, v, table=table, kind=kind, causal=causal, **fixed)
+        return dense(q, k, v, table=table, attention=kind, causal=causal, **fixed)
 
     assert torch.autograd.gradcheck(run, differentiable(inputs))
 
@@ -222,7 +225,7 @@ def test_dense_without_tokens(kind: AttentionName, groups: int, size: int) -> No
         name: part[:groups, :size] if part.dim() > 1 else part
         for name, part in rows(3, 4, 4, "positions").items()
     }
-    y = dense(**inputs, kind=kind, causal=True)
+    y = dense(**inputs, attention=kind, causal=True)
     assert y.shape == (groups, size, 4)
     grads = torch.autograd.grad(y.sum(), differentiable(inputs), allow_unused=True, materialize_grads=True)
     assert all(not grad.any() for grad in grads)
@@ -233,7 +236,7 @@ def test_dense_groups_without_keys_are_finite(kind: AttentionName) -> None:
     """Whatever such queries get is not used, but must not be NaN: zero times NaN would spread."""
     inputs = rows(2, 3, 3, "places")
     inputs["key_slot"] = torch.full_like(inputs["key_slot"], -1)
-    y = dense(**inputs, kind=kind, causal=False)
+    y = dense(**inputs, attention=kind, causal=False)
     assert torch.isfinite(y).all()
     grads = torch.autograd.grad(y.sum(), differentiable(inputs))
     assert all(torch.isfinite(grad).all() for grad in grads)
@@ -242,7 +245,7 @@ def test_dense_groups_without_keys_are_finite(kind: AttentionName) -> None:
 @kinds
 def test_layout_of_the_input_does_not_matter(kind: AttentionName) -> None:
     inputs = tokens(40, "positions")
-    options: dict[str, Any] = {"left": 4, "right": 4, "kind": kind}
+    options: dict[str, Any] = {"left": 4, "right": 4, "attention": kind}
     turned = {name: inputs[name].detach().t().contiguous().t() for name in ("q", "k", "v")}
     assert not turned["q"].is_contiguous()
     torch.testing.assert_close(banded(**{**inputs, **turned}, **options), banded(**inputs, **options))
@@ -252,7 +255,8 @@ def test_layout_of_the_input_does_not_matter(kind: AttentionName) -> None:
     }
     assert not turned["q"].is_contiguous()
     torch.testing.assert_close(
-        dense(**{**grouped, **turned}, kind=kind, causal=True), dense(**grouped, kind=kind, causal=True)
+        dense(**{**grouped, **turned}, attention=kind, causal=True),
+        dense(**grouped, attention=kind, causal=True),
     )
 
 
@@ -262,9 +266,9 @@ def test_parts_do_not_matter(kind: AttentionName, monkeypatch: pytest.MonkeyPatc
     inputs, grouped = tokens(90, "positions"), rows(3, 30, 30, "places")
     results = []
     for scores in (1, 1 << 20):
-        monkeypatch.setitem(attention.SCORES_AT_ONCE, "cpu", scores)
-        y = banded(**inputs, left=7, right=2, kind=kind)
-        z = dense(**grouped, kind=kind, causal=True)
+        monkeypatch.setitem(band.SCORES_AT_ONCE, "cpu", scores)
+        y = banded(**inputs, left=7, right=2, attention=kind)
+        z = dense(**grouped, attention=kind, causal=True)
         leaves = differentiable(inputs) + differentiable(grouped)
         results.append((y, z, *torch.autograd.grad(y.sum() + z.sum(), leaves)))
     torch.testing.assert_close(results[0], results[1])
@@ -284,7 +288,7 @@ def test_banded_dropout(kind: AttentionName) -> None:
     """One seed, one mask: forward and backward pass agree with an explicit computation."""
     count, rate = 50, 0.4
     inputs = tokens(count, "positions", groups=1)
-    options: dict[str, Any] = {"left": 20, "right": 20, "kind": kind, "scale": 0.7}
+    options: dict[str, Any] = {"left": 20, "right": 20, "attention": kind, "scale": 0.7}
 
     def run(v: Tensor, dropout: float = rate, seed: int = 3) -> Tensor:
         torch.manual_seed(seed)
@@ -307,13 +311,13 @@ def test_dense_dropout(kind: AttentionName) -> None:
 
     def run(v: Tensor, dropout: float = rate, seed: int = 3) -> Tensor:
         torch.manual_seed(seed)
-        return dense(**{**inputs, "v": v.expand(2, count, -1)}, kind=kind, causal=False, dropout=dropout)
+        return dense(**{**inputs, "v": v.expand(2, count, -1)}, attention=kind, causal=False, dropout=dropout)
 
     weights = run(torch.eye(count, dtype=torch.float64), dropout=0.0).detach()
     keep = dropout_scale(weights, lambda v: run(v).detach(), count, rate)
     share = float((keep[weights > TINY] > 0).double().mean())
     assert share == pytest.approx(1 - rate, abs=0.05)
-    want = naive_dense(**inputs, kind=kind, causal=False, keep=keep)
+    want = naive_dense(**inputs, attention=kind, causal=False, keep=keep)
     assert_same(run(inputs["v"]), want, differentiable(inputs))
     assert not torch.equal(run(inputs["v"], seed=4), run(inputs["v"]))
 
@@ -324,12 +328,12 @@ def test_hidden_keys_have_no_influence() -> None:
     inputs["group"] = torch.arange(60) // 30
     options: dict[str, Any] = {"left": 4, "right": 0}
     for kind in KINDS:
-        before = banded(**inputs, **options, kind=kind)
+        before = banded(**inputs, **options, attention=kind)
         changed = {name: inputs[name].detach().clone() for name in ("k", "v")}
         changed["k"][:20] *= 1e6
         changed["v"][:20] *= 1e6
         changed["k"][35:] *= 1e6
-        after = banded(**{**inputs, **changed}, **options, kind=kind)
+        after = banded(**{**inputs, **changed}, **options, attention=kind)
         # tokens 24 to 34 see neither the first 20 nor the later ones
         assert torch.equal(before[24:35], after[24:35])
 
@@ -341,11 +345,11 @@ def test_single_precision(kind: AttentionName) -> None:
         name: part.float() if part is not None and part.is_floating_point() else part
         for name, part in inputs.items()
     }
-    got = banded(**single, left=6, right=6, kind=kind)
+    got = banded(**single, left=6, right=6, attention=kind)
     assert got.dtype == torch.float32
     # float32 rounding of about ten products
     torch.testing.assert_close(
-        got.double(), banded(**inputs, left=6, right=6, kind=kind), rtol=1e-4, atol=1e-5
+        got.double(), banded(**inputs, left=6, right=6, attention=kind), rtol=1e-4, atol=1e-5
     )
 
 
@@ -365,10 +369,26 @@ def test_dense_registration(kind: str, bias: str) -> None:
     torch.library.opcheck(torch.ops.seqboat.dense.default, (*inputs.values(), kind, True, 0.0, 0))
 
 
+def test_names_are_those_of_the_registry() -> None:
+    assert tuple(ATTENTIONS) == KINDS
+
+
+@kinds
+def test_scale(kind: AttentionName) -> None:
+    """Of the width of keys, or of their number, which may differ between queries."""
+    scale = ATTENTIONS[kind].scale
+    if kind == "softmax":
+        assert scale(16, 5) == scale(16, torch.tensor([5.0])) == 0.25
+        return
+    keys = torch.tensor([2.0, 4.0], dtype=torch.float64)
+    assert scale(16, 5) == 0.2
+    torch.testing.assert_close(scale(16, keys), 1 / keys)
+
+
 def test_all_kinds_differ() -> None:
     """A wrong name could not pass for another one."""
     inputs = tokens(10, "none")
-    results = [banded(**inputs, left=3, right=3, kind=kind) for kind in KINDS]
+    results = [banded(**inputs, left=3, right=3, attention=kind) for kind in KINDS]
     for one, other in itertools.combinations(results, 2):
         assert not torch.allclose(one, other)
 
@@ -385,8 +405,8 @@ def test_flex_attention_agrees_with_the_blocks(positions: bool, biased: bool) ->
     position = torch.arange(tokens) * 3 % 90 if positions else None
     group = torch.tensor([0] * 60 + [1] * 90)
     outputs = [
-        banded(q, k, v, group, left=20, right=7, scale=0.3, table=table, position=position, kernel=kernel)
-        for kernel in ("blocks", "flex")
+        kernel(q, k, v, group, left=20, right=7, scale=0.3, table=table, position=position)
+        for kernel in (banded, flex_banded)
     ]
     assert outputs[1].abs().max() > 0
     # the two sum in another order in float32

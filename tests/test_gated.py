@@ -10,14 +10,14 @@ from torch import Tensor
 
 from seqboat.core.sma import Packed, pack
 from seqboat.mixers.seqboat.gau import GAU, GAUConfig
-from seqboat.ops import attention
+from seqboat.ops import band
 from seqboat.ops.gated import _gated, gated_attention
 
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few scores at a time, so that even short sequences take several parts."""
-    monkeypatch.setitem(attention.SCORES_AT_ONCE, "cpu", 3000)
+    monkeypatch.setitem(band.SCORES_AT_ONCE, "cpu", 3000)
 
 
 def make_unit(**changes: Any) -> GAU:
@@ -50,10 +50,10 @@ def test_one_piece_equals_the_parts(positions: Any, kind: Any, window: int, rate
     unit = make_unit(positions=positions, attention=kind, window=window)
     packed = pack(torch.rand(3, 47) < rate)
     tokens = torch.randn(packed.flat.shape[0], 5, dtype=torch.float64)
-    assert unit._is_one_piece(tokens)
+    assert unit.fuses(tokens)
     whole = run(unit, tokens, packed)
     hook = unit.base.register_forward_hook(lambda *_: None)
-    assert not unit._is_one_piece(tokens), "a hooked projection must be called"
+    assert not unit.fuses(tokens), "a hooked projection must be called"
     parts = run(unit, tokens, packed)
     hook.remove()
     assert whole[1].keys() == parts[1].keys() == {name for name, _ in unit.named_parameters()} | {"x"}
@@ -70,7 +70,13 @@ def test_gradcheck_and_registration() -> None:
     def function(*tensors: Any) -> Tensor:
         *rest, table = tensors
         arguments: list[Any] = [*rest, packed.row]
-        options: dict[str, Any] = {"left": 2, "right": 2, "kind": "softmax", "scale": 0.5, "table": table}
+        options: dict[str, Any] = {
+            "left": 2,
+            "right": 2,
+            "attention": "softmax",
+            "scale": 0.5,
+            "table": table,
+        }
         return gated_attention(*arguments, position=packed.position, **options)
 
     assert torch.autograd.gradcheck(function, (tokens, *weights, unit.bias.table))
@@ -82,16 +88,16 @@ def test_what_it_does_not_serve_takes_the_parts() -> None:
     """Causal units remember keys and values; dropout, rotation and autocast need them too."""
     tokens = torch.randn(3, 5)
     plain = make_unit().float()
-    assert plain._is_one_piece(tokens)
+    assert plain.fuses(tokens)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert not plain._is_one_piece(tokens)
-    assert not plain._is_one_piece(tokens.bfloat16())
-    assert not GAU(5, GAUConfig(d_z=4), causal=True)._is_one_piece(tokens)
+        assert not plain.fuses(tokens)
+    assert not plain.fuses(tokens.bfloat16())
+    assert not GAU(5, GAUConfig(d_z=4), causal=True).fuses(tokens)
     for changes in (
         {"positions": "rotary"},
         {"span": "full"},
         {"attention_dropout": 0.5},
         {"kernel": "flex"},
     ):
-        assert not make_unit(**changes).float()._is_one_piece(tokens), changes
-    assert make_unit(attention_dropout=0.5).float().eval()._is_one_piece(tokens)
+        assert not make_unit(**changes).float().fuses(tokens), changes
+    assert make_unit(attention_dropout=0.5).float().eval().fuses(tokens)

@@ -12,11 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mixer_cases import SMALL_EMA, SMALL_GAU, assert_near, balance, directions, enliven, mask_rows
-from seqboat.core.nn import masked_mean, sinusoids
+from seqboat.core.nn import masked_mean
 from seqboat.mixers import MIXERS
 from seqboat.mixers.seqboat.layer import SeqBoatConfig
 from seqboat.mixers.ssm.ema import EMA
 from seqboat.models.backbone import Backbone, BackboneConfig, Classifier, LanguageModel, Matcher
+from seqboat.ops.positions import sinusoids
 
 ENCODER = SeqBoatConfig(ssm=SMALL_EMA, gau=SMALL_GAU)
 DECODER = replace(ENCODER, causal=True)

@@ -1,4 +1,4 @@
-"""Norms, positions and convolution, each against torch's own or a direct formula."""
+"""Norms and convolution, each against torch's own or a direct formula."""
 
 from __future__ import annotations
 
@@ -13,15 +13,12 @@ from seqboat.core.nn import (
     BatchNorm,
     LayerNorm,
     Norm,
-    RelativeBias,
     RMSNorm,
     ScaleNorm,
     fft_convolve,
     init_linear,
     make_norm,
     masked_mean,
-    rotate,
-    sinusoids,
 )
 
 
@@ -177,73 +174,6 @@ def test_fft_convolution_of_nothing_has_gradients() -> None:
         y.sum().backward()
         assert kernel.grad is not None and not kernel.grad.any()
     torch.autograd.gradcheck(fft_convolve, (values(2, 5, 3).requires_grad_(), kernel))
-
-
-def test_rotation_by_hand() -> None:
-    x = torch.tensor([[1.0, 0.0, 0.0, 2.0]], dtype=torch.float64)
-    one, hundredth = 3.0, 0.03
-    expected = [[math.cos(one), math.sin(one), -2 * math.sin(hundredth), 2 * math.cos(hundredth)]]
-    torch.testing.assert_close(
-        rotate(x, torch.tensor([3])), torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-12
-    )
-
-
-def test_rotated_products_depend_on_the_distance_alone() -> None:
-    q, k = values(1, 8), values(2, 8)[1:]
-    for distance in (0, 1, 17, 400):
-        products = torch.stack(
-            [
-                (rotate(q, torch.tensor([p])) * rotate(k, torch.tensor([p + distance]))).sum()
-                for p in (0, 5, 1234, 1_000_000)
-            ]
-        )
-        # angles in float64 at position 1e6 have an error of about 1e-10
-        torch.testing.assert_close(products, products[:1].expand(4), rtol=0, atol=1e-8)
-    norms = rotate(k, torch.tensor([999])).norm(dim=-1)
-    torch.testing.assert_close(norms, k.norm(dim=-1))
-
-
-def test_rotation_is_accurate_at_position_one_million() -> None:
-    x = values(1, 8)
-    position = torch.tensor([1_000_000])
-    exact = rotate(x, position)
-    torch.testing.assert_close(rotate(x.float(), position).double(), exact, rtol=0, atol=1e-6)
-    for i in range(4):
-        angle = math.fmod(1_000_000 * 10000.0 ** (-2 * i / 8), 2 * math.pi)
-        turned = x[0, 2 * i] * math.cos(angle) - x[0, 2 * i + 1] * math.sin(angle)
-        assert float(exact[0, 2 * i]) == pytest.approx(float(turned), abs=1e-8)
-
-
-def test_rotation_has_gradients() -> None:
-    position = torch.tensor([0, 3, 70])
-    assert torch.autograd.gradcheck(lambda x: rotate(x, position), values(3, 4).requires_grad_())
-
-
-@pytest.mark.parametrize("d_model", [1, 2, 6, 7])
-def test_sinusoids_by_formula(d_model: int) -> None:
-    position = torch.tensor([[0, 1], [5, 1_000_000]])
-    table = sinusoids(position, d_model)
-    assert table.shape == (2, 2, d_model)
-    half = (d_model + 1) // 2
-    for (row, column), p in zip(((0, 0), (0, 1), (1, 0), (1, 1)), (0, 1, 5, 1_000_000), strict=True):
-        for i in range(d_model):
-            angle = p * 10000.0 ** (-2 * (i % half) / d_model)
-            expected = math.sin(angle) if i < half else math.cos(angle)
-            assert float(table[row, column, i]) == pytest.approx(expected, abs=1e-9)
-
-
-def test_relative_bias_is_clamped_at_its_ends() -> None:
-    bias = RelativeBias(2)
-    assert bias.table.shape == (5,)
-    with torch.no_grad():
-        bias.table.copy_(torch.arange(5.0))
-    distance = torch.tensor([[-100, -3, -2, -1], [0, 1, 2, 100]])
-    assert bias(distance).tolist() == [[0.0, 0.0, 0.0, 1.0], [2.0, 3.0, 4.0, 4.0]]
-    bias(distance).sum().backward()
-    assert bias.table.grad is not None and bias.table.grad.tolist() == [3.0, 1.0, 1.0, 1.0, 2.0]
-    assert RelativeBias(0)(distance).unique().numel() == 1
-    with pytest.raises(ValueError, match="max_distance must be an integer >= 0, got -1"):
-        RelativeBias(-1)
 
 
 def test_masked_mean() -> None:

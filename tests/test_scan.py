@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from closeness import assert_same_numbers
-from seqboat.core.nn import fft_convolve, rotate
+from seqboat.core.nn import fft_convolve
 from seqboat.mixers.ssm.ema import log_decay
+from seqboat.ops.positions import rotate
 from seqboat.ops.scan import block_tables, final_state, scan, toeplitz
 
 real_or_complex = pytest.mark.parametrize("complex_states", [False, True], ids=["real", "complex"])

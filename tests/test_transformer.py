@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqboat.core.nn import rotate
 from seqboat.core.state import state_bytes
 from seqboat.mixers import Transformer, TransformerConfig
 from seqboat.mixers.attention.transformer import TransformerPositions
 from seqboat.models.backbone import Backbone, BackboneConfig
+from seqboat.ops.positions import rotate
 
 CONFIGS = {
     "post": TransformerConfig(heads=2),

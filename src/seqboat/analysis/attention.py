@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from seqboat.analysis.traces import Floats, Numbers, Site, sites, to_array
 from seqboat.checks import require
 from seqboat.core.sma import Packed
-from seqboat.mixers.seqboat.gau import GAU, RowWeights
+from seqboat.mixers.seqboat.gau import GAU, SlotWeights
 from seqboat.tasks.base import Batch, Kind, apply_model
 
 QUERIES_AT_ONCE = 256
@@ -113,25 +113,11 @@ def _attention(gau: GAU, tokens: Tensor, position: Tensor) -> Attention:
     return Attention(to_array(position), to_array(first), to_array(end), to_array(torch.cat(weights)))
 
 
-def weigh(gau: GAU, tokens: Tensor, position: Tensor) -> Iterator[RowWeights]:
+def weigh(gau: GAU, tokens: Tensor, position: Tensor) -> Iterator[SlotWeights]:
     """Weights of the queries of a row, some at a time: before they are cut to what is seen, all keys are there."""
     query, key, _, _ = gau.project(tokens, position)
     for begin in range(0, max(len(position), 1), QUERIES_AT_ONCE):
         yield gau.weigh(query, key, position, slice(begin, begin + QUERIES_AT_ONCE))
-
-
-def memory_slots(gau: GAU) -> int | None:
-    """How many tokens besides itself a query can see at most; None where there is no bound."""
-    if gau.config.span == "memory":
-        return gau.left + gau.right
-    return gau.window - 1 if gau.config.span == "chunk" else None
-
-
-def held_tokens(gau: GAU, count: int) -> int:
-    """Tokens in the working memory, or in the last chunk, after so many active ones."""
-    if gau.config.span == "memory":
-        return min(count, gau.window)
-    return (count - 1) % gau.window + 1 if count else 0
 
 
 def mean_distance(position: Tensor, first: Tensor, end: Tensor) -> Tensor:

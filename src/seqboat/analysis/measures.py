@@ -19,9 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from seqboat.analysis.attention import (
-    held_tokens,
     mean_distance,
-    memory_slots,
     tokens_of,
     watch,
     weighted_distance,
@@ -238,15 +236,15 @@ class _LayerSums:
         assert gau is not None
         asked = torch.from_numpy(counted).to(position.device)[position]
         count = len(position)
-        first, end = gau.visible(torch.arange(count, device=position.device), count)
+        first, end = gau.span.visible(torch.arange(count, device=position.device), count)
         places = position.double()
         if bool(asked.any()):
             self.span.add(float((mean_distance(places, first, end))[asked].mean()))
-            slots = memory_slots(gau)
+            slots = gau.span.others
             if slots:
                 self.filled.add(float(((end - first - 1)[asked].double() / slots).mean()))
-        if memory_slots(gau):
-            self.final.add(held_tokens(gau, count) / gau.window)
+        if gau.span.others:
+            self.final.add(gau.span.remembered(count) / gau.window)
         if weighted and bool(asked.any()):
             means = weighted_distance(gau, tokens, position)[asked]
             sighted = means[~means.isnan()]
@@ -262,7 +260,7 @@ class _LayerSums:
         gau = self.site.gau
         return LayerMeasures(
             module=self.site.module,
-            window=None if gau is None or gau.config.span == "full" else gau.window,
+            window=None if gau is None or gau.span.others is None else gau.window,
             counts=ActiveCount(active, total),
             rate=rate,
             active=count,

@@ -9,8 +9,8 @@ from typing import Literal
 import torch
 
 from seqboat.checks import require
-from seqboat.mixers.seqboat.gau import Positions
-from seqboat.ops.attention import AttentionName
+from seqboat.ops.functions import AttentionName
+from seqboat.ops.positions import PositionsName
 
 Mode = Literal["training", "inference"]
 MODES: tuple[Mode, ...] = ("training", "inference")
@@ -38,7 +38,7 @@ class LayerSetting:
     """Heads of multi-head attention."""
     attention: AttentionName = "softmax"
     """Attention function of gated attention."""
-    positions: Positions = "compressed"
+    positions: PositionsName = "compressed"
     """Positions of our attention unit."""
     causal: bool = False
     """One direction or both."""

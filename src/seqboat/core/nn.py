@@ -1,9 +1,8 @@
-"""Parts that several mixers share: norms, positions, convolution by FFT."""
+"""Parts that several mixers use: norms, convolution by FFT, masked means, initial weights."""
 
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator
 from typing import Literal
 
@@ -11,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqboat.checks import check_choice, check_positive, require
+from seqboat.checks import check_choice
 from seqboat.ops.fused import norm_of_silu, scale_by_rms
 
 NormName = Literal["layer", "batch", "scale", "rms"]
@@ -198,64 +197,6 @@ def fft_convolve(x: Tensor, kernel: Tensor) -> Tensor:
     return torch.fft.irfft(product, n=size)[..., :time].transpose(1, 2)
 
 
-def rotate(x: Tensor, position: Tensor, base: float = 10000.0) -> Tensor:
-    """Rotary position embedding: turn each pair of neighbouring channels by position * base^(-2i/dim).
-
-    Args:
-        x: (..., dim), dim even.
-        position: (...), integer.
-    """
-    # reduced to one turn in float64: in float32 the angle of position one million is off by a tenth of a radian
-    angle = torch.remainder(position[..., None] * _frequencies(x.shape[-1], base, x.device), 2 * math.pi)
-    angle = angle.to(torch.float64 if x.dtype == torch.float64 else torch.float32)
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-    even, odd = x[..., 0::2], x[..., 1::2]
-    turned = [torch.addcmul(even * cos, odd, sin, value=-1), torch.addcmul(odd * cos, even, sin)]
-    return torch.stack(turned, dim=-1).flatten(-2)
-
-
-def _frequencies(dim: int, base: float, device: torch.device) -> Tensor:
-    """(dim / 2,), float64: how far a pair of channels turns from one position to the next."""
-    key = dim, base, device
-    if key in _known_frequencies and not torch.compiler.is_compiling():
-        return _known_frequencies[key]
-    # not an inference tensor, whoever asks first: training uses it as well
-    with torch.inference_mode(False):
-        found = base ** -(torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim)
-    if not torch.compiler.is_compiling():
-        _known_frequencies[key] = found
-    return found
-
-
-_known_frequencies: dict[tuple[int, float, torch.device], Tensor] = {}
-
-
-def sinusoids(position: Tensor, d_model: int) -> Tensor:
-    """Sinusoidal position embedding (..., d_model): sines in the first half, cosines in the second."""
-    exponent = torch.arange(0, d_model, 2, dtype=torch.float64, device=position.device) / d_model
-    angle = position[..., None] * 10000.0**-exponent
-    return torch.cat([angle.sin(), angle.cos()], dim=-1)[..., :d_model]
-
-
-class RelativeBias(nn.Module):
-    """A learned bias per distance `key - query`; distances beyond the table share its last entry."""
-
-    def __init__(self, max_distance: int) -> None:
-        super().__init__()
-        check_positive("max_distance", max_distance, least=0)
-        self.max_distance = max_distance
-        self.table = nn.Parameter(torch.empty(2 * max_distance + 1))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """The table starts at N(0, 0.02), truncated at two deviations."""
-        nn.init.trunc_normal_(self.table, std=0.02, a=-0.04, b=0.04)
-
-    def forward(self, distance: Tensor) -> Tensor:
-        """The bias of each distance."""
-        return self.table[(distance + self.max_distance).clamp(0, 2 * self.max_distance)]
-
-
 def masked_mean(x: Tensor, mask: Tensor | None) -> Tensor:
     """Mean over the real tokens of (batch, time, dim); zero for a row without any."""
     if mask is None:
@@ -271,8 +212,3 @@ def init_linear(module: nn.Module) -> None:
             nn.init.trunc_normal_(part.weight, std=0.02, a=-0.04, b=0.04)
             if part.bias is not None:
                 nn.init.zeros_(part.bias)
-
-
-def check_even(name: str, value: int, reason: str) -> None:
-    """Refuse an odd width."""
-    require(value % 2 == 0, f"{name} must be even {reason}, got {value}")

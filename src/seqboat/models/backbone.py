@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from seqboat.checks import check_dtype, check_mask, check_positive, check_rate, check_row_mask, require
-from seqboat.core.nn import init_linear, masked_mean, no_tracking, sinusoids
+from seqboat.core.nn import init_linear, masked_mean, no_tracking
 from seqboat.core.padding import Aligned, align, zero_padding
 from seqboat.core.sma import Routing
 from seqboat.core.state import check_state
 from seqboat.mixers.base import Mixer, RecurrentMixer
+from seqboat.ops.positions import sinusoids
 
 
 class MixerConfig(Protocol):

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from seqboat.ops.precision import wide_type
+
 _silu_backward = torch.ops.aten.silu_backward
 
 
@@ -23,6 +25,11 @@ def is_plain(layer: nn.Module) -> bool:
     """Whether a layer is just a Linear, so that its weights may be used without calling it."""
     hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
     return type(layer) is nn.Linear and not any(hooks)
+
+
+def are_plain(*layers: nn.Module) -> bool:
+    """Whether all of these layers are plain."""
+    return all(is_plain(layer) for layer in layers)
 
 
 def in_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -178,7 +185,7 @@ class _ScaleByRMS(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, activate: bool) -> Tensor:
         inner = F.silu(x) if activate else x
-        square = torch.linalg.vector_norm(inner, dim=-1, keepdim=True, dtype=_wide(x)).square_()
+        square = torch.linalg.vector_norm(inner, dim=-1, keepdim=True, dtype=wide_type(x)).square_()
         inverse = square.div_(max(x.shape[-1], 1)).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, inverse)
         ctx.activate = activate
@@ -312,7 +319,3 @@ def gates(layer: nn.Linear, x: Tensor, gamma: Tensor, beta: Tensor) -> tuple[Ten
     z, gate, value = F.silu(layer(x)).split([d_z, d_v, d_v], dim=-1)
     query, key = (torch.addcmul(beta[i], z, gamma[i]).to(z.dtype) for i in (0, 1))
     return query, key, value, gate
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -1,32 +1,21 @@
-"""Scans, scores and softmax stay in the precision of their inputs, also where autocast is on."""
+"""Scores, sums and products that stay in float32 or float64, also where autocast is on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
+
+def wide_type(x: Tensor) -> torch.dtype:
+    """The type of scores and sums: float64 for float64, float32 for everything else."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def full_precision(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Run a function with autocast off: forward in a training step, backward wherever it is called.
-
-    Custom operators resolve the annotations of what this returns in this module, so `Tensor` is imported by name.
-    """
-
-    @wraps(function)
-    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        first = args[0]
-        assert isinstance(first, Tensor)
-        with torch.autocast(first.device.type, enabled=False):
-            return function(*args, **kwargs)
-
-    return run
+def widen(x: Tensor) -> Tensor:
+    """A tensor in the type of scores and sums."""
+    return x if x.dtype == torch.float64 else x.float()
 
 
 class _Product(torch.autograd.Function):
@@ -48,7 +37,7 @@ class _Product(torch.autograd.Function):
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """The product of (batch, i, j) and (batch, j, k) with autocast off, also in a backward pass inside of it."""
+    """The product of (batch, i, j) and (batch, j, k) with autocast off, in the backward pass too."""
     result = _Product.apply(a, b)
     assert isinstance(result, Tensor)
     return result

@@ -25,8 +25,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from seqboat.ops.precision import full_precision
-
 BLOCK = 64
 """Tokens per block; docs/performance.md has the measurement behind the number."""
 
@@ -149,7 +147,6 @@ def _to_channels(x: Tensor, block: int) -> Tensor:
 
 
 @torch.library.custom_op("seqboat::block_scan", mutates_args=())
-@full_precision
 def _block_scan(
     x: Tensor,
     mix: Tensor,
@@ -159,14 +156,15 @@ def _block_scan(
     start: Tensor | None,
     bidirectional: bool,
 ) -> tuple[Tensor, Tensor]:
-    batch, time, dim = x.shape
-    block = enter.shape[1]
-    blocks = -(-time // block)
-    inputs = _to_channels(x, block)
-    states = _carry_both(_by_block(torch.bmm(inputs, enter), batch, blocks), decay, start, bidirectional)
-    outputs = torch.bmm(inputs, mix)
-    outputs.baddbmm_(_by_channel(states), leave)
-    return outputs.view(dim, batch, blocks * block)[:, :, :time].contiguous(), states
+    with torch.autocast(x.device.type, enabled=False):
+        batch, time, dim = x.shape
+        block = enter.shape[1]
+        blocks = -(-time // block)
+        inputs = _to_channels(x, block)
+        states = _carry_both(_by_block(torch.bmm(inputs, enter), batch, blocks), decay, start, bidirectional)
+        outputs = torch.bmm(inputs, mix)
+        outputs.baddbmm_(_by_channel(states), leave)
+        return outputs.view(dim, batch, blocks * block)[:, :, :time].contiguous(), states
 
 
 @_block_scan.register_fake
@@ -178,7 +176,6 @@ def _(x, mix, enter, leave, decay, start, bidirectional):  # type: ignore[no-unt
 
 
 @torch.library.custom_op("seqboat::block_scan_backward", mutates_args=())
-@full_precision
 def _block_scan_backward(
     grad_outputs: Tensor,
     grad_states: Tensor | None,
@@ -190,36 +187,37 @@ def _block_scan_backward(
     decay: Tensor,
     bidirectional: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    batch, blocks, dim, _ = states.shape
-    block = mix.shape[1]
-    time = grad_outputs.shape[2]
-    # gradients may come token by token: matrix products need them channel by channel
-    if grad_outputs.is_contiguous() and time == blocks * block:
-        grad = grad_outputs.view(dim, batch * blocks, block)
-    else:
-        grad = _to_channels(grad_outputs.permute(1, 2, 0), block)
-    # turned again: the tokens themselves are often alive anyway, a turned copy never is
-    inputs = _to_channels(x, block)
-    grad_mix = torch.bmm(inputs.transpose(1, 2), grad)
-    grad_leave = torch.bmm(_by_channel(states).transpose(1, 2), grad)
-    toward = _by_block(torch.bmm(grad, leave.transpose(1, 2)), batch, blocks)
-    if grad_states is not None:
-        toward = toward + grad_states
-    # the adjoint of a carry is a carry in the other direction, with the conjugate decay
-    seen, toward = _as_states(states, decay), _as_states(toward, decay)
-    keep = decay.conj().resolve_conj()
-    half = decay.shape[-1] // 2 if bidirectional else decay.shape[-1]
-    back = torch.empty_like(toward)
-    first = _carry(toward[..., :half], keep[:, :half], back[..., :half], reverse=True)
-    if bidirectional:
-        _carry(toward[..., half:], keep[:, half:], back[..., half:])
-    grad_decay = (back * seen.conj()).sum(dim=(0, 1))
-    grad_entered = _by_channel(_as_pairs(back))
-    grad_enter = torch.bmm(inputs.transpose(1, 2), grad_entered)
-    grad_x = torch.bmm(grad, mix.transpose(1, 2))
-    grad_x.baddbmm_(grad_entered, enter.transpose(1, 2))
-    grad_x = grad_x.view(dim, batch, blocks * block)[:, :, :time].permute(1, 2, 0).contiguous()
-    return grad_x, grad_mix, grad_enter, grad_leave, grad_decay, _as_pairs(first).contiguous()
+    with torch.autocast(x.device.type, enabled=False):
+        batch, blocks, dim, _ = states.shape
+        block = mix.shape[1]
+        time = grad_outputs.shape[2]
+        # gradients may come token by token: matrix products need them channel by channel
+        if grad_outputs.is_contiguous() and time == blocks * block:
+            grad = grad_outputs.view(dim, batch * blocks, block)
+        else:
+            grad = _to_channels(grad_outputs.permute(1, 2, 0), block)
+        # turned again: the tokens themselves are often alive anyway, a turned copy never is
+        inputs = _to_channels(x, block)
+        grad_mix = torch.bmm(inputs.transpose(1, 2), grad)
+        grad_leave = torch.bmm(_by_channel(states).transpose(1, 2), grad)
+        toward = _by_block(torch.bmm(grad, leave.transpose(1, 2)), batch, blocks)
+        if grad_states is not None:
+            toward = toward + grad_states
+        # the adjoint of a carry is a carry in the other direction, with the conjugate decay
+        seen, toward = _as_states(states, decay), _as_states(toward, decay)
+        keep = decay.conj().resolve_conj()
+        half = decay.shape[-1] // 2 if bidirectional else decay.shape[-1]
+        back = torch.empty_like(toward)
+        first = _carry(toward[..., :half], keep[:, :half], back[..., :half], reverse=True)
+        if bidirectional:
+            _carry(toward[..., half:], keep[:, half:], back[..., half:])
+        grad_decay = (back * seen.conj()).sum(dim=(0, 1))
+        grad_entered = _by_channel(_as_pairs(back))
+        grad_enter = torch.bmm(inputs.transpose(1, 2), grad_entered)
+        grad_x = torch.bmm(grad, mix.transpose(1, 2))
+        grad_x.baddbmm_(grad_entered, enter.transpose(1, 2))
+        grad_x = grad_x.view(dim, batch, blocks * block)[:, :, :time].permute(1, 2, 0).contiguous()
+        return grad_x, grad_mix, grad_enter, grad_leave, grad_decay, _as_pairs(first).contiguous()
 
 
 @_block_scan_backward.register_fake
@@ -293,10 +291,10 @@ class _Tables(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return *_tables_backward(*ctx.saved_tensors, *grads), None
+        with torch.autocast(grads[0].device.type, enabled=False):
+            return *_tables_backward(*ctx.saved_tensors, *grads), None
 
 
-@full_precision
 def _tables_backward(
     drive: Tensor, read: Tensor, powers: Tensor, dmix: Tensor, denter: Tensor, dleave: Tensor, ddecay: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -343,7 +341,6 @@ def _sum_diagonals(x: Tensor) -> Tensor:
     return torch.ops.aten.unfold_backward(x.flip(1), [dim, 2 * size - 1], 1, size, 1)
 
 
-@full_precision
 def block_tables(log_decay: Tensor, drive: Tensor, read: Tensor, skip: Tensor, block: int) -> BlockTables:
     """Tables of a layer with states s_t = q * s_{t-1} + drive * x_t and output Re(read . s_t) + skip * x_t.
 
@@ -354,7 +351,8 @@ def block_tables(log_decay: Tensor, drive: Tensor, read: Tensor, skip: Tensor, b
         skip: (dim,).
         block: tokens per block.
     """
-    return BlockTables(*_Tables.apply(log_decay, drive, read, skip, block))
+    with torch.autocast(log_decay.device.type, enabled=False):
+        return BlockTables(*_Tables.apply(log_decay, drive, read, skip, block))
 
 
 def toeplitz(taps: Tensor) -> Tensor:

@@ -24,9 +24,10 @@ from torch import Tensor, nn
 from seqboat.checks import check_positive, require
 from seqboat.core.nn import init_linear
 from seqboat.core.padding import zero_padding
-from seqboat.mixers.attention.block import Block, BlockConfig, head_width, join_heads, split_heads, widen
+from seqboat.mixers.attention.block import Block, BlockConfig, head_width, join_heads, split_heads
 from seqboat.mixers.base import Direction, Mixer, MixerOutput, check_direction
-from seqboat.ops.attention import HIDDEN
+from seqboat.ops.functions import HIDDEN
+from seqboat.ops.precision import widen
 
 
 @dataclass(frozen=True, kw_only=True)

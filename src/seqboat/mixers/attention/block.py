@@ -93,8 +93,3 @@ def split_heads(x: Tensor, heads: int) -> Tensor:
 def join_heads(x: Tensor) -> Tensor:
     """(batch, time, heads * d_head) of (batch, heads, time, d_head)."""
     return x.transpose(1, 2).flatten(2)
-
-
-def widen(x: Tensor) -> Tensor:
-    """In float32 at least: for scores and sums."""
-    return x.float() if x.itemsize < 4 else x

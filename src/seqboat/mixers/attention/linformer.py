@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from seqboat.checks import check_choice, check_positive
 from seqboat.core.nn import init_linear
 from seqboat.core.padding import zero_padding
-from seqboat.mixers.attention.block import Block, BlockConfig, head_width, join_heads, split_heads, widen
+from seqboat.mixers.attention.block import Block, BlockConfig, head_width, join_heads, split_heads
 from seqboat.mixers.base import Direction, Mixer, MixerOutput, check_direction
+from seqboat.ops.precision import widen
 
 Sharing = Literal["none", "heads", "keys"]
 SHARINGS = ("none", "heads", "keys")

@@ -25,10 +25,11 @@ from torch import Tensor, nn
 from seqboat.checks import check_positive
 from seqboat.core.nn import Norm, init_linear, make_norm
 from seqboat.core.padding import zero_padding
-from seqboat.mixers.attention.block import Block, BlockConfig, head_width, join_heads, split_heads, widen
+from seqboat.mixers.attention.block import Block, BlockConfig, head_width, join_heads, split_heads
 from seqboat.mixers.attention.linear import causal_product
 from seqboat.mixers.base import MixerOutput, RecurrentMixer, keep_rows
-from seqboat.ops.attention import HIDDEN
+from seqboat.ops.functions import HIDDEN
+from seqboat.ops.precision import widen
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,6 @@ its own chunk of the sequence, and time is linear.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,14 +24,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqboat.checks import check_choice, check_positive, check_rate
-from seqboat.core.nn import NORMS, Norm, NormName, RelativeBias, init_linear, make_norm
+from seqboat.core.nn import NORMS, Norm, NormName, init_linear, make_norm
 from seqboat.core.padding import Aligned, zero_padding
 from seqboat.mixers.attention.cache import Cache, append, extend, make_cache, seen_by_step
 from seqboat.mixers.attention.transformer import FeedForward
 from seqboat.mixers.base import MixerOutput, RecurrentMixer, keep_rows
 from seqboat.mixers.ssm.base import SSMState, TruncatedState
 from seqboat.mixers.ssm.ema import EMAConfig
-from seqboat.ops.attention import ATTENTIONS, HIDDEN, AttentionName, attention_weights, dense
+from seqboat.ops.dense import dense
+from seqboat.ops.functions import ATTENTIONS, HIDDEN, AttentionName
+from seqboat.ops.positions import RelativeBias
+from seqboat.ops.precision import wide_type
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +74,7 @@ class MegaConfig:
         for name in ("d_v", "chunk", "d_ff"):
             if getattr(self, name) is not None:
                 check_positive(name, getattr(self, name))
-        check_choice("attention", self.attention, ATTENTIONS)
+        check_choice("attention", self.attention, tuple(ATTENTIONS))
         check_choice("norm", self.norm, NORMS)
         check_rate("dropout", self.dropout)
         check_rate("attention_dropout", self.attention_dropout)
@@ -106,6 +108,7 @@ class Mega(RecurrentMixer):
         check_positive("d_model", d_model)
         self.config, self.d_model, self.causal = config, d_model, config.causal
         self.d_z, self.d_v, self.chunk = config.d_z, config.d_v or 2 * d_model, config.chunk
+        self.function = ATTENTIONS[config.attention]
         self.norm: Norm = make_norm(config.norm, d_model)
         self.ema = config.ema.build(d_model, config.causal)
         self.value = nn.Linear(d_model, self.d_v)
@@ -222,13 +225,7 @@ class Mega(RecurrentMixer):
         slot = torch.arange(groups * width, device=key.device).expand(batch, -1)
         real = (slot < total[:, None]).reshape(-1, width)
         slot = slot.reshape(-1, width)
-        precise = torch.float64 if query.dtype == torch.float64 else torch.float32
-        if self.config.attention == "softmax":
-            scale = torch.full(slot.shape, 1 / math.sqrt(self.d_z), dtype=precise, device=key.device)
-        elif self.causal:
-            scale = 1 / (slot % width + 1).to(precise)
-        else:
-            scale = 1 / real.sum(dim=1, keepdim=True).clamp(min=1).to(precise).expand(slot.shape)
+        keys = slot % width + 1 if self.causal else real.sum(dim=1, keepdim=True).clamp(min=1)
         attended = dense(
             split(query),
             split(key),
@@ -237,9 +234,9 @@ class Mega(RecurrentMixer):
             key_slot=torch.where(real, slot, -1),
             query_position=slot,
             key_position=slot,
-            scale=scale,
+            scale=self.function.scale(self.d_z, keys.to(wide_type(query))),
             table=self.bias.table,
-            kind=self.config.attention,
+            attention=self.config.attention,
             causal=self.causal,
             dropout=self.config.attention_dropout if self.training else 0.0,
         )
@@ -310,13 +307,10 @@ class Mega(RecurrentMixer):
         self, query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, inside: Tensor
     ) -> Tensor:
         """Attention of (batch, d_z) to (batch, slots, d_z): the newest token is slot `inside` - 1."""
-        precise = torch.float64 if query.dtype == torch.float64 else torch.float32
-        scores = torch.bmm(keys.to(precise), query.to(precise)[:, :, None])[:, :, 0]
-        if self.config.attention == "softmax":
-            scores = scores * (1 / math.sqrt(self.d_z))
-        else:
-            scores = scores / inside[:, None].clamp(min=1)
+        wide = wide_type(query)
+        scores = torch.bmm(keys.to(wide), query.to(wide)[:, :, None])[:, :, 0]
+        scores = scores * self.function.scale(self.d_z, inside[:, None].clamp(min=1).to(wide))
         slot = torch.arange(keys.shape[1], device=keys.device)
-        scores = scores + self.bias(slot - (inside[:, None] - 1)).to(precise)
-        weights = attention_weights(scores.masked_fill(~visible, HIDDEN), self.config.attention)
-        return torch.bmm(weights[:, None], values.to(precise))[:, 0].to(query.dtype)
+        scores = scores + self.bias(slot - (inside[:, None] - 1)).to(wide)
+        weights = self.function.weights(scores.masked_fill(~visible, HIDDEN))
+        return torch.bmm(weights[:, None], values.to(wide))[:, 0].to(query.dtype)

@@ -25,10 +25,11 @@ from torch import Tensor, nn
 from seqboat.checks import check_choice, check_positive
 from seqboat.core.nn import init_linear
 from seqboat.core.padding import zero_padding
-from seqboat.mixers.attention.block import Block, BlockConfig, head_width, join_heads, split_heads, widen
+from seqboat.mixers.attention.block import Block, BlockConfig, head_width, join_heads, split_heads
 from seqboat.mixers.attention.linear import BLOCK
 from seqboat.mixers.base import MixerOutput, RecurrentMixer, keep_rows
-from seqboat.ops.attention import HIDDEN
+from seqboat.ops.functions import HIDDEN
+from seqboat.ops.precision import widen
 
 FeatureKernel = Literal["softmax", "relu"]
 FEATURE_KERNELS = ("softmax", "relu")

@@ -32,10 +32,11 @@ from torch import Tensor, nn
 from seqboat.checks import check_positive, require
 from seqboat.core.nn import init_linear, make_norm
 from seqboat.core.padding import zero_padding
-from seqboat.mixers.attention.block import Block, BlockConfig, head_width, join_heads, split_heads, widen
+from seqboat.mixers.attention.block import Block, BlockConfig, head_width, join_heads, split_heads
 from seqboat.mixers.attention.cache import Cache, append, extend
 from seqboat.mixers.base import MixerOutput, RecurrentMixer, keep_rows
-from seqboat.ops.attention import HIDDEN
+from seqboat.ops.functions import HIDDEN
+from seqboat.ops.precision import widen
 
 SELF = -1e5
 """Score of a token with itself: nothing beside any other key, but above hidden ones."""

@@ -20,14 +20,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqboat.checks import check_choice, check_positive, check_rate, require
-from seqboat.core.nn import NORMS, Norm, NormName, check_even, init_linear, make_norm, rotate
+from seqboat.core.nn import NORMS, Norm, NormName, init_linear, make_norm
 from seqboat.core.padding import zero_padding
 from seqboat.mixers.attention.cache import Cache, append, extend, make_cache, seen_by_step
 from seqboat.mixers.base import MixerOutput, RecurrentMixer, keep_rows
+from seqboat.ops.positions import Absolute, OriginalBias, Positions, Rotary
 
 Implementation = Literal["plain", "sdpa"]
 TransformerPositions = Literal["absolute", "rotary", "relative", "none"]
-TRANSFORMER_POSITIONS = ("absolute", "rotary", "relative", "none")
+TRANSFORMER_POSITIONS: dict[str, Positions] = {
+    "absolute": Absolute(),
+    "rotary": Rotary(),
+    "relative": OriginalBias(),
+    "none": Positions(),
+}
 ActivationName = Literal["relu", "gelu", "silu"]
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu}
 
@@ -62,7 +68,7 @@ class TransformerConfig:
         check_positive("max_positions", self.max_positions)
         check_choice("activation", self.activation, tuple(ACTIVATIONS))
         check_choice("implementation", self.implementation, ("plain", "sdpa"))
-        check_choice("positions", self.positions, TRANSFORMER_POSITIONS)
+        check_choice("positions", self.positions, tuple(TRANSFORMER_POSITIONS))
         check_choice("norm", self.norm, NORMS)
         check_rate("dropout", self.dropout)
         if self.d_ff is not None:
@@ -87,7 +93,7 @@ class FeedForward(nn.Module):
         return self.out(ACTIVATIONS[self.activation](self.hidden(x)))
 
 
-class Visible(NamedTuple):
+class VisibleKeys(NamedTuple):
     """What queries see, for either implementation."""
 
     hidden: Tensor | None
@@ -110,23 +116,24 @@ class Transformer(RecurrentMixer):
             f"d_model must be a multiple of heads = {config.heads}, got {d_model}",
         )
         self.config, self.d_model, self.causal = config, d_model, config.causal
-        self.wants_positions = config.positions == "absolute"
+        self.positions = TRANSFORMER_POSITIONS[config.positions]
+        self.wants_positions = self.positions.added
         self.heads, self.d_head = config.heads, d_model // config.heads
-        if config.positions == "rotary":
-            check_even("d_model / heads", self.d_head, "with rotary positions")
+        self.positions.check_width("d_model / heads", self.d_head)
         self.norm: Norm = make_norm(config.norm, d_model)
         self.qkv = nn.Linear(d_model, 3 * d_model)
         self.out = nn.Linear(d_model, d_model)
         self.ffn_norm: Norm = make_norm(config.norm, d_model)
         self.ffn = FeedForward(d_model, config.d_ff or 4 * d_model, config.activation)
-        if config.positions == "relative":
-            self.bias = nn.Parameter(torch.empty(config.heads, 2 * config.max_positions - 1))
+        self.max_distance = self.positions.max_distance(config.max_positions, None)
+        if self.max_distance is not None:
+            self.bias = nn.Parameter(torch.empty(config.heads, 2 * self.max_distance + 1))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Weights N(0, 0.02), truncated at two deviations, biases 0; the relative bias N(0, 0.02)."""
         init_linear(self)
-        if self.config.positions == "relative":
+        if self.max_distance is not None:
             nn.init.trunc_normal_(self.bias, std=0.02, a=-0.04, b=0.04)
 
     def closing_norm(self) -> nn.Module | None:
@@ -158,34 +165,31 @@ class Transformer(RecurrentMixer):
         """Queries, keys and values (batch, heads, time, d_head) of (batch, time, d_model)."""
         parts = self.qkv(x).unflatten(-1, (3, self.heads, self.d_head)).permute(2, 0, 3, 1, 4)
         query, key, value = parts.unbind(0)
-        if self.config.positions == "rotary":
-            place = slots[:, None].expand(query.shape[:3])
-            query, key = rotate(query, place), rotate(key, place)
-        return query, key, value
+        return *self.positions.rotate(query, key, slots[:, None]), value
 
     def _relative(self, query_slot: Tensor, key_slot: Tensor) -> Tensor | None:
         """(rows, heads, queries, keys): the bias of slots (rows, queries) and (rows, keys)."""
-        if self.config.positions != "relative":
+        furthest = self.max_distance
+        if furthest is None:
             return None
-        reach = self.config.max_positions - 1
-        distance = (key_slot[:, None, :] - query_slot[:, :, None]).clamp(-reach, reach)
-        return self.bias[:, distance + reach].transpose(0, 1)
+        distance = (key_slot[:, None, :] - query_slot[:, :, None]).clamp(-furthest, furthest)
+        return self.bias[:, distance + furthest].transpose(0, 1)
 
-    def _visible(self, query_slot: Tensor, key_slot: Tensor, mask: Tensor | None) -> Visible:
+    def _visible(self, query_slot: Tensor, key_slot: Tensor, mask: Tensor | None) -> VisibleKeys:
         """Of a sequence from its beginning. Padding comes last: causal queries never see it."""
         bias = self._relative(query_slot, key_slot)
         if self.causal or mask is None:
-            return Visible(None, bias, self.causal)
+            return VisibleKeys(None, bias, self.causal)
         # the first key stays visible, so that rows without a real token have a finite softmax
         first = torch.arange(mask.shape[1], device=mask.device) == 0
-        return Visible(~(mask | first)[:, None, None], bias, False)
+        return VisibleKeys(~(mask | first)[:, None, None], bias, False)
 
-    def _visible_with_past(self, query_slot: Tensor, keys: int) -> Visible:
+    def _visible_with_past(self, query_slot: Tensor, keys: int) -> VisibleKeys:
         key_slot = torch.arange(keys, device=query_slot.device)[None]
         hidden = (key_slot[:, None, :] > query_slot[:, :, None])[:, None]
-        return Visible(hidden, self._relative(query_slot, key_slot), False)
+        return VisibleKeys(hidden, self._relative(query_slot, key_slot), False)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, visible: Visible) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, visible: VisibleKeys) -> Tensor:
         """(batch, heads, queries, d_head)."""
         dropout = self.config.dropout if self.training else 0.0
         hidden, bias, causal = visible
@@ -233,7 +237,7 @@ class Transformer(RecurrentMixer):
         slots = torch.arange(keys.shape[2], device=x.device)[None]
         # batches of equal length need no mask, which lets the fused attention take its fast path
         hidden = None if x.shape[0] == 1 else ~seen[:, None, None]
-        visible = Visible(hidden, self._relative(after.total[:, None] - 1, slots), False)
+        visible = VisibleKeys(hidden, self._relative(after.total[:, None] - 1, slots), False)
         attended = self._attend(query, keys.to(query.dtype), values.to(query.dtype), visible)
         return MixerOutput(keep_rows(mask, self._close(x, attended.flatten(1), mask)), after)
 

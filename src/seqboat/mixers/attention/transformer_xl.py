@@ -19,12 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqboat.checks import check_positive
-from seqboat.core.nn import init_linear, sinusoids
+from seqboat.core.nn import init_linear
 from seqboat.core.padding import zero_padding
-from seqboat.mixers.attention.block import Block, BlockConfig, head_width, join_heads, split_heads, widen
+from seqboat.mixers.attention.block import Block, BlockConfig, head_width, join_heads, split_heads
 from seqboat.mixers.attention.fifo import Fifo, make_fifo, push, relative_shift
 from seqboat.mixers.base import Direction, MixerOutput, RecurrentMixer, check_direction, keep_rows
-from seqboat.ops.attention import HIDDEN
+from seqboat.ops.functions import HIDDEN
+from seqboat.ops.positions import sinusoids
+from seqboat.ops.precision import widen
 
 
 @dataclass(frozen=True, kw_only=True)

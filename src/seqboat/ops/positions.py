@@ -1,0 +1,160 @@
+"""Positions: how attention learns the order of its tokens.
+
+A token has a position in the original sequence and a slot, its place among the active tokens. A scheme may rotate
+queries and keys (rotary), add a learned bias per distance (in positions or in slots), or leave both to the model.
+
+To add a scheme, write a class here and give it a name in `PositionsName` and `POSITIONS`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from seqboat.checks import check_positive, require
+
+Slot = TypeVar("Slot", Tensor, None)
+
+
+class Positions:
+    """A scheme without positions; the base of all others."""
+
+    rotates = False
+    """Whether queries and keys are rotated."""
+    added = False
+    """Whether models add position embeddings to their inputs."""
+
+    def check_width(self, name: str, d_key: int) -> None:
+        """Reject a width of queries and keys that does not fit."""
+
+    def max_distance(self, max_positions: int, reach: int | None) -> int | None:
+        """The largest distance with an entry in the bias table; None without a table.
+
+        Args:
+            max_positions: positions that the table has to tell apart.
+            reach: slots from a query to the furthest key it sees; None if there is no bound.
+        """
+        return None
+
+    def rotate(self, query: Tensor, key: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate (..., d_key) by their positions (...)."""
+        return query, key
+
+    def coordinate(self, position: Tensor, slot: Slot) -> Tensor | Slot:
+        """What the bias measures distances in: the positions or the slots of the tokens."""
+        return slot
+
+
+class Rotary(Positions):
+    """Rotary embedding of the original positions."""
+
+    rotates = True
+
+    def check_width(self, name: str, d_key: int) -> None:
+        require(d_key % 2 == 0, f"{name} must be even with rotary positions, got {d_key}")
+
+    def rotate(self, query: Tensor, key: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = _angles(position, query)
+        return _turn(query, cos, sin), _turn(key, cos, sin)
+
+
+class OriginalBias(Positions):
+    """A learned bias per distance in the original sequence."""
+
+    def max_distance(self, max_positions: int, reach: int | None) -> int:
+        return max_positions - 1
+
+    def coordinate(self, position: Tensor, slot: Slot) -> Tensor:
+        return position
+
+
+class CompressedBias(Positions):
+    """A learned bias per distance among the active tokens."""
+
+    def max_distance(self, max_positions: int, reach: int | None) -> int:
+        return max_positions - 1 if reach is None else reach
+
+
+class Absolute(Positions):
+    """Position embeddings that the model adds to its inputs."""
+
+    added = True
+
+
+PositionsName = Literal["original", "compressed", "rotary", "none"]
+POSITIONS: dict[str, Positions] = {
+    "original": OriginalBias(),
+    "compressed": CompressedBias(),
+    "rotary": Rotary(),
+    "none": Positions(),
+}
+"""Schemes for sparse attention by the name that configurations use."""
+
+
+class RelativeBias(nn.Module):
+    """A learned bias per distance `key - query`; larger distances share the last entry of the table."""
+
+    def __init__(self, max_distance: int) -> None:
+        super().__init__()
+        check_positive("max_distance", max_distance, least=0)
+        self.max_distance = max_distance
+        self.table = nn.Parameter(torch.empty(2 * max_distance + 1))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The table starts at N(0, 0.02), truncated at two standard deviations."""
+        nn.init.trunc_normal_(self.table, std=0.02, a=-0.04, b=0.04)
+
+    def forward(self, distance: Tensor) -> Tensor:
+        """The bias of each distance."""
+        return self.table[(distance + self.max_distance).clamp(0, 2 * self.max_distance)]
+
+
+def rotate(x: Tensor, position: Tensor) -> Tensor:
+    """Rotary embedding: turn each pair of neighboring channels by position * 10000^(-2i/dim).
+
+    Args:
+        x: (..., dim), dim even.
+        position: (...), integer.
+    """
+    return _turn(x, *_angles(position, x))
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    even, odd = x[..., 0::2], x[..., 1::2]
+    turned = [torch.addcmul(even * cos, odd, sin, value=-1), torch.addcmul(odd * cos, even, sin)]
+    return torch.stack(turned, dim=-1).flatten(-2)
+
+
+def _angles(position: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (..., dim / 2) by which the channels of `like` turn at these positions."""
+    # reduced to one turn in float64: in float32 the angle of position one million is off by a tenth of a radian
+    angle = torch.remainder(position[..., None] * _frequencies(like.shape[-1], like.device), 2 * math.pi)
+    angle = angle.to(torch.float64 if like.dtype == torch.float64 else torch.float32)
+    return angle.cos().to(like.dtype), angle.sin().to(like.dtype)
+
+
+def _frequencies(dim: int, device: torch.device) -> Tensor:
+    """(dim / 2,), float64: how far a pair of channels turns from one position to the next."""
+    key = dim, device
+    if key in _known_frequencies and not torch.compiler.is_compiling():
+        return _known_frequencies[key]
+    # never an inference tensor, even if inference asks first: training uses it as well
+    with torch.inference_mode(False):
+        found = 10000.0 ** -(torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim)
+    if not torch.compiler.is_compiling():
+        _known_frequencies[key] = found
+    return found
+
+
+_known_frequencies: dict[tuple[int, torch.device], Tensor] = {}
+
+
+def sinusoids(position: Tensor, d_model: int) -> Tensor:
+    """Sinusoidal position embedding (..., d_model): sines in the first half, cosines in the second."""
+    exponent = torch.arange(0, d_model, 2, dtype=torch.float64, device=position.device) / d_model
+    angle = position[..., None] * 10000.0**-exponent
+    return torch.cat([angle.sin(), angle.cos()], dim=-1)[..., :d_model]
