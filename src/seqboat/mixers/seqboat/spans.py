@@ -311,7 +311,7 @@ class PaddedSpan(Span):
         slot = slots.reshape(batch * groups, width)
         position = lay_out(packed.position, None if state is None else state.positions)
         coordinate = scoring.positions.coordinate(position, slot)
-        keys = self.keys(slot, counts[:, None].clamp(min=1), wide_type(query))
+        keys = self.keys(slot, counts[:, None], wide_type(query))
         attended = dense(
             lay_out(query, None),
             lay_out(key, None if state is None else state.keys),
@@ -341,7 +341,7 @@ class FullSpan(PaddedSpan):
 
     def keys(self, slot: Tensor, count: int | Tensor, dtype: torch.dtype) -> float | Tensor:
         keys = slot + 1 if self.causal else count
-        return keys.to(dtype) if isinstance(keys, Tensor) else keys
+        return keys.clamp(min=1).to(dtype) if isinstance(keys, Tensor) else max(keys, 1)
 
     def begun(self, total: Tensor) -> Tensor:
         return total
