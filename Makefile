@@ -1,11 +1,16 @@
-# Everything but test-peers runs in .venv, which is made on first use from the pinned versions in constraints.txt.
+# Everything but test-peers and dist runs in .venv, created on first use from the pinned versions in constraints.txt.
+# On Windows run it in Git Bash (make itself: choco install make).
 PYTHON ?= python3
 VENV := .venv
-BIN := $(VENV)/bin
+SCRIPTS := $(if $(filter Windows_NT,$(OS)),Scripts,bin)
+BIN := $(VENV)/$(SCRIPTS)
 READY := $(VENV)/.ready
 EXTRAS := cli,train,report,image,hf,dev
+# another torch than the pinned one: make test TORCH=2.10.0, or TORCH=newest
+TORCH ?=
 
-.PHONY: demo test test-all test-peers check lint format types bench reproduce-small clean
+.PHONY: demo test test-all test-peers check lint format types docs glance diagrams bench reproduce-small audit dist \
+	release clean
 
 demo: $(READY)
 	$(BIN)/seqboat demo
@@ -17,9 +22,9 @@ test: $(READY)
 test-all: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
 
-# ours against other people's packages, in an environment of its own from constraints-peers.txt: MEGA is only in a
-# transformers older than the rest of the project works with. A test that is not found is an error of pytest's; one
-# that is skipped, as it is where its package is missing, is an error here.
+# compare mixers with independent packages, in a separate environment from constraints-peers.txt: MEGA is only in a
+# transformers older than the rest of the project supports. pytest fails on a missing test; a skipped one, as where a
+# package is missing, fails here.
 PEERS := .venv-peers
 COMPARISONS := \
 	tests/test_s5.py::test_equals_another_implementation \
@@ -30,7 +35,7 @@ COMPARISONS := \
 	tests/test_bigbird.py::test_agrees_with_transformers \
 	tests/test_reformer.py::test_agrees_with_transformers
 test-peers: $(PEERS)/.ready
-	OMP_NUM_THREADS=1 $(PEERS)/bin/pytest -rs --junit-xml=$(PEERS)/comparisons.xml $(COMPARISONS)
+	OMP_NUM_THREADS=1 $(PEERS)/$(SCRIPTS)/pytest -rs --junit-xml=$(PEERS)/comparisons.xml $(COMPARISONS)
 	@! grep --quiet "<skipped" $(PEERS)/comparisons.xml || { echo "comparisons were skipped"; exit 1; }
 
 check: lint types test
@@ -46,11 +51,22 @@ format: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
+# what the documents say: links, code blocks, examples, generated tables and diagrams
+docs: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/test_readme.py tests/test_house.py
+
+# the README's results, from docs/results.json
+glance: $(READY)
+	$(BIN)/python tools/glance.py
+
+diagrams: $(READY)
+	$(BIN)/python tools/diagrams.py
+
 bench: $(READY)
 	$(BIN)/seqboat bench
 
-# every table and figure, hours on two cores; needs the data (docs/data.md); a second call goes on where the first
-# was stopped. Runs share the cores, measurements of speed come last and have both to themselves.
+# every table and figure, hours on two cores; needs the data (docs/data.md); a second call continues where the first
+# one stopped. Runs share the cores; measurements of speed come last and use both.
 TRAINED := diagnostics lra speech enwik8 mixers ablation tradeoff
 OBSERVED := activation confidence span
 MEASURED := efficiency mixers-efficiency
@@ -60,16 +76,37 @@ reproduce-small: $(READY)
 	$(REPRODUCE) $(TRAINED) $(OBSERVED)
 	$(REPRODUCE) $(MEASURED)
 
+# licenses of everything installed; known vulnerabilities too if pip-audit is installed in .venv and has a network
+audit: $(READY)
+	$(BIN)/python tools/pins.py audit
+
+# wheel and source archive from the last commit, built twice and compared, by hashed packages only
+DIST := .venv-dist
+dist: $(DIST)/.ready
+	$(DIST)/$(SCRIPTS)/python tools/dist.py dist
+
+# upload what dist built to the release of the current tag, which has to name the version
+release: dist
+	test "$$(git describe --exact-match --tags)" = "v$$(sed -n 's/^__version__ = "\(.*\)"/\1/p' src/seqboat/version.py)"
+	gh release create "$$(git describe --exact-match --tags)" --notes-file CHANGELOG.md dist/*
+
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[$(EXTRAS)]"
+	sed -e '$(if $(TORCH),/^torch==/d,)' constraints.txt > $(VENV)/constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(VENV)/constraints.txt \
+		--editable ".[$(EXTRAS)]" "torch$(if $(filter-out newest,$(TORCH)),==$(TORCH))"
 	touch $(READY)
 
 $(PEERS)/.ready: pyproject.toml constraints-peers.txt
-	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
-	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-peers.txt \
+	test -x $(PEERS)/$(SCRIPTS)/python || $(PYTHON) -m venv $(PEERS)
+	$(PEERS)/$(SCRIPTS)/python -m pip install --quiet --disable-pip-version-check --constraint constraints-peers.txt \
 		--editable ".[peers]" pytest pytest-timeout
 	touch $@
 
+$(DIST)/.ready: requirements-build.txt
+	test -x $(DIST)/$(SCRIPTS)/python || $(PYTHON) -m venv $(DIST)
+	$(DIST)/$(SCRIPTS)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements-build.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(PEERS) build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) $(DIST) build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

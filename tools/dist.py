@@ -2,8 +2,8 @@
 
     python tools/dist.py [FOLDER]    # dist/ unless named; needs the packages of requirements-build.txt
 
-Times in both archives are that of the commit (SOURCE_DATE_EPOCH, unless it is set already). setuptools writes the time
-of the build and the user's name into source archives, so they are packed again without them.
+Times in both archives are that of the commit (SOURCE_DATE_EPOCH, unless it is set already). setuptools writes the
+time of the build and the user's name into source archives, so they are packed again without them.
 """
 
 from __future__ import annotations
