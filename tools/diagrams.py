@@ -179,12 +179,13 @@ def layer(c: Canvas) -> None:
     c.arrow((936, 150), (936, 166))
 
 
-def _order() -> list[list[str]]:
-    """The groups of tests/test_imports.py, from the bottom up."""
+def folder_order() -> list[list[str]]:
+    """The groups of tests/test_imports.py, from the bottom up, without the entry point."""
     tree = ast.parse((ROOT / "tests" / "test_imports.py").read_text(encoding="utf-8"))
     for node in tree.body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "ORDER":
-            return [group.split() for group in ast.literal_eval(node.value).split("|")]
+            groups = [group.split() for group in ast.literal_eval(node.value).split("|")]
+            return [group for group in groups if group != ["__main__"]]
     raise ValueError("tests/test_imports.py has no ORDER")
 
 
@@ -208,8 +209,7 @@ def _about(name: str) -> str:
 
 def layers(c: Canvas) -> None:
     """Folders and modules of the package: everything imports downward only."""
-    groups = [[name for name in group if name != "__main__"] for group in _order()]
-    groups = [group for group in groups if group]
+    groups = folder_order()
     c.size = (900, 38 * len(groups) + 56)
     top = c.size[1] - 36
     for i, names in enumerate(groups):
