@@ -97,10 +97,13 @@ def write_hashes() -> None:
 def license_of(name: str) -> str:
     """The license that a package states about itself."""
     about = metadata.metadata(name)
+    fields = {
+        field: about.get_all(field) or [""] for field in ("License-Expression", "Classifier", "License")
+    }
     classifiers = [
-        c.split(" :: ")[-1] for c in about.get_all("Classifier") or [] if c.startswith("License ::")
+        line.rpartition(" :: ")[2] for line in fields["Classifier"] if line.startswith("License ::")
     ]
-    text = about.get("License-Expression") or ", ".join(classifiers) or (about.get("License") or "").strip()
+    text = fields["License-Expression"][0] or ", ".join(classifiers) or fields["License"][0].strip()
     return text.splitlines()[0][:60] if text else "not stated"
 
 
