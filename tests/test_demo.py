@@ -196,7 +196,7 @@ def test_figure_colours_confidence_and_leaves_the_rest_white():
     assert [t.get_text() for t in figure.axes[0].texts] == ["25%", "100%"]
     with pytest.raises(ValueError, match=r"confidence must have shape \(layers, 34\)"):
         figures.draw_confidence(axes, tokens, confidence[:, :5])
-    with pytest.raises(ValueError, match="deviations must have the shape of rates"):
+    with pytest.raises(ValueError, match="stds must have the shape of rates"):
         figures.draw_activation(axes, [0.1, 0.2], [0.1])
 
 

@@ -7,24 +7,20 @@ from typing import Any
 
 import pytest
 
-import seqboat.paper.efficiency as efficiency
 from seqboat import tasks
 from seqboat.bench.candidates import Candidate, build
 from seqboat.bench.setting import LayerSetting
 from seqboat.cli import main
 from seqboat.mixers import MIXERS
 from seqboat.models.cost import count_parameters
-from seqboat.paper.efficiency import (
-    MODELS,
-    PUBLISHED_MIXERS,
-    TASKS,
-    measure,
-    mixer_candidates,
-    rate_of,
-    task_setting,
-)
+from seqboat.paper import published
+from seqboat.paper.published import EFFICIENCY_MODELS as MODELS
 from seqboat.paper.results import add_records, read_records
-from seqboat.paper.targets import TARGETS, Bench
+from seqboat.paper.targets import efficiency
+from seqboat.paper.targets.base import MeasuredTarget
+from seqboat.paper.targets.efficiency import EFFICIENCY, rate_of, task_setting
+from seqboat.paper.targets.mixer_efficiency import MIXER_EFFICIENCY, mixer_candidates
+from seqboat.paper.trials import Bench
 from seqboat.training.loop import train
 from small_runs import Spy, ToyConfig, small_run
 
@@ -33,17 +29,26 @@ FAST: dict[str, Any] = {"rounds": 1, "warmup": 0, "memory": False}
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches of 64 tokens in rows of 32."""
+    """Batches of 64 tokens in sequences of 32."""
     monkeypatch.setattr(efficiency, "TOKENS", 64)
-    for name, task in TASKS.items():
-        monkeypatch.setitem(efficiency.TASKS, name, task._replace(length=32))
+    for name, task in published.EFFICIENCY.items():
+        monkeypatch.setitem(published.EFFICIENCY, name, task._replace(length=32))
 
 
 def test_published_numbers_are_complete() -> None:
-    for task in TASKS.values():
-        for block in task.published:
-            assert len(block) == len(MODELS) and block[0] == 1.0
-    assert PUBLISHED_MIXERS.keys() <= MIXERS.keys() and PUBLISHED_MIXERS["transformer"] == (1.0, 1.0)
+    assert published.LRA.keys() <= MIXERS.keys()
+    assert (published.LRA["transformer"].speed, published.LRA["transformer"].memory) == (1.0, 1.0)
+    for name, row in published.LRA.items():
+        scores = [score for score in row.accuracy.values() if score is not None]
+        # averages are printed to two digits, some of them rounded to one first
+        assert sum(scores) / len(scores) == pytest.approx(row.average, abs=0.02), name
+    for task in published.EFFICIENCY.values():
+        for block in (task.training, task.memory, task.evaluation):
+            assert block.keys() == MODELS.keys() and block["mega"] == 1.0
+    # the paper repeats some of its speeds: they must agree
+    for table, form, model in (("SeqBoat-full", "full", "seqboat-full"), ("SeqBoat", "", "seqboat")):
+        for name, score in published.ABLATIONS[table][form].scores.items():
+            assert score.speed == published.EFFICIENCY[name].training[model]
 
 
 def test_layers_are_those_of_the_recipes() -> None:
@@ -77,9 +82,8 @@ def test_equal_parameters() -> None:
 @pytest.mark.usefixtures("tiny")
 def test_table_6(tmp_path: Path) -> None:
     page = tmp_path / "results.md"
-    bench = TARGETS["efficiency"].small_benches[0]
-    record = measure(bench, "efficiency", "small", tmp_path, **FAST)
-    assert list(record["parts"]) == list(TASKS)
+    record = EFFICIENCY.measure(EFFICIENCY.small_benches[0], "small", tmp_path, **FAST)
+    assert list(record["parts"]) == list(published.EFFICIENCY)
     for task, part in record["parts"].items():
         assert [(row["candidate"], row["mode"]) for row in part["rows"]] == [
             (model, mode) for mode in ("training", "inference") for model in MODELS
@@ -107,8 +111,8 @@ def test_table_6(tmp_path: Path) -> None:
 @pytest.mark.parametrize("matched", [False, True])
 def test_every_mixer_is_measured(tmp_path: Path, matched: bool) -> None:
     name = "parameters-4096" if matched else "width-4096"
-    bench = Bench(name=name, title="few tokens", minutes=1, what="mixers", length=32, matched=matched)
-    record = measure(bench, "mixers-efficiency", "small", tmp_path, **FAST)
+    bench = Bench(name=name, title="few tokens", minutes=1, length=32, matched=matched)
+    record = MIXER_EFFICIENCY.measure(bench, "small", tmp_path, **FAST)
     part = record["parts"]["mixers"]
     assert {row["candidate"] for row in part["rows"]} == MIXERS.keys() | {"transformer, fused"}
     assert all(row["seconds"] is not None for row in part["rows"])
@@ -127,11 +131,11 @@ def test_what_is_on_the_page_is_not_measured_again(
 ) -> None:
     asked: list[str] = []
 
-    def measured(bench: Bench, target: str, scale: str, *rest: Any) -> dict[str, Any]:
+    def measured(target: MeasuredTarget, bench: Bench, scale: str, *rest: Any) -> dict[str, Any]:
         asked.append(bench.name)
         return {"target": "none", "scale": scale, "trial": bench.name, "seed": 0}
 
-    monkeypatch.setattr(efficiency, "measure", measured)
+    monkeypatch.setattr(MeasuredTarget, "measure", measured)
     out = ["reproduce", "mixers-efficiency", "--out", str(tmp_path), "--only", "width-*"]
     assert main(out) == 0
     assert asked == ["width-1024", "width-4096", "width-16384"]

@@ -143,7 +143,7 @@ def test_training_draws_lines_of_training_and_marks_of_evaluations() -> None:
     ("draw", "message"),
     [
         (lambda: activation_figure({}), "tasks must not be empty"),
-        (lambda: activation_figure({"a": ([0.1], [0.1, 0.2])}), r"deviations of a must have the shape"),
+        (lambda: activation_figure({"a": ([0.1], [0.1, 0.2])}), r"stds of a must have the shape"),
         (lambda: activation_figure({"a": ([], [])}), r"rates of a must have shape \(layers,\)"),
         (lambda: activation_figure(TASKS, theme="blue"), "theme must be one of"),  # type: ignore[arg-type]
         (lambda: confidence_maps_figure([MAP], {"x": [MAP, MAP]}), "x must hold 1 maps"),

@@ -19,9 +19,16 @@ from seqboat.data.files import Lock
 from seqboat.mixers import MIXERS
 from seqboat.mixers.base import directions_of
 from seqboat.paper.matching import count_of_run
-from seqboat.paper.reproduce import Job, collect, estimate, observe, plan, run_job, step_seconds
+from seqboat.paper.reproduce import estimate, plan, run_job
 from seqboat.paper.results import add_records, read_records
-from seqboat.paper.targets import READ_LISTOPS, TARGETS, Target, Trial
+from seqboat.paper.targets import TARGETS, base
+from seqboat.paper.targets.activation import ActivationTarget
+from seqboat.paper.targets.base import Job, Target, step_seconds
+from seqboat.paper.targets.confidence import ConfidenceTarget
+from seqboat.paper.targets.mixers import READ_LISTOPS
+from seqboat.paper.targets.scores import ScoresTarget
+from seqboat.paper.targets.span import SpanTarget
+from seqboat.paper.trials import Trial
 from seqboat.recipes import RECIPES
 from seqboat.runs import Run
 from seqboat.tasks import TASKS
@@ -43,7 +50,7 @@ def target(monkeypatch: pytest.MonkeyPatch) -> Target:
     """A target of two runs that take a second, known by name."""
     monkeypatch.setitem(TASKS, "toy", ToyConfig)
     monkeypatch.setitem(RECIPES, "toy-small", toy_small)
-    made = Target(
+    made = ScoresTarget(
         name="toys",
         title="Toys",
         where="table 0",
@@ -164,7 +171,7 @@ def test_runs_are_planned_run_and_collected(target: Target, tmp_path: Path) -> N
     again = plan(target, "small", tmp_path)
     assert [job.finished for job in again] == [False, False, True]
     assert estimate(again) == (2.0, 0)
-    record = collect(again[2])
+    record = target.collect(again[2])
     assert record["command"] == "seqboat train toy-small --optimizer.lr=0.03 --seed=0"
     assert record["metric"] == "accuracy" and 0 <= record["test"] <= 1
     assert [step for step, _ in record["curve"]] == [12, 24]
@@ -177,13 +184,13 @@ def test_a_score_is_kept_until_the_run_changes(
 ) -> None:
     job = plan(target, "small", tmp_path)[2]
     run_job(job, Spy())
-    first = collect(job)
+    first = target.collect(job)
     monkeypatch.setattr(Run, "evaluate", lambda *a, **k: pytest.fail("scored twice"))
-    assert collect(job) == first
-    kept = job.folder / reproduce.TEST
+    assert target.collect(job) == first
+    kept = job.folder / base.TEST
     kept.write_text(json.dumps({**json.loads(kept.read_text()), "step": 1}))
     with pytest.raises(pytest.fail.Exception, match="scored twice"):
-        collect(job)
+        target.collect(job)
 
 
 def test_a_run_with_other_settings_is_not_taken(target: Target, tmp_path: Path) -> None:
@@ -200,7 +207,7 @@ def test_the_page_holds_every_record_and_says_what_was_not_run(target: Target, t
     jobs = plan(target, "small", tmp_path)
     for job in jobs[:2]:
         run_job(job, Spy())
-    one, two = (collect(job) for job in jobs[:2])
+    one, two = (target.collect(job) for job in jobs[:2])
     add_records(page, [one])
     # a record of the same run takes the place of the older one
     records = add_records(page, [{**one, "test": 0.5}, {**two, "test": 0.7}])
@@ -221,7 +228,7 @@ def test_the_page_says_which_data_it_was(
     monkeypatch.setattr(Toy, "origin", lambda task: origin)
     (job, *_) = plan(target, "small", tmp_path / "runs")
     run_job(job)
-    record = collect(job)
+    record = target.collect(job)
     assert record["data"] == origin
     add_records(tmp_path / "page.md", [record])
     told = "- **Toy.** Cut: everything but the toy. Data: my files (20 train, 1,500 test); "
@@ -232,7 +239,7 @@ def test_figures_are_drawn_anew_only_for_new_records(target: Target, tmp_path: P
     page = tmp_path / "results.md"
     job = plan(target, "small", tmp_path)[2]
     run_job(job, Spy())
-    record = collect(job)
+    record = target.collect(job)
     add_records(page, [record])
     figure = tmp_path / "images" / "results-toys-small.svg"
     figure.write_text("kept")
@@ -246,9 +253,9 @@ def test_layers_of_runs_are_observed(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trials = tuple(dataclasses.replace(trial, task="Toys", size=8, seeds=1) for trial in target.small)
-    for layout in ("activation", "span"):
-        made = dataclasses.replace(target, name=layout, layout=layout, small=trials)
-        monkeypatch.setitem(TARGETS, layout, made)
+    for name, kind in (("activation", ActivationTarget), ("span", SpanTarget)):
+        made = kind(name=name, title="Toys", where="table 0", about="Toys.", small=trials)
+        monkeypatch.setitem(TARGETS, name, made)
     out = ["--out", str(tmp_path), "--only", "toy"]
     assert main(["reproduce", "activation", "span", *out]) == 0
     shown = capsys.readouterr().out
@@ -285,14 +292,14 @@ def test_confidences_are_drawn_over_images(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trial = dataclasses.replace(target.small[1], arguments=("--task.length=3",))
-    made = dataclasses.replace(target, name="confidence", layout="confidence", small=(trial,))
+    made = ConfidenceTarget(name="confidence", title="Toys", where="table 0", about="", small=(trial,))
     monkeypatch.setitem(TARGETS, "confidence", made)
     job = plan(made, "small", tmp_path)[0]
     run_job(job, Spy())
     with pytest.raises(ValueError, match="has no images, but toy"):
-        observe(job)
+        made.collect(job)
     monkeypatch.setattr(Toy, "picture", (1, 3))
-    record = observe(job)
+    record = made.collect(job)
     examples = load_examples(job.folder, "val", 3)
     for i, picture in enumerate(record["pictures"]):
         assert picture["input"] == [examples.dataset[i].inputs.tolist()]
@@ -411,7 +418,7 @@ def test_a_run_that_diverges_does_not_keep_others_from_running(
 
     monkeypatch.setattr(reproduce, "run_job", run)
     assert main(["reproduce", "toys", "--seeds", "1", "--out", str(tmp_path)]) == 3
-    assert "the loss was not finite; the others go on" in capsys.readouterr().err
+    assert "the loss was not finite; the other runs continue" in capsys.readouterr().err
     assert [record["trial"] for record in read_records(tmp_path / "results.md")] == ["fast"]
 
 
@@ -427,3 +434,53 @@ def test_an_interrupted_run_ends_the_command_with_its_code(
     monkeypatch.setattr(reproduce, "run_job", stopped)
     assert main(["reproduce", "toys", "--out", str(tmp_path)]) == 130
     assert len(seen) == 1 and "stopped by SIGINT after step 7" in capsys.readouterr().err
+
+
+def test_the_page_is_written_again_from_its_records(
+    target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "results.md"
+    assert main(["reproduce", "toys", "--only", "fast", "--out", str(tmp_path)]) == 0
+    text, records = page.read_text(), page.with_suffix(".json").read_text()
+    page.unlink()
+    (tmp_path / "images" / "results-toys-small.svg").write_text("old")
+    assert main(["reproduce", "--rewrite", "--page", str(page)]) == 0
+    assert f"wrote {page} from 1 records" in capsys.readouterr().out
+    assert page.read_text() == text and page.with_suffix(".json").read_text() == records
+    assert (tmp_path / "images" / "results-toys-small.svg").read_text() != "old"
+    assert main(["reproduce", "toys", "--rewrite", "--page", str(page)]) == 2
+    assert main(["reproduce", "--rewrite", "--page", str(tmp_path / "none.md")]) == 2
+    assert "there is no" in capsys.readouterr().err
+
+
+def test_records_with_earlier_field_names_load(tmp_path: Path) -> None:
+    row = {"contender": "mega", "mode": "training", "floor_ratio": 2.0}
+    record = {
+        "target": "efficiency",
+        "scale": "small",
+        "trial": "x",
+        "seed": 0,
+        "parts": {"a": {"rows": [row]}},
+    }
+    (tmp_path / "results.json").write_text(json.dumps([record]))
+    (found,) = read_records(tmp_path / "results.md")
+    assert found["parts"]["a"]["rows"] == [
+        {"candidate": "mega", "mode": "training", "lower_bound_ratio": 2.0}
+    ]
+
+
+def test_the_documented_tables_are_what_the_records_say(tmp_path: Path) -> None:
+    """docs/results.md is made by `seqboat reproduce --rewrite --page docs/results.md`, and by nothing else."""
+    docs = Path(__file__).parents[1] / "docs"
+    (tmp_path / "images").mkdir()
+    for path in docs.glob("images/results-*.svg"):
+        (tmp_path / "images" / path.name).touch()
+    page = tmp_path / "results.md"
+    page.with_suffix(".json").write_bytes((docs / "results.json").read_bytes())
+    add_records(page, [])
+    written, documented = (
+        [line for line in path.read_text().splitlines() if line.startswith(("|", "<picture", "Made with"))]
+        for path in (page, docs / "results.md")
+    )
+    assert written == documented and len(written) > 300
+    assert page.with_suffix(".json").read_text() == (docs / "results.json").read_text()

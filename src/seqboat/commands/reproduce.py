@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from seqboat.paper.reproduce import Job
-    from seqboat.paper.targets import Bench, Scale, Target
+    from seqboat.paper.targets.base import Job, MeasuredTarget, Target
+    from seqboat.paper.trials import Bench, Scale
 
 EXIT_DIVERGED = 3
 """As of `seqboat train`."""
 
 
 EPILOG = """\
-The same command in two terminals shares the work: each process takes the next run that no other is at.
+Run the same command in two terminals to share the work: each process takes the next run that no other works on.
 """
 
 
@@ -25,13 +25,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
     parser.epilog = EPILOG
     parser.add_argument(
-        "target", nargs="*", help="tables and figures to make (default: list them all, and what is done)"
+        "target", nargs="*", help="tables and figures to make (default: list them all with their progress)"
     )
     parser.add_argument(
         "--scale",
         choices=("small", "paper"),
         default="small",
-        help="small twins (default), or the recipes as published",
+        help="small variants (default), or the recipes as published",
     )
     parser.add_argument(
         "--only",
@@ -40,17 +40,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="only these parts of the targets (names as in --dry-run; * and ? stand for anything)",
     )
-    parser.add_argument("--seeds", type=int, metavar="N", help="run so many seeds of everything")
+    parser.add_argument(
+        "--seeds", type=int, metavar="N", help="seeds of every run (default: each run's own number)"
+    )
     parser.add_argument(
         "--out", metavar="DIR", default="runs/reproduce", help="folder of the runs (%(default)s)"
     )
     parser.add_argument("--page", metavar="FILE", help="page to write (default: results.md in DIR)")
-    parser.add_argument("--dry-run", action="store_true", help="say what would run, and stop")
+    parser.add_argument("--dry-run", action="store_true", help="print what would run, and stop")
     parser.add_argument(
-        "--again", action="store_true", help="measure anew what the page has already (speed and memory)"
+        "--again", action="store_true", help="measure again what the page already has (speed and memory)"
     )
     parser.add_argument(
-        "--collect", action="store_true", help="run nothing: write down the runs that are finished"
+        "--collect", action="store_true", help="run nothing: record the runs that are finished"
+    )
+    parser.add_argument(
+        "--rewrite",
+        action="store_true",
+        help="run nothing: write the page and its figures again from the recorded results",
     )
 
 
@@ -58,9 +65,12 @@ def run(options: argparse.Namespace) -> int:
     """Run the command."""
     from seqboat.paper.reproduce import chosen, estimate, plan
     from seqboat.paper.targets import TARGETS
+    from seqboat.paper.targets.base import MeasuredTarget
 
     if options.seeds is not None and options.seeds < 1:
         raise ValueError(f"--seeds must be an integer >= 1, got {options.seeds}")
+    if options.rewrite:
+        return _rewrite(options)
     if not options.target:
         for target in TARGETS.values():
             print(_state(target, Path(options.out), _page(options)), flush=True)
@@ -84,10 +94,10 @@ def run(options: argparse.Namespace) -> int:
         if not target.names(options.scale):
             raise ValueError(f"{name} has nothing to run at --scale {options.scale}")
         jobs += plan(target, options.scale, folder, options.seeds, options.only)
-        measurements += [
-            Measurement(target, bench, _is_measured(page, target, options.scale, bench) and not options.again)
-            for bench in chosen(target.benches(options.scale), options.only)
-        ]
+        if isinstance(target, MeasuredTarget):
+            for bench in chosen(target.benches(options.scale), options.only):
+                done = _is_measured(page, target, options.scale, bench) and not options.again
+                measurements.append(Measurement(target, bench, done))
     if not jobs and not measurements:
         known = dict.fromkeys(n for name in options.target for n in TARGETS[name].names(options.scale))
         raise ValueError(f"--only {' '.join(options.only)} fits nothing; there are {', '.join(known)}")
@@ -107,12 +117,24 @@ def run(options: argparse.Namespace) -> int:
     return code
 
 
+def _rewrite(options: argparse.Namespace) -> int:
+    """Write the page again from the records behind it."""
+    from seqboat.paper.results import rewrite
+
+    if options.target:
+        raise ValueError("--rewrite takes no targets: it writes the whole page")
+    page = _page(options)
+    records = rewrite(page)
+    print(f"wrote {page} from {len(records)} records")
+    return 0
+
+
 def _page(options: argparse.Namespace) -> Path:
     return Path(options.page) if options.page else Path(options.out) / "results.md"
 
 
 def _state(target: Target, folder: Path, page: Path) -> str:
-    """A line about the small runs of a target: how many are done, and the minutes of the others."""
+    """A line about the small runs of a target: how many are done, and how long the others take."""
     from seqboat.paper.reproduce import estimate, plan
 
     line = f"{target.name:18s} {target.title} ({target.where})"
@@ -130,7 +152,7 @@ def _state(target: Target, folder: Path, page: Path) -> str:
 class Measurement(NamedTuple):
     """Something to measure, and whether the page has it already."""
 
-    target: Target
+    target: MeasuredTarget
     bench: Bench
     done: bool
 
@@ -143,10 +165,10 @@ def _is_measured(page: Path, target: Target, scale: str, bench: Bench) -> bool:
 
 
 def _run_jobs(jobs: Sequence[Job], page: Path, collect_only: bool) -> int:
-    """Train what is not finished and write down what is."""
+    """Train the runs that are not finished and record those that are."""
     from seqboat.commands.eval import show_progress
     from seqboat.data.files import InUse
-    from seqboat.paper.reproduce import collect, observe, refreshed, run_job
+    from seqboat.paper.reproduce import refreshed, run_job
     from seqboat.paper.results import add_records
 
     progress = show_progress if sys.stderr.isatty() else None
@@ -163,34 +185,28 @@ def _run_jobs(jobs: Sequence[Job], page: Path, collect_only: bool) -> int:
                 print(f"left to another process: {taken}", file=sys.stderr)
                 continue
             if outcome.exit_code == EXIT_DIVERGED:
-                print(f"{job.folder}: {outcome.message}; the others go on", file=sys.stderr)
+                print(f"{job.folder}: {outcome.message}; the other runs continue", file=sys.stderr)
                 diverged = True
                 continue
             if outcome.exit_code:
-                print(f"{job.folder}: {outcome.message}; the same command goes on", file=sys.stderr)
+                print(f"{job.folder}: {outcome.message}; the same command continues", file=sys.stderr)
                 return outcome.exit_code
-        record = observe(job, progress) if job.target.observed else collect(job, progress)
+        record = job.target.collect(job, progress)
         add_records(page, [record])
         written = True
-        what = (
-            "observed"
-            if job.target.observed
-            else f"{record['metric']} {record['test']:.4f} on the test split"
-        )
-        print(f"{job.trial.title}, seed {job.seed}: {what}", flush=True)
+        print(f"{job.trial.title}, seed {job.seed}: {job.target.summarize(record)}", flush=True)
     if jobs:
-        print(f"wrote {page}" if written else "no run is finished, so none is written down")
+        print(f"wrote {page}" if written else "no run is finished, so none is recorded")
     return EXIT_DIVERGED if diverged else 0
 
 
 def _measure(measurements: Sequence[Measurement], page: Path, scale: Scale, folder: Path) -> None:
-    """Measure, and write down each as it ends."""
-    from seqboat.paper.efficiency import measure
+    """Measure, and record each part when it is done."""
     from seqboat.paper.results import add_records
 
     for target, bench, _ in measurements:
         print(f"{target.title}, {bench.title}", flush=True)
-        record = measure(bench, target.name, scale, folder, lambda message: print(f"  {message}", flush=True))
+        record = target.measure(bench, scale, folder, lambda message: print(f"  {message}", flush=True))
         add_records(page, [record])
         print(f"wrote {page}", flush=True)
 
@@ -201,10 +217,10 @@ def _show_plan(jobs: Sequence[Job], measurements: Sequence[Measurement]) -> None
         if job.finished:
             state = "finished"
         elif job.step:
-            state = f"goes on after step {job.step:,} of {job.steps:,}"
+            state = f"continues after step {job.step:,} of {job.steps:,}"
         else:
             state = f"{job.steps:,} steps"
         print(f"  {job.trial.name}: {job.trial.command(job.seed)}: {state}")
     for target, bench, done in measurements:
-        state = "on the page already (--again measures anew)" if done else "to measure"
+        state = "on the page already (--again measures again)" if done else "to measure"
         print(f"  {bench.name}: {target.title}, {bench.title}: {state}")

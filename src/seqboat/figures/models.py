@@ -1,0 +1,232 @@
+"""Models against each other: speed against quality, multiples of a baseline, curves, interventions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+
+from seqboat.checks import require
+from seqboat.figures.style import Theme, dress, legend, line_style, new_figure, panels_figure, style_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+class Point(NamedTuple):
+    """One model in a plot of speed against quality."""
+
+    size: int
+    """of its memory or of its chunks"""
+    speed: float
+    score: float
+    std: float | None = None
+    """of the score over seeds"""
+
+
+def pareto_front(points: Sequence[Point], faster: Literal["high", "low"] = "high") -> list[Point]:
+    """The points that no other one beats in both speed and score.
+
+    >>> [p.size for p in pareto_front([Point(16, 3, 0.5), Point(32, 2, 0.7), Point(64, 1, 0.6)])]
+    [16, 32]
+    """
+    sign = 1 if faster == "high" else -1
+    front: list[Point] = []
+    for point in sorted(points, key=lambda p: (-sign * p.speed, -p.score)):
+        if not front or point.score > front[-1].score:
+            front.append(point)
+    return front
+
+
+def tradeoff_figure(
+    panels: Mapping[str, Mapping[str, Sequence[Point]]],
+    *,
+    speed: str,
+    score: str,
+    faster: Literal["high", "low"] = "high",
+    theme: Theme = "light",
+) -> Figure:
+    """Speed against quality, a line per family of models, with the memory size beside every point.
+
+    Points on the common front, which none beats in both, have a ring around them.
+
+    Args:
+        panels: by title, points of each family.
+        speed: label of the horizontal axis.
+        score: label of the vertical axis.
+        faster: whether high or low values of speed are the fast ones; the fast end is to the right.
+        theme: light or dark.
+    """
+    style = style_of(theme)
+    figure, row = panels_figure(style, list(panels), 5.0, 3.8)
+    for axes, families in zip(row, panels.values(), strict=True):
+        everyone = [point for points in families.values() for point in points]
+        require(len(everyone) > 0, "a panel must hold at least one point")
+        for number, (name, points) in enumerate(families.items()):
+            ordered = sorted(points, key=lambda point: point.size)
+            look = line_style(style, number)
+            error = [point.std or 0.0 for point in ordered]
+            axes.errorbar(
+                [point.speed for point in ordered],
+                [point.score for point in ordered],
+                error if any(error) else None,
+                capsize=2,
+                elinewidth=0.8,
+                label=name,
+                **look,
+            )
+            for point in ordered:
+                axes.annotate(
+                    str(point.size),
+                    (point.speed, point.score),
+                    xytext=(0, 8 if number % 2 == 0 else -14),
+                    textcoords="offset points",
+                    ha="center",
+                    fontsize=8,
+                    color=look["color"],
+                )
+        front = pareto_front(everyone, faster)
+        axes.plot(
+            [point.speed for point in front],
+            [point.score for point in front],
+            ls="none",
+            marker="o",
+            ms=11,
+            mfc="none",
+            mec=style.ink,
+            mew=0.9,
+            label="on the common front",
+        )
+        dress(axes, style)
+        axes.margins(x=0.12, y=0.18)
+        if faster == "low":
+            axes.invert_xaxis()
+        axes.set_xlabel(speed)
+        axes.set_ylabel(score)
+        legend(axes, style)
+    return figure
+
+
+def intervention_figure(
+    settings: Mapping[str, float],
+    thresholds: Mapping[float, tuple[float, float]],
+    *,
+    metric: str,
+    usual: float,
+    theme: Theme = "light",
+) -> Figure:
+    """The score under every forced decision, and the score and the activation as the threshold moves.
+
+    Args:
+        settings: score by what was forced, from top to bottom.
+        thresholds: score and mean activation rate by threshold.
+        metric: name of the score.
+        usual: score of the unchanged model, drawn as a line.
+        theme: light or dark.
+    """
+    style = style_of(theme)
+    figure = new_figure(9.6, max(2.6, 0.8 + 0.3 * len(settings)), style)
+    left, right = figure.subplots(1, 2)
+    names, scores = list(settings), np.array(list(settings.values()), dtype=float)
+    rows = np.arange(len(names))
+    left.hlines(rows, usual, scores, color=style.lines[0], lw=2.2)
+    left.plot(scores, rows, **{**line_style(style, 0), "ls": "none", "ms": 7})
+    left.axvline(usual, color=style.ink, lw=1, ls="--")
+    left.set_yticks(rows, names)
+    left.set_ylim(len(names) - 0.4, -0.6)
+    left.set_xlabel(f"{metric} (dashed: unchanged)")
+    dress(left, style, "x")
+    places = sorted(thresholds)
+    if places:
+        right.plot(places, [thresholds[t][0] for t in places], label=metric, **line_style(style, 0))
+        right.axhline(usual, color=style.ink, lw=1, ls="--")
+        active = right.twinx()
+        active.plot(places, [thresholds[t][1] for t in places], label="active", **line_style(style, 1))
+        active.set_ylim(-0.02, 1.02)
+        active.set_ylabel("tokens that attend")
+        dress(active, style, None)
+        active.patch.set_visible(False)
+        active.spines["right"].set_visible(True)
+        lines = [*right.get_lines()[:1], *active.get_lines()]
+        legend(right, style, handles=lines, loc="best")
+    right.set_xlabel("threshold of the probability")
+    right.set_ylabel(metric)
+    dress(right, style)
+    return figure
+
+
+CURVES_PER_ROW = 3
+
+
+def curves_figure(panels: Mapping[str, Sequence[Mapping[str, Any]]], *, theme: Theme = "light") -> Figure:
+    """Held-out scores during training: a panel per experiment, a line per seed.
+
+    Args:
+        panels: by title, runs with their `metric`, `seed` and `curve`, pairs of step and score.
+        theme: light or dark.
+    """
+    require(len(panels) > 0, "panels must not be empty")
+    style = style_of(theme)
+    columns = min(CURVES_PER_ROW, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = new_figure(3.9 * columns, 2.7 * rows, style)
+    for i, (title, runs) in enumerate(panels.items()):
+        axes = figure.add_subplot(rows, columns, i + 1)
+        for number, record in enumerate(runs):
+            points = np.asarray(record["curve"], dtype=float).reshape(-1, 2)
+            look = {**line_style(style, number), "ms": 4}
+            axes.plot(*points.T, label=f"seed {record['seed']}", **look)
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel("steps")
+        axes.set_ylabel(str(runs[0]["metric"]))
+        axes.set_xlim(left=0)
+        dress(axes, style)
+        if len(runs) > 1:
+            legend(axes, style)
+    return figure
+
+
+def ratios_figure(
+    panels: Mapping[str, Mapping[str, tuple[float | None, float | None]]],
+    *,
+    reference: str,
+    theme: Theme = "light",
+) -> Figure:
+    """Multiples of a reference, ours as filled marks and the paper's as hollow ones, a line per candidate.
+
+    Args:
+        panels: by title and candidate, our multiple and the paper's; None where there is none.
+        reference: what has the multiple one.
+        theme: light or dark.
+    """
+    require(len(panels) > 0, "panels must not be empty")
+    style = style_of(theme)
+    most = max(len(rows) for rows in panels.values())
+    figure, row = panels_figure(style, list(panels), 4.6, 1.2 + 0.22 * most)
+    for number, (axes, rows) in enumerate(zip(row, panels.values(), strict=True)):
+        places = np.arange(len(rows))
+        for i, (label, look) in enumerate(
+            (("ours", {"marker": "o"}), ("paper", {"marker": "D", "mfc": "none"}))
+        ):
+            known = [
+                (values[i], place) for place, values in zip(places, rows.values(), strict=True) if values[i]
+            ]
+            axes.plot(
+                [value for value, _ in known],
+                [place for _, place in known],
+                ls="none",
+                ms=5.5,
+                color=line_style(style, i)["color"],
+                label=label,
+                **look,
+            )
+        dress(axes, style)
+        axes.axvline(1, color=style.ink, lw=0.8)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}x")
+        axes.set_yticks(places, list(rows) if number == 0 else [""] * len(rows), fontsize=8)
+        axes.set_ylim(len(rows) - 0.4, -0.6)
+        axes.set_xlabel(f"multiple of {reference}")
+        legend(axes, style)
+    return figure

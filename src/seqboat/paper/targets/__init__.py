@@ -1,0 +1,43 @@
+"""The paper's tables and figures, at full size and as small variants for two cores; one file per kind.
+
+    target = TARGETS["ablation"]
+    for trial in target.trials("small"):
+        trial.command()                 what to type for it
+        trial.config(seed)              what that runs
+    target.collect(job)                 what a finished run showed, as plain data
+    target.show(scale, records, ...)    its tables and figures as lines of a page
+
+A new figure is a file with a subclass of one of the three families in `base.py`, and a line in the table below.
+"""
+
+from __future__ import annotations
+
+from seqboat.paper.targets.ablation import ABLATION
+from seqboat.paper.targets.activation import ACTIVATION
+from seqboat.paper.targets.base import Target
+from seqboat.paper.targets.confidence import CONFIDENCE
+from seqboat.paper.targets.efficiency import EFFICIENCY
+from seqboat.paper.targets.mixer_efficiency import MIXER_EFFICIENCY
+from seqboat.paper.targets.mixers import MIXER_RUNS
+from seqboat.paper.targets.scores import DIAGNOSTICS, ENWIK8, LRA, SPEECH
+from seqboat.paper.targets.span import SPAN
+from seqboat.paper.targets.tradeoff import TRADEOFF
+
+TARGETS: dict[str, Target] = {
+    target.name: target
+    for target in (
+        LRA,
+        SPEECH,
+        ENWIK8,
+        DIAGNOSTICS,
+        MIXER_RUNS,
+        ABLATION,
+        TRADEOFF,
+        ACTIVATION,
+        CONFIDENCE,
+        SPAN,
+        EFFICIENCY,
+        MIXER_EFFICIENCY,
+    )
+}
+"""Every target of `seqboat reproduce` by its name, in the order of the page."""

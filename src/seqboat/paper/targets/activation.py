@@ -1,0 +1,92 @@
+"""Figure 3: how many tokens attend, by layer and task."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from seqboat.analysis.measures import measure_run
+from seqboat.paper.published import LRA_TASKS, OBSERVED_SEQUENCES
+from seqboat.paper.tables import Make, Pictures, Record, Records, table
+from seqboat.paper.targets.base import ObservedTarget, OnProgress
+from seqboat.paper.trials import Scale, Trial, paper_runs
+
+IDLE = 0.001
+"""Activation rate below which a layer counts as working without attention."""
+RUNS = (*LRA_TASKS, "speech", "enwik8")
+
+
+def observe_layers(run: Path, progress: OnProgress | None = None) -> Record:
+    """Activation rate and attention span of every layer: mean and std over sequences; None without a router."""
+    measures = measure_run(run, "val", OBSERVED_SEQUENCES, weighted=False, progress=progress)
+    return {
+        "sequences": measures.sequences,
+        "rates": [layer and [layer.rate.mean, layer.rate.std] for layer in measures.layers],
+        "spans": [layer and layer.span and [layer.span.mean, layer.span.std] for layer in measures.layers],
+    }
+
+
+class ActivationTarget(ObservedTarget):
+    """Rates of all layers, and whether the upper ones attend more than the lower ones."""
+
+    def observe(self, run: Path, progress: OnProgress | None = None) -> Record:
+        return observe_layers(run, progress)
+
+    def show(self, scale: Scale, records: Sequence[Record], pictures: Pictures) -> list[str]:
+        trials, found = self.trials(scale), self.found(scale, records)
+        return [*_table(trials, found), *pictures.show(_draw(trials, found))]
+
+
+def _table(trials: Sequence[Trial], records: Records) -> list[str]:
+    layers = max(len(r["rates"]) for found in records.values() for r in found)
+    rows, idle, upward = [], [], []
+    for trial in trials:
+        if not records[trial.name]:
+            rows.append([trial.title, *("-" for _ in range(layers)), "not run", "-"])
+            continue
+        rates = [rate for rate in records[trial.name][0]["rates"] if rate is not None]
+        half = len(rates) // 2
+        lower, upper = (
+            statistics.mean(r[0] for r in part) for part in (rates[:half], rates[len(rates) - half :])
+        )
+        shown = [f"{100 * mean:.1f} ± {100 * std:.1f}" for mean, std in rates]
+        rows.append(
+            [trial.title, *shown, *["-"] * (layers - len(shown)), f"{100 * lower:.1f}", f"{100 * upper:.1f}"]
+        )
+        idle += [f"{trial.title} layer {i}" for i, (mean, _) in enumerate(rates, start=1) if mean < IDLE]
+        if upper > lower:
+            upward.append(trial.title)
+    head = ["active %", *(f"layer {i}" for i in range(1, layers + 1)), "lower half", "upper half"]
+    ran = sum(bool(found) for found in records.values())
+    return [
+        *table(head, rows),
+        f"- The upper half of the layers attends more than the lower one in {len(upward)} of {ran} tasks"
+        + (f": {', '.join(upward)}." if upward else "."),
+        "- Layers in which fewer than one token in a thousand attends, so that the state-space layer works alone: "
+        + (f"{', '.join(idle)}." if idle else "none."),
+        "",
+    ]
+
+
+def _draw(trials: Sequence[Trial], records: Records) -> Make:
+    from seqboat.figures import activation_figure
+
+    tasks = {}
+    for trial in trials:
+        if records[trial.name]:
+            rates = [rate or (None, None) for rate in records[trial.name][0]["rates"]]
+            tasks[trial.title] = [mean for mean, _ in rates], [std for _, std in rates]
+    return lambda theme: activation_figure(tasks, theme=theme)
+
+
+ACTIVATION = ActivationTarget(
+    name="activation",
+    title="Activation by layer and task",
+    where="figure 3",
+    about="Fraction of the tokens that attend in each layer: mean and standard deviation over "
+    f"{OBSERVED_SEQUENCES} sequences of the validation split. The paper shows SeqBoat-full; these are the SeqBoat "
+    "runs of the tables above.",
+    small=paper_runs("small", *RUNS),
+    paper=paper_runs("paper", *RUNS),
+)
