@@ -77,7 +77,8 @@ def test_what_is_not_known_is_a_usage_error(arguments: list[str], capsys: pytest
     assert stop.value.code == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert "usage: seqboat" in captured.err and "Traceback" not in captured.err
+    assert captured.err.startswith("seqboat") and captured.err.endswith(" --help)\n")
+    assert captured.err.count("\n") == 1 and "error: " in captured.err
 
 
 def test_arguments_reach_the_command(install: Callable[..., None]) -> None:
@@ -198,3 +199,16 @@ def test_a_closed_pipe_ends_a_command_quietly(arguments: list[str], code: int) -
         os.close(writer)
     assert done.returncode == code
     assert done.stderr.count("\n") == (1 if code else 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nope", "recipe 'nope' is unknown; `seqboat list recipes` shows all"),
+        ("imgae", "recipe 'imgae' is unknown; did you mean lra.image?"),
+        ("recal", "recipe 'recal' is unknown; did you mean recall?"),
+    ],
+)
+def test_only_near_names_are_suggested(name: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", name]) == 2
+    assert capsys.readouterr().err == f"seqboat train: error: {message}\n"

@@ -10,10 +10,10 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
+from typing import Any, NoReturn
 
-from seqboat.data.console import printable
 from seqboat.extras import EXTRAS, missing
 from seqboat.version import __version__
 
@@ -45,51 +45,158 @@ COMMANDS = {
 
 
 class UsageError(Exception):
-    """Something that the user can mend: the message says what was wrong and what was expected."""
+    """A mistake that the user can fix: the message says what was wrong and what was expected."""
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="seqboat", description="Sequence models that attend only where attention is worth its price."
-    )
+class Parser(argparse.ArgumentParser):
+    """Reports a mistake in one line, without the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} ({self.prog} --help)\n")
+
+
+def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The parser, and those of the commands by name."""
+    parser = Parser(prog="seqboat", description="Sequence models that attend only where attention pays off.")
     parser.add_argument("--version", action="version", version=f"seqboat {__version__}")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    found = {}
     for name, (module, line) in COMMANDS.items():
-        command = commands.add_parser(name, help=line, description=line[0].upper() + line[1:] + ".")
-        import_module(module).add_arguments(command)
-    return parser
+        found[name] = commands.add_parser(name, help=line, description=line[0].upper() + line[1:] + ".")
+        import_module(module).add_arguments(found[name])
+    return parser, found
+
+
+def split_fields(arguments: Sequence[str], known: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Tell the options of a command from fields of the configuration: `--a.b=value`, or `--a.b value value`.
+
+    Args:
+        arguments: of the command.
+        known: the names of its options; their unambiguous beginnings count as options too.
+
+    >>> split_fields(["--resume", "--training.workers", "2", "--out", "R"], ["--resume", "--out"])
+    (['--resume', '--out', 'R'], ['--training.workers', '2'])
+    """
+    options: list[str] = []
+    fields: list[str] = []
+    target = options
+    for argument in arguments:
+        if argument.startswith("--"):
+            name, equals, _ = argument.partition("=")
+            is_field = not any(option.startswith(name) for option in known)
+            (fields if is_field else options).append(argument)
+            # the words after --a.b belong to it, those after --a.b=value do not
+            target = fields if is_field and not equals else options
+        elif argument.startswith("-") and not argument[1:2].isdigit():
+            options.append(argument)
+            target = options
+        else:
+            target.append(argument)
+    return options, fields
 
 
 def one_line(error: Exception) -> str:
-    """The message of an error, which may have been written over several lines and may quote a file."""
-    return printable(" ".join(str(error).split()))
+    """The message of an error, which may have been written over several lines."""
+    return " ".join(str(error).split())
+
+
+class OutputError(Exception):
+    """Standard output cannot be written to."""
+
+
+class Output:
+    """Standard output whose failures can be told from those of any other file.
+
+    Args:
+        stream: the original; None if it is closed.
+        survive: whether to report a failure once on standard error and continue, instead of raising `OutputError`.
+    """
+
+    def __init__(self, stream: Any, survive: bool) -> None:
+        # the lowest free handle is that of the closed stream: no other file can be opened in its place
+        self._stream = open(os.devnull, "w", encoding="utf-8") if stream is None else stream  # noqa: SIM115
+        self._survive = survive
+        self._failed = stream is None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    @property
+    def buffer(self) -> Output:
+        """For bytes, with the same treatment of failures."""
+        return Output(self._stream.buffer, self._survive)
+
+    def write(self, text: Any) -> int:
+        return self._try(lambda: int(self._stream.write(text)))
+
+    def flush(self) -> None:
+        self._try(self._stream.flush)
+
+    def _try(self, act: Callable[[], Any]) -> Any:
+        if self._failed:
+            return 0
+        try:
+            return act()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            self._failed = True
+            self.discard()
+            message = f"cannot write to standard output: {error.strerror or error}"
+            if not self._survive:
+                raise OutputError(message) from error
+            print(f"seqboat: {message}; continuing without it", file=sys.stderr)
+            return 0
+
+    def check(self) -> None:
+        """Refuse to work for an output that is closed, unless nobody needs it."""
+        if self._failed and not self._survive:
+            raise OutputError("standard output is closed")
+
+    def discard(self) -> None:
+        """Send what is still buffered nowhere, so that the interpreter does not fail on it at exit."""
+        with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), self._stream.fileno())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    name = next((word for word in arguments if word in COMMANDS), "")
+    command = import_module(COMMANDS[name][0]) if name else None
+    before = sys.stdout
+    output = Output(before, survive=getattr(command, "SURVIVES_OUTPUT", False))
+    sys.stdout = output  # type: ignore[assignment]
     try:
-        return _run(arguments)
-    finally:
-        _flush()
-
-
-def _flush() -> None:
-    """Write what is buffered; if nobody reads it any more, it has nowhere to go."""
-    try:
-        sys.stdout.flush()
+        try:
+            return _run(arguments, name, command, output)
+        finally:
+            output.flush()
     except BrokenPipeError:
-        with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
-            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        output.discard()
+        return 0  # whoever read the output has enough of it
+    except OutputError as error:
+        print(f"{' '.join(['seqboat', name]).strip()}: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+    finally:
+        sys.stdout = before
 
 
-def _run(arguments: Sequence[str] | None) -> int:
-    parser = build_parser()
-    options, fields = parser.parse_known_args(arguments)
-    command = import_module(COMMANDS[options.command][0])
-    if fields and not getattr(command, "TAKES_FIELDS", False):
-        parser.error(f"unrecognized arguments: {' '.join(fields)}")
+def _run(arguments: Sequence[str], name: str, command: Any, output: Output) -> int:
+    parser, commands = build_parser()
+    fields: list[str] = []
+    if getattr(command, "TAKES_FIELDS", False):
+        place = list(arguments).index(name) + 1
+        known = [option for action in commands[name]._actions for option in action.option_strings]
+        rest, fields = split_fields(arguments[place:], known)
+        arguments = [*arguments[:place], *rest]
+    options = parser.parse_args(arguments)
     options.fields = fields
+    output.check()
     try:
         return int(command.run(options))
     except (UsageError, ValueError) as error:
@@ -97,11 +204,8 @@ def _run(arguments: Sequence[str] | None) -> int:
             raise
         print(f"seqboat {options.command}: error: {one_line(error)}", file=sys.stderr)
         return 2
-    except BrokenPipeError:
-        return 0  # whoever read the output has enough of it
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        return 130
+    except (BrokenPipeError, OutputError):
+        raise
     except Exception as error:
         if options.debug:
             raise

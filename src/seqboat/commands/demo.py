@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from seqboat.models.backbone import Classifier
     from seqboat.tasks.synthetic.listops import Expression, ListOpsConfig
 
+SURVIVES_OUTPUT = True
+"""Hours of training do not depend on whether progress can be printed."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 EXIT_DIVERGED = 3
 """As of `seqboat train`."""
 
+SURVIVES_OUTPUT = True
+"""Hours of training do not depend on whether progress can be printed."""
+
 
 EPILOG = """\
 Run the same command in two terminals to share the work: each process takes the next run that no other works on.

@@ -10,6 +10,8 @@ from pathlib import Path
 
 TAKES_FIELDS = True
 """Arguments that argparse does not know are fields of the configuration."""
+SURVIVES_OUTPUT = True
+"""Hours of training do not depend on whether progress can be printed."""
 
 EPILOG = """\
 Any field of the configuration can be set by its dotted name, as --a.b=value or --a.b value; --print-config shows

@@ -1,0 +1,87 @@
+"""Standard output that cannot be written to, Ctrl-C, and fields on the command line."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from seqboat.cli import main
+
+
+def seqboat(*arguments: str, **settings: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "seqboat", *arguments],
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        timeout=300,
+        **settings,
+    )
+
+
+def close_stdout() -> None:
+    os.close(1)
+
+
+def test_a_closed_output_is_one_line() -> None:
+    done = seqboat("list", "recipes", preexec_fn=close_stdout)
+    assert (done.returncode, done.stderr) == (1, "seqboat list: error: standard output is closed\n")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+@pytest.mark.parametrize("arguments", [["list", "recipes"], ["--help"]], ids=str)
+def test_a_full_output_is_one_line(arguments: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        done = seqboat(*arguments, stdout=full)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert "error: cannot write to standard output: No space left on device\n" in done.stderr
+
+
+TINY = [
+    "--schedule.steps=3",
+    "--schedule.warmup_steps=1",
+    "--training.log_every=1",
+    "--training.batch_size=2",
+]
+TINY += ["--model.d_model=8", "--evaluation.limit=2"]
+
+
+@pytest.mark.parametrize("output", ["closed", "full"])
+def test_training_survives_an_output_that_cannot_be_written_to(output: str, tmp_path: Path) -> None:
+    arguments = ["train", "copy", *TINY, "--out", str(tmp_path / "run")]
+    if output == "closed":
+        done = seqboat(*arguments, preexec_fn=close_stdout)
+        assert done.stderr == ""
+    else:
+        if not Path("/dev/full").exists():
+            pytest.skip("no /dev/full here")
+        with open("/dev/full", "w") as full:
+            done = seqboat(*arguments, stdout=full)
+        assert done.stderr.startswith("seqboat: cannot write to standard output: No space left on device")
+        assert done.stderr.count("\n") == 1
+    assert done.returncode == 0 and (tmp_path / "run" / "step-3" / "model.safetensors").is_file()
+
+
+def test_a_resumed_run_takes_fields_with_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = str(tmp_path / "run")
+    assert main(["train", "copy", *TINY, "--out", run]) == 0
+    assert main(["train", "--resume", "--out", run, "--training.log_every", "2", "--print-config"]) == 0
+    assert "log_every: 2" in capsys.readouterr().out
+
+
+def test_ctrl_c_ends_generation_at_once() -> None:
+    command = [sys.executable, "-m", "seqboat", "generate", "--prompt", "The ", "--max-new-bytes", "1000000"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.read(20)
+    process.send_signal(signal.SIGINT)
+    begin = time.monotonic()
+    _, error = process.communicate(timeout=60)
+    assert (process.returncode, error) == (130, b"stopped\n")
+    assert time.monotonic() - begin < 10
