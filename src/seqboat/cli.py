@@ -55,7 +55,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message} ({self.prog} --help)\n")
 
 
-def build_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+def build_parser() -> tuple[Parser, dict[str, Parser]]:
     """The parser, and those of the commands by name."""
     parser = Parser(prog="seqboat", description="Sequence models that attend only where attention pays off.")
     parser.add_argument("--version", action="version", version=f"seqboat {__version__}")
@@ -167,7 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = import_module(COMMANDS[name][0]) if name else None
     before = sys.stdout
     output = Output(before, survive=getattr(command, "SURVIVES_OUTPUT", False))
-    sys.stdout = output  # type: ignore[assignment]
+    sys.stdout = output
     try:
         try:
             return _run(arguments, name, command, output)
