@@ -41,7 +41,8 @@ from seqboat import RateSchedule, Retrofit, retrofit
 from seqboat.bench.measure import machine, quartiles
 from seqboat.figures import save_figure
 from seqboat.tasks.base import BYTES, Dataset
-from seqboat.tasks.enwik8 import BORDERS, Enwik8TaskConfig, SegmentDataset
+from seqboat.tasks.enwik8 import BORDERS, Enwik8TaskConfig
+from seqboat.tasks.segments import SegmentDataset
 
 CONTEXT = 128
 BATCH = 8

@@ -12,7 +12,7 @@ from seqboat.mixers.seqboat.layer import SeqBoatConfig
 from seqboat.mixers.ssm.ema import EMAConfig
 from seqboat.models.backbone import BackboneConfig
 from seqboat.tasks.base import TaskConfig
-from seqboat.tasks.files import LMTextTaskConfig
+from seqboat.tasks.lmtext import LMTextTaskConfig
 from seqboat.training.checkpoint import MODEL, Store, model_tensors
 from seqboat.training.config import RunConfig, to_dict
 

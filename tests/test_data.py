@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import hashlib
 import io
 import json
+import lzma
 import os
 import pickle
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tarfile
 import threading
 import time
+import tracemalloc
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,17 +34,17 @@ from seqboat.cli import main
 from seqboat.data import sources
 from seqboat.data.download import DownloadError, Remote, download
 from seqboat.data.sources import Source, read_file
-from seqboat.data.store import MANIFEST, ArrayWriter, MissingData, Prepared, Skips, Staging, Store
+from seqboat.data.store import MANIFEST, ArrayStore, ArrayWriter, MissingData, Prepared, Skips, Staging
 from seqboat.tasks.prepare import DATASETS, find_dataset, prepare
 
 # storage
 
 
-def make_store(root: Path, rows: int = 3) -> Store:
+def make_store(root: Path, rows: int = 3) -> ArrayStore:
     with Staging(root, "thing") as staging:
         staging.put("train.labels", np.arange(rows, dtype=np.int16))
         staging.finish("a test", Prepared({"train": rows}))
-    return Store.find(root, "thing")
+    return ArrayStore.find(root, "thing")
 
 
 def test_arrays_grow_by_rows_and_are_plain_npy_files(tmp_path: Path) -> None:
@@ -74,7 +79,7 @@ def test_the_old_data_stays_until_the_new_is_whole(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError), Staging(tmp_path, "thing") as staging:
         staging.put("train.labels", np.zeros(9))
         raise RuntimeError
-    assert len(Store.find(tmp_path, "thing")["train.labels"]) == 3
+    assert len(ArrayStore.find(tmp_path, "thing")["train.labels"]) == 3
     assert len(make_store(tmp_path, rows=5)["train.labels"]) == 5
     assert [path.name for path in tmp_path.iterdir()] == ["thing"]
 
@@ -82,7 +87,7 @@ def test_the_old_data_stays_until_the_new_is_whole(tmp_path: Path) -> None:
 def test_a_crash_between_the_two_renames_is_mended(tmp_path: Path) -> None:
     make_store(tmp_path)
     os.rename(tmp_path / "thing", tmp_path / ".thing.old")
-    assert len(Store.find(tmp_path, "thing")["train.labels"]) == 3
+    assert len(ArrayStore.find(tmp_path, "thing")["train.labels"]) == 3
 
 
 def test_two_processes_cannot_prepare_the_same_data(tmp_path: Path) -> None:
@@ -113,7 +118,7 @@ def test_damaged_and_foreign_stores_are_not_read(
     make_store(tmp_path)
     damage(tmp_path / "thing")
     with pytest.raises(MissingData, match=message):
-        Store.find(tmp_path, "thing")
+        ArrayStore.find(tmp_path, "thing")
 
 
 def test_data_of_another_version_is_made_again(tmp_path: Path) -> None:
@@ -122,7 +127,7 @@ def test_data_of_another_version_is_made_again(tmp_path: Path) -> None:
     manifest = tmp_path / "pathfinder16" / MANIFEST
     manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 0'))
     with pytest.raises(MissingData, match="run `seqboat data prepare pathfinder16` again"):
-        Store.find(tmp_path, "pathfinder16")
+        ArrayStore.find(tmp_path, "pathfinder16")
     prepare("pathfinder16", "generate", tmp_path, counts=counts, workers=1).verify()
 
 
@@ -134,7 +139,7 @@ def test_a_flipped_byte_is_found(tmp_path: Path) -> None:
     content[-1] ^= 1
     path.write_bytes(content)
     with pytest.raises(ValueError, match="is damaged: sha256 is"):
-        Store.find(tmp_path, "thing").verify()
+        ArrayStore.find(tmp_path, "thing").verify()
 
 
 def test_skips_are_listed_counted_and_limited() -> None:
@@ -183,7 +188,7 @@ def test_a_killed_run_leaves_nothing_half_prepared_and_the_next_one_continues(tm
     assert lines[-1] == "done"
     assert 1 <= lines.count("part") <= 9
     whole = prepare("pathfinder16", "generate", tmp_path / "whole", counts=(200, 20, 20), seed=1, workers=1)
-    again = Store.find(tmp_path / "killed", "pathfinder16")
+    again = ArrayStore.find(tmp_path / "killed", "pathfinder16")
     again.verify()
     assert again.manifest == whole.manifest
     assert [path.name for path in (tmp_path / "killed").iterdir()] == ["pathfinder16"]
@@ -221,7 +226,7 @@ def test_archives_that_climb_out_or_link_are_refused(
         add(archive, "aclImdb/train/pos/0_9.txt")
         add(archive, name, **fields)
     with pytest.raises(ValueError, match=message):
-        list(Source(path).entries())
+        list(Source(path).members())
     with pytest.raises(ValueError, match=message):
         prepare("text", str(path), tmp_path / "data")
     assert list((tmp_path / "data").iterdir()) == []
@@ -232,13 +237,13 @@ def test_zip_archives_are_held_to_the_same(tmp_path: Path) -> None:
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("../enwik8", b"x")
     with pytest.raises(ValueError, match="points outside"):
-        list(Source(path).entries())
+        list(Source(path).members())
     with zipfile.ZipFile(path, "w") as archive:
         link = zipfile.ZipInfo("enwik8")
         link.external_attr = 0o120777 << 16
         archive.writestr(link, "/etc/passwd")
     with pytest.raises(ValueError, match="link or a device"):
-        list(Source(path).entries())
+        list(Source(path).members())
 
 
 def test_bombs_are_refused_before_they_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,13 +251,11 @@ def test_bombs_are_refused_before_they_are_read(tmp_path: Path, monkeypatch: pyt
     with zipfile.ZipFile(tmp_path / "bomb.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("enwik8", zeros)
     with pytest.raises(ValueError, match="200 times its size: refused"):
-        list(Source(tmp_path / "bomb.zip").entries())
+        list(Source(tmp_path / "bomb.zip").members())
     with tarfile.open(tmp_path / "bomb.tar.xz", "w:xz") as tar:
         add(tar, "aclImdb/train/pos/0_9.txt", zeros)
     with pytest.raises(ValueError, match="200 times its size: refused"):
-        list(Source(tmp_path / "bomb.tar.xz").entries())
-    import lzma
-
+        list(Source(tmp_path / "bomb.tar.xz").members())
     (tmp_path / "bomb.xz").write_bytes(lzma.compress(zeros))
     with pytest.raises(ValueError, match="200 times its size: refused"):
         read_file(tmp_path / "bomb.xz")
@@ -260,6 +263,60 @@ def test_bombs_are_refused_before_they_are_read(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "large").write_bytes(bytes(1001))
     with pytest.raises(ValueError, match="unpacks to more than 1,000 bytes"):
         read_file(tmp_path / "large")
+
+
+def peak_of_reading(path: Path, message: str) -> int:
+    """Bytes that refusing an archive takes."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=message):
+            for member in Source(path).members():
+                member.read()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def pax_header(size: int) -> bytes:
+    """The header of a PAX header that claims this size."""
+    info = tarfile.TarInfo("pax")
+    info.type, info.size = tarfile.XHDTYPE, size
+    return info.tobuf(tarfile.USTAR_FORMAT)
+
+
+@pytest.mark.parametrize("pack", [bz2.compress, gzip.compress, lzma.compress])
+@pytest.mark.parametrize("padding", [0, 1_000_000])
+def test_headers_without_end_are_refused(
+    tmp_path: Path, pack: Callable[[bytes], bytes], padding: int
+) -> None:
+    path = tmp_path / "bomb.tar.any"
+    whole = io.BytesIO()
+    with tarfile.open(fileobj=whole, mode="w") as archive:
+        # with something large in it the archive may unpack to much
+        add(archive, "good.txt", os.urandom(padding))
+    content = whole.getvalue()[: 512 + -(-padding // 512) * 512]
+    path.write_bytes(pack(content + pax_header(6 << 30) + bytes(30 << 20)))
+    assert peak_of_reading(path, f"{path} has a header of 6,442,450,944 bytes: refused") < 25_000_000
+    # many small ones
+    path.write_bytes(pack(content + (pax_header(1 << 19) + bytes(1 << 19)) * 40))
+    assert peak_of_reading(path, f"{path} (unpacks to more|is damaged|: the headers)") < 60_000_000
+
+
+def test_a_zip_that_lies_about_sizes_is_refused_in_little_memory(tmp_path: Path) -> None:
+    for method, message in (
+        (zipfile.ZIP_DEFLATED, "is damaged or cut short: Bad CRC-32"),
+        (zipfile.ZIP_BZIP2, ".*another method than deflate"),
+        (zipfile.ZIP_LZMA, ".*another method than deflate"),
+    ):
+        path = tmp_path / "lie.zip"
+        with zipfile.ZipFile(path, "w", method) as archive:
+            archive.writestr("enwik8", bytes(150 << 20))
+        content = bytearray(path.read_bytes())
+        size = struct.pack("<I", 150 << 20)
+        while (place := content.find(size)) >= 0:
+            content[place : place + 4] = struct.pack("<I", 1000)
+        path.write_bytes(content)
+        assert peak_of_reading(path, f"{path}:? {message}") < 10_000_000
 
 
 def test_truncated_archives_and_web_pages_are_named(tmp_path: Path) -> None:
@@ -271,16 +328,16 @@ def test_truncated_archives_and_web_pages_are_named(tmp_path: Path) -> None:
         path = tmp_path / "cut.tar.gz"
         path.write_bytes(whole.getvalue()[: int(share * len(whole.getvalue()))])
         with pytest.raises(ValueError, match=r"cut.tar.gz is damaged or cut short"):
-            for entry in Source(path).entries():
-                entry.read()
+            for member in Source(path).members():
+                member.read()
     # a checksum at the end of the file stands for every byte before it
     for place in range(40, len(whole.getvalue()), 397):
         damaged = bytearray(whole.getvalue())
         damaged[place] ^= 0x10
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match=r"cut.tar.gz is damaged"):
-            for entry in Source(path).entries():
-                entry.read()
+            for member in Source(path).members():
+                member.read()
     page = tmp_path / "aclImdb_v1.tar.gz"
     page.write_bytes(b"\n <!DOCTYPE HTML><html>404</html>")
     with pytest.raises(ValueError, match="is a web page, not data"):
@@ -310,10 +367,10 @@ def test_archives_without_a_checksum_must_have_an_end_and_nothing_behind_it(tmp_
     ):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=message):
-            for entry in Source(path).entries():
-                entry.read()
+            for member in Source(path).members():
+                member.read()
     path.write_bytes(whole.getvalue())
-    assert len(list(Source(path).entries())) == 4
+    assert len(list(Source(path).members())) == 4
 
 
 @pytest.mark.parametrize("style", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
@@ -322,7 +379,7 @@ def test_archives_are_recognised_by_their_content(tmp_path: Path, style: int) ->
     with tarfile.open(path, "w:bz2", format=style) as archive:
         add(archive, "folder/name.txt", b"content")
     assert Source(path).kind() == "tar"
-    assert [(entry.name, entry.base, entry.read()) for entry in Source(path).entries()] == [
+    assert [(member.name, member.base, member.read()) for member in Source(path).members()] == [
         ("folder/name.txt", "name.txt", b"content")
     ]
     path.write_bytes(b"just text " * 100)

@@ -22,7 +22,8 @@ from seqboat.cli import main
 from seqboat.hf import SeqBoatForCausalLM
 from seqboat.runs import Run
 from seqboat.tasks import TASKS
-from seqboat.tasks.files import ClassifyTaskConfig, LMTextTaskConfig
+from seqboat.tasks.classify import ClassifyTaskConfig
+from seqboat.tasks.lmtext import LMTextTaskConfig
 from seqboat.training.loop import train
 from small_runs import Spy, ToyConfig, small_run
 

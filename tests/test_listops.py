@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from seqboat.data.shards import make_parts
-from seqboat.data.store import Staging, Store
+from seqboat.data.store import ArrayStore, Staging
 from seqboat.tasks.synthetic import listops
 from seqboat.tasks.synthetic.listops import Expression, ListOpsConfig
 
@@ -156,11 +156,11 @@ def test_prepared_blocks_are_the_expressions_of_the_seed(
             made = listops.prepare_drawn(staging, counts, 3, COMMON, workers, told.append)
             staging.finish("a test", made)
         assert sum(told) >= 450
-        store = Store.find(folder, "listops")
+        store = ArrayStore.find(folder, "listops")
         return {name: entry["sha256"] for name, entry in store.manifest["arrays"].items()}
 
     one = run(tmp_path / "one", 1)
-    store = Store.find(tmp_path / "one", "listops")
+    store = ArrayStore.find(tmp_path / "one", "listops")
     expressions = listops.generate(450, seed=3, config=COMMON)
     assert store["val.labels"].tolist() == [value for _, value in expressions[400:430]]
     starts = store["test.offsets"]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from seqboat.data.store import Store
+from seqboat.data.store import ArrayStore
 from seqboat.tasks.prepare import prepare
 from seqboat.tasks.synthetic.curves import (
     PATHFINDER,
@@ -296,7 +296,7 @@ def test_impossible_images_are_refused() -> None:
         PathfinderConfig(continuity=0.5)
 
 
-def digests(store: Store) -> dict[str, str]:
+def digests(store: ArrayStore) -> dict[str, str]:
     return {name: entry["sha256"] for name, entry in store.manifest["arrays"].items()}
 
 

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from seqboat.cli import main
-from seqboat.data.store import Store
+from seqboat.data.store import ArrayStore
 from seqboat.tasks import (
     IGNORE,
     SPLITS,
@@ -330,7 +330,7 @@ def test_listops_is_read_as_published(root: Path, tmp_path: Path, capsys: pytest
     with pytest.raises(ValueError, match=r"holds no expressions for val: expected basic_val.tsv"):
         prepare("listops", str(folder), tmp_path / "data", force=True)
     # the failed attempts have not touched what was there
-    assert Store.find(tmp_path / "data", "listops").manifest["counts"]["train"] == 16
+    assert ArrayStore.find(tmp_path / "data", "listops").manifest["counts"]["train"] == 16
 
 
 def test_drawn_listops_are_the_first_of_the_seed(tmp_path: Path) -> None:
@@ -353,7 +353,7 @@ def test_reviews_are_read_from_folder_archive_and_json(root: Path, tmp_path: Pat
     with tarfile.open(tmp_path / "aclImdb_v1.tar.gz", "w:gz") as archive:
         archive.add(tmp_path / "aclImdb", "aclImdb")
     packed = prepare("text", str(tmp_path / "aclImdb_v1.tar.gz"), tmp_path / "one")
-    folder = Store.find(root, "text")
+    folder = ArrayStore.find(root, "text")
     assert packed.manifest["arrays"] == folder.manifest["arrays"]
     assert packed.manifest["counts"] == {"train": 24, "test": 24}
 
@@ -384,7 +384,7 @@ def test_bad_reviews_are_left_out_and_named(tmp_path: Path) -> None:
 
 
 def test_pairs_share_their_documents(root: Path) -> None:
-    store = Store.find(root, "retrieval")
+    store = ArrayStore.find(root, "retrieval")
     task = RetrievalTaskConfig(data_dir=str(root)).build()
     example = task.dataset("train")[1]
     assert example.second is not None
@@ -524,7 +524,7 @@ def test_bad_images_are_refused_or_left_out(tmp_path: Path) -> None:
 
 
 def test_speech_is_split_as_published_and_by_speaker(root: Path) -> None:
-    store = Store.find(root, "speech")
+    store = ArrayStore.find(root, "speech")
     assert len(store["labels"]) == 80
     assert store.manifest["extra"]["other_lengths"] == 1
     random = SpeechTaskConfig(data_dir=str(root)).build()
@@ -544,7 +544,7 @@ def test_folders_and_archives_of_sounds_give_the_same(root: Path, tmp_path: Path
         for word in reversed(WORDS):
             archive.add(folder / word, f"./{word}")
     store = prepare("speech", str(tmp_path / "speech.tar.gz"), tmp_path / "data")
-    assert store.manifest["arrays"] == Store.find(root, "speech").manifest["arrays"]
+    assert store.manifest["arrays"] == ArrayStore.find(root, "speech").manifest["arrays"]
 
 
 @pytest.mark.parametrize(
@@ -671,7 +671,7 @@ def test_a_part_of_the_rows_is_kept_back(tmp_path: Path) -> None:
 
 
 def test_bad_rows_are_counted_and_named(tmp_path: Path) -> None:
-    from seqboat.tasks.files import ClassifyTask
+    from seqboat.tasks.classify import ClassifyTask
 
     content = (
         b"text,label\ngood,1\n,0\nno label,\ncaf\xe9,1\nshort\nfine,0\ntoo,many,1\nlast,1\n" + b"more,0\n" * 9

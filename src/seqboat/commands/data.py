@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from seqboat.data.console import format_bytes, printable
 
 if TYPE_CHECKING:
-    from seqboat.data.store import Store
+    from seqboat.data.store import ArrayStore
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,14 +53,14 @@ def run(options: argparse.Namespace) -> int:
     return {"list": _list, "prepare": _prepare, "verify": _verify, "show": _show}[options.verb](options)
 
 
-def _find(root: str, name: str) -> tuple[Store | None, str | None]:
+def _find(root: str, name: str) -> tuple[ArrayStore | None, str | None]:
     """The prepared data, if there is any, and what is wrong with it, if anything."""
-    from seqboat.data.store import MANIFEST, MissingData, Store
+    from seqboat.data.store import MANIFEST, ArrayStore, MissingData
 
     if not (Path(root) / name / MANIFEST).exists():
         return None, None
     try:
-        return Store.find(root, name), None
+        return ArrayStore.find(root, name), None
     except MissingData as error:
         return None, str(error)
 
@@ -154,14 +154,14 @@ def _prepare(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from seqboat.data.store import Store
+    from seqboat.data.store import ArrayStore
     from seqboat.tasks.prepare import DATASETS, find_dataset
 
     for name in options.names:
         find_dataset(name)
     names = options.names or [n for n in DATASETS if (Path(options.data_dir) / n).exists()]
     for name in names:
-        Store.find(options.data_dir, name).verify()
+        ArrayStore.find(options.data_dir, name).verify()
         print(f"{name}: as prepared")
     if not names:
         print(f"{options.data_dir} holds no prepared data")

@@ -10,9 +10,11 @@ content and never half of either, also after a crash.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import socket
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,10 +26,47 @@ except ImportError:  # not a Unix: there is nothing to lock with
     fcntl = None  # type: ignore[assignment]
 
 
+MAX_JSON = 64 << 20
+"""Bytes of a JSON file that are read at most."""
+
+
 def digest_of(path: Path, algorithm: str = "sha256") -> str:
     """The hash of a file's content, in hexadecimal."""
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, algorithm).hexdigest()
+
+
+def open_regular(path: Path) -> io.BufferedReader:
+    """A file for reading; a pipe or a device, which could be read without end, is refused.
+
+    Raises:
+        ValueError: naming what it is instead of a file.
+    """
+    # without waiting, as opening a pipe would, for somebody who writes to it
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    try:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise ValueError(f"{path} is not a file: it is a folder, a pipe or a device")
+    except BaseException:
+        os.close(handle)
+        raise
+    return open(handle, "rb")
+
+
+def read_json(path: Path, limit: int = MAX_JSON) -> Any:
+    """The content of a JSON file.
+
+    Raises:
+        ValueError: naming the file, where it is no JSON, nested too deeply, too large, or no file.
+    """
+    try:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > limit:
+                raise ValueError(f"it has {size:,} bytes, more than {limit:,}")
+            return json.loads(file.read(size))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
 
 
 def flush_file(path: Path) -> None:

@@ -1,13 +1,15 @@
-"""Where raw data comes from: a folder, a tar or zip archive, or a single file, all read as named entries.
+"""Where raw data comes from: a folder, a tar or zip archive, or a single file, all read as named members.
 
-Archives are never unpacked to disk: entries are read one after the other, and an archive with anything in it that
-an honest one does not have (paths that climb out, links, devices, a thousandfold expansion) is refused as a whole.
+Archives are never unpacked to disk: members are read one after the other, and an archive with anything in it that an
+honest one does not have (paths that climb out, links, devices, a thousandfold expansion) is refused as a whole.
+Limits apply to the bytes that are really decompressed, headers included, not only to what an archive claims.
 """
 
 from __future__ import annotations
 
 import bz2
 import gzip
+import io
 import lzma
 import stat
 import tarfile
@@ -19,11 +21,15 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any, NamedTuple
 
 from seqboat.checks import require
+from seqboat.data.files import open_regular
 
 MAX_RATIO = 200
-"""An archive may unpack to so many times its own size; text compresses at most some ten times."""
+"""An archive may unpack to this multiple of its own size; text compresses at most about tenfold."""
 MAX_BYTES = 64 << 30
-"""An archive may unpack to so many bytes, and so may a file."""
+"""An archive or a file may unpack to this many bytes."""
+MAX_HEADER = 1 << 20
+"""Bytes that the headers of one member of an archive may take."""
+CHUNK = 1 << 16
 _SLACK = 1 << 20
 """Small archives are not judged by their ratio: a folder of empty files has a huge one."""
 _BROKEN = (EOFError, OSError, zlib.error, lzma.LZMAError, tarfile.TarError, zipfile.BadZipFile, RuntimeError)
@@ -35,13 +41,13 @@ _OPENERS: dict[bytes, Any] = {
 }
 
 
-class Entry(NamedTuple):
+class Member(NamedTuple):
     """One file of a source."""
 
     name: str
     """its path inside the source, with forward slashes"""
     read: Callable[[], bytes]
-    """its content; of an archive, only until the next entry is asked for"""
+    """its content; of an archive, only until the next member is asked for"""
 
     @property
     def base(self) -> str:
@@ -59,6 +65,9 @@ class Source:
 
     def __init__(self, path: Path) -> None:
         require(path.exists(), f"{path} does not exist")
+        require(
+            path.is_dir() or path.is_file(), f"{path} is not a file or a folder: it is a pipe or a device"
+        )
         self.path = path
 
     def __str__(self) -> str:
@@ -69,75 +78,73 @@ class Source:
         """What a manifest says about the origin: the name alone, as paths tell about a machine and its user."""
         return self.path.name
 
-    def entries(self, wanted: Callable[[str], bool] = lambda name: True) -> Iterator[Entry]:
+    def members(self, wanted: Callable[[str], bool] = lambda name: True) -> Iterator[Member]:
         """All files whose name is wanted: sorted by name in a folder, in the archive's order in an archive."""
-        if self.path.is_dir():
-            yield from self._folder(wanted)
-            return
         kind = self.kind()
-        try:
-            if kind == "zip":
+        with naming(self.path):
+            if kind == "folder":
+                yield from self._folder(wanted)
+            elif kind == "zip":
                 yield from self._zip(wanted)
             elif kind == "tar":
                 yield from self._tar(wanted)
             elif wanted(self.path.name):
-                yield Entry(self.path.name, self.path.read_bytes)
-        except _BROKEN as error:
-            raise ValueError(f"{self.path} is damaged or cut short: {error}") from error
+                yield Member(self.path.name, self.path.read_bytes)
 
     def kind(self) -> str:
-        """folder, zip, tar, html or file: found out by looking at the content, not at the name."""
+        """folder, zip, tar or file: detected from the content, not from the name."""
         if self.path.is_dir():
             return "folder"
-        with open(self.path, "rb") as file:
+        with open_regular(self.path) as file:
             head = file.read(512)
         require(len(head) > 0, f"{self.path} is empty")
         require(not looks_like_html(head), f"{self.path} is a web page, not data: the download went wrong")
         if head.startswith(b"PK\x03\x04"):
             return "zip"
-        try:
-            with open_stream(self.path) as stream:
-                head = stream.read(512)
-        except _BROKEN as error:
-            raise ValueError(f"{self.path} is damaged or cut short: {error}") from error
+        with open_stream(self.path) as stream:
+            head = stream.read(512)
         return "tar" if _is_tar_header(head) else "file"
 
-    def _folder(self, wanted: Callable[[str], bool]) -> Iterator[Entry]:
+    def _folder(self, wanted: Callable[[str], bool]) -> Iterator[Member]:
         for path in sorted(self.path.rglob("*")):
             name = path.relative_to(self.path).as_posix()
             if path.is_file() and wanted(name):
-                yield Entry(name, path.read_bytes)
+                yield Member(name, path.read_bytes)
 
-    def _tar(self, wanted: Callable[[str], bool]) -> Iterator[Entry]:
-        budget = _Budget(self.path)
-        with tarfile.open(self.path, "r:*") as archive:
-            for member in archive:
+    def _tar(self, wanted: Callable[[str], bool]) -> Iterator[Member]:
+        with open_stream(self.path) as stream, tarfile.open(fileobj=_Forward(stream), mode="r:") as archive:  # type: ignore[call-overload]
+            end = 0
+            while member := archive.next():
+                archive.members = []  # tarfile would keep every header until the end
                 check_name(self.path, member.name)
                 require(
                     member.isfile() or member.isdir(),
                     f"{self.path}: member {member.name!r} is a link or a device: refused",
                 )
-                budget.spend(member.size)
+                settings = sum(len(key) + len(value) for key, value in archive.pax_headers.items())
+                require(
+                    member.offset_data - end <= MAX_HEADER and settings <= MAX_HEADER,
+                    f"{self.path}: the headers of {member.name[:100]!r} have more than {MAX_HEADER:,} bytes: refused",
+                )
+                end = member.offset_data + member.size
+                stream.budget.check(end)
                 if member.isfile() and wanted(member.name):
                     opened = archive.extractfile(member)
                     assert opened is not None
-                    yield Entry(member.name, partial(self._guarded, opened.read))
-            self._check_end(archive, budget)
+                    yield Member(member.name, partial(self._read, opened, member.size))
+            self._check_end(archive, stream)
 
-    def _check_end(self, archive: tarfile.TarFile, budget: _Budget) -> None:
+    def _check_end(self, archive: tarfile.TarFile, stream: Bounded) -> None:
         """Refuse an archive whose members end before it does, or that ends without saying so.
 
         tarfile takes a damaged header for the end, and reads no further, where a compressed file has its checksum.
         """
-        stream = archive.fileobj
-        assert stream is not None
         marked = stream.tell() >= archive.offset + tarfile.BLOCKSIZE
         require(marked, f"{self.path} is damaged or cut short: it has no end mark")
-        while rest := stream.read(1 << 20):
-            budget.spend(len(rest))
+        while rest := stream.read(CHUNK):
             require(not any(rest), f"{self.path} is damaged: no member begins at byte {archive.offset:,}")
 
-    def _zip(self, wanted: Callable[[str], bool]) -> Iterator[Entry]:
+    def _zip(self, wanted: Callable[[str], bool]) -> Iterator[Member]:
         budget = _Budget(self.path)
         with zipfile.ZipFile(self.path) as archive:
             for member in archive.infolist():
@@ -149,13 +156,40 @@ class Source:
                 )
                 budget.spend(member.file_size)
                 if not member.is_dir() and wanted(member.filename):
-                    # the sizes above are claims of the archive; zipfile stops reading at the claimed size
-                    yield Entry(member.filename, partial(self._guarded, partial(archive.read, member)))
+                    yield Member(member.filename, partial(self._read_zipped, archive, member))
 
-    def _guarded(self, read: Callable[[], bytes]) -> bytes:
-        try:
-            return read()
-        except _BROKEN as error:
+    def _read_zipped(self, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes:
+        # of the other methods, zipfile decompresses without a limit
+        require(
+            member.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED),
+            f"{self.path}: member {member.filename!r} is compressed by another method than deflate: pack it again",
+        )
+        with naming(self.path), archive.open(member) as opened:
+            return self._read(opened, member.file_size)
+
+    def _read(self, opened: IO[bytes], size: int) -> bytes:
+        """The content of a member in small steps, so that a wrong claim about its size cannot fill the memory."""
+        content = bytearray()
+        with naming(self.path):
+            while part := opened.read(CHUNK):
+                content += part
+                require(
+                    len(content) <= size, f"{self.path}: a member is larger than the archive says: refused"
+                )
+        return bytes(content)
+
+
+class naming:
+    """A block in which the errors of damaged files become ValueErrors that name the file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, _BROKEN):
             raise ValueError(f"{self.path} is damaged or cut short: {error}") from error
 
 
@@ -177,8 +211,11 @@ class _Budget:
 
     def spend(self, size: int) -> None:
         self.spent += size
+        self.check(self.spent)
+
+    def check(self, size: int) -> None:
         require(
-            self.spent <= self.limit,
+            size <= self.limit,
             f"{self.path} unpacks to more than {self.limit:,} bytes, {MAX_RATIO} times its size: refused",
         )
 
@@ -194,29 +231,75 @@ def _is_tar_header(head: bytes) -> bool:
     return claimed == sum(head[:148]) + 8 * ord(" ") + sum(head[156:512])
 
 
-def open_stream(path: Path) -> IO[bytes]:
-    """A file for reading, decompressed if it is gzip, bzip2 or xz, whatever its name says."""
-    with open(path, "rb") as file:
-        head = file.read(6)
-    for magic, opener in _OPENERS.items():
-        if head.startswith(magic):
-            stream: IO[bytes] = opener(path, "rb")
-            return stream
-    return open(path, "rb")
+class Bounded(io.RawIOBase):
+    """A file that is read forward, decompressed, within a budget; what is wrong with it is said with its name."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.budget = _Budget(path)
+        with open_regular(path) as file:
+            head = file.read(6)
+        opener = next((opener for magic, opener in _OPENERS.items() if head.startswith(magic)), open_regular)
+        self.stream: IO[bytes] = opener(path)
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.budget.spent
+
+    def readinto(self, buffer: Any, /) -> int:
+        with naming(self.path):
+            part = self.stream.read(min(len(buffer), CHUNK))
+        self.budget.spend(len(part))
+        buffer[: len(part)] = part
+        return len(part)
+
+    def close(self) -> None:
+        if not self.closed:
+            self.stream.close()
+        super().close()
+
+
+class _Forward:
+    """A stream as tarfile wants it: `read` gives all that is asked for, and `seek` goes forward.
+
+    tarfile asks for headers whole, and for contents in the small steps of `Source._read`.
+    """
+
+    def __init__(self, stream: Bounded) -> None:
+        self.stream = stream
+
+    def tell(self) -> int:
+        return self.stream.tell()
+
+    def seek(self, place: int) -> int:
+        skipped = place - self.stream.tell()
+        require(skipped >= 0, f"{self.stream.path} is damaged: its members overlap")
+        while skipped and (part := self.stream.read(min(skipped, CHUNK))):
+            skipped -= len(part)
+        return self.stream.tell()
+
+    def read(self, size: int) -> bytes:
+        require(size <= MAX_HEADER, f"{self.stream.path} has a header of {size:,} bytes: refused")
+        content = b""
+        while len(content) < size and (part := self.stream.read(size - len(content))):
+            content += part
+        return content
+
+
+def open_stream(path: Path) -> Bounded:
+    """A file for reading, decompressed if it is gzip, bzip2 or xz, whatever its name says, within the limits."""
+    return Bounded(path)
 
 
 def read_file(path: Path) -> bytes:
-    """The content of a file, decompressed if need be, within the limits for archives."""
-    budget = _Budget(path)
-    parts = []
-    try:
-        with open_stream(path) as stream:
-            while part := stream.read(1 << 22):
-                budget.spend(len(part))
-                parts.append(part)
-    except _BROKEN as error:
-        raise ValueError(f"{path} is damaged or cut short: {error}") from error
-    return b"".join(parts)
+    """The whole content of a file, decompressed if need be, within the limits for archives."""
+    with open_stream(path) as stream:
+        content = bytearray()
+        while part := stream.read(CHUNK):
+            content += part
+    return bytes(content)
 
 
 def looks_like_html(head: bytes) -> bool:

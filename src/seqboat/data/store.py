@@ -9,7 +9,6 @@ A folder under its final name is always complete: it is filled under another nam
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import struct
@@ -22,13 +21,15 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from seqboat.checks import require
-from seqboat.data.files import Lock, digest_of, flush_folder, write_json
+from seqboat.data.files import Lock, digest_of, flush_folder, read_json, write_json
 
 FORMAT = 1
 """Version of the layout of prepared folders; folders of another version are not read."""
 MANIFEST = "manifest.json"
 KEPT_SKIPS = 100
 """Skipped records that a manifest lists one by one; the rest is only counted."""
+_BUFFER = 1 << 20
+"""Bytes of short sequences that are written at once."""
 _HEADER = 128
 """Bytes before the data of our .npy files, so that the number of rows can be filled in at the end."""
 
@@ -104,6 +105,13 @@ class ArrayWriter:
         self.file.write(np.ascontiguousarray(rows, dtype=self.dtype).tobytes())
         self.rows += len(rows)
 
+    def truncate(self, rows: int) -> None:
+        """Take back all rows but the first ones."""
+        size = self.dtype.itemsize * int(np.prod(self.row, dtype=np.int64))
+        self.file.seek(_HEADER + rows * size)
+        self.file.truncate()
+        self.rows = rows
+
     def close(self) -> None:
         """Write the header and flush to disk."""
         self.file.seek(0)
@@ -143,6 +151,7 @@ class Staging:
         self.plan = None if plan is None else {"format": FORMAT, **plan}
         self.writers: dict[str, ArrayWriter] = {}
         self.scratches: list[ArrayWriter] = []
+        self.ragged: list[RaggedWriter] = []
         self.lock = Lock(root, f".{name}.lock", f"another process is preparing {self.final}")
 
     def __enter__(self) -> Self:
@@ -150,7 +159,7 @@ class Staging:
         restore(self.root, self.name)
         self.lock.acquire()
         plan_file = self.folder / "plan.json"
-        if self.folder.exists() and not (self.plan is not None and _read_json(plan_file) == self.plan):
+        if self.folder.exists() and not (self.plan is not None and _read_plan(plan_file) == self.plan):
             shutil.rmtree(self.folder)
         self.folder.mkdir(exist_ok=True)
         if self.plan is not None:
@@ -176,6 +185,8 @@ class Staging:
     def finish(self, source: str, made: Prepared, skips: Skips | None = None) -> Path:
         """Close the arrays, write the manifest, and rename the folder to its final name."""
         skips = skips or Skips()
+        for ragged in self.ragged:
+            ragged.flush()
         arrays = {}
         for name, writer in self.writers.items():
             writer.close()
@@ -229,10 +240,10 @@ def restore(root: Path, name: str) -> None:
             os.rename(old, final)
 
 
-def _read_json(path: Path) -> Any:
+def _read_plan(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_json(path)
+    except ValueError:
         return None
 
 
@@ -242,7 +253,7 @@ class Arrays(Protocol):
     def __getitem__(self, name: str, /) -> NDArray[Any]: ...
 
 
-class Store:
+class ArrayStore:
     """Prepared arrays, opened when they are first used; cheap to send to another process."""
 
     def __init__(self, folder: Path) -> None:
@@ -252,7 +263,7 @@ class Store:
         self._open: dict[str, NDArray[np.generic]] = {}
 
     @classmethod
-    def find(cls, root: str | Path, name: str) -> Store:
+    def find(cls, root: str | Path, name: str) -> ArrayStore:
         """The prepared data of a task.
 
         Raises:
@@ -303,17 +314,20 @@ class Store:
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
-    manifest = _read_json(folder / MANIFEST)
     again = f"run `seqboat data prepare {folder.name}` again"
+    try:
+        manifest = read_json(folder / MANIFEST)
+    except ValueError as error:
+        raise MissingData(f"{error}: {again}") from error
     if not isinstance(manifest, dict) or not isinstance(manifest.get("arrays"), dict):
-        raise MissingData(f"{folder / MANIFEST} cannot be read: {again}")
+        raise MissingData(f"{folder / MANIFEST} is not a manifest: {again}")
     if manifest.get("format") != FORMAT:
         raise MissingData(
             f"{folder} was prepared in format {manifest.get('format')}, this version reads {FORMAT}: {again}"
         )
     for name, entry in manifest["arrays"].items():
         path = folder / f"{name}.npy"
-        size = path.stat().st_size if path.exists() else None
+        size = path.stat().st_size if path.is_file() else None
         if size != entry["bytes"]:
             raise MissingData(f"{path} has {size} bytes, expected {entry['bytes']}: {again}")
     return manifest
@@ -335,10 +349,24 @@ class RaggedWriter:
         self.tokens = staging.array(f"{name}.tokens", dtype)
         self.offsets = staging.array(f"{name}.offsets", np.int64)
         self.offsets.append(np.zeros(1, np.int64))
+        self._waiting = bytearray()
+        self._ends: list[int] = []
+        self._end = 0
+        staging.ragged.append(self)
 
     def append(self, tokens: NDArray[np.generic] | bytes) -> None:
         """Add one sequence."""
-        if isinstance(tokens, bytes):
-            tokens = np.frombuffer(tokens, np.uint8)
-        self.tokens.append(tokens)
-        self.offsets.append(np.array([self.tokens.rows]))
+        if not isinstance(tokens, bytes):
+            tokens = np.ascontiguousarray(tokens, dtype=self.tokens.dtype).tobytes()
+        self._waiting += tokens
+        self._end += len(tokens) // self.tokens.dtype.itemsize
+        self._ends.append(self._end)
+        if len(self._waiting) >= _BUFFER or len(self._ends) >= _BUFFER // 8:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is waiting."""
+        self.tokens.append(np.frombuffer(bytes(self._waiting), self.tokens.dtype))
+        self.offsets.append(np.array(self._ends, np.int64))
+        self._waiting.clear()
+        self._ends.clear()

@@ -16,7 +16,7 @@ from seqboat.hf.model import SeqBoatForCausalLM, SeqBoatForSequenceClassificatio
 from seqboat.hf.tokenizer import PAD, byte_tokenizer
 from seqboat.models.backbone import BackboneConfig, Classifier, LanguageModel, MixerConfig
 from seqboat.runs import Run
-from seqboat.tasks.files import ClassifyTask
+from seqboat.tasks.classify import ClassifyTask
 from seqboat.training.checkpoint import Checkpoint
 from seqboat.training.config import RunConfig, to_dict
 

@@ -7,7 +7,8 @@ from seqboat.mixers.seqboat.gau import GAUConfig
 from seqboat.mixers.seqboat.layer import SeqBoatConfig
 from seqboat.mixers.ssm.ema import EMAConfig
 from seqboat.models.backbone import BackboneConfig, MixerConfig
-from seqboat.tasks.files import ClassifyTaskConfig, LMTextTaskConfig
+from seqboat.tasks.classify import ClassifyTaskConfig
+from seqboat.tasks.lmtext import LMTextTaskConfig
 from seqboat.training.config import EvaluationConfig, RunConfig, TrainingConfig
 from seqboat.training.optim import OptimizerConfig, ScheduleConfig
 

@@ -1,9 +1,10 @@
 """Tasks: one file each, which reads the published file format or makes the data itself."""
 
 from seqboat.tasks.base import IGNORE, SPLITS, Batch, Dataset, Example, Loss, Split, Task, TaskConfig
+from seqboat.tasks.classify import ClassifyTaskConfig
 from seqboat.tasks.enwik8 import Enwik8TaskConfig
-from seqboat.tasks.files import ClassifyTaskConfig, LMTextTaskConfig
 from seqboat.tasks.image import ImageTaskConfig
+from seqboat.tasks.lmtext import LMTextTaskConfig
 from seqboat.tasks.retrieval import RetrievalTaskConfig
 from seqboat.tasks.speech import SpeechTaskConfig
 from seqboat.tasks.synthetic.copy import CopyTaskConfig

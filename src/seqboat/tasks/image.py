@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from seqboat.checks import check_positive, require
 from seqboat.data.sources import Source, read_file
-from seqboat.data.store import Prepared, Skips, Staging, Store
+from seqboat.data.store import ArrayStore, Prepared, Skips, Staging
 from seqboat.tasks.base import Dataset, Example, Split
 from seqboat.tasks.stored import StoredTask, StoredTaskConfig, hold_out
 
@@ -55,7 +55,7 @@ class ImageTaskConfig(StoredTaskConfig):
 class PixelDataset(Dataset):
     """Images as sequences of pixels."""
 
-    def __init__(self, store: Store, name: str, mean: float, std: float, pool: int = 1) -> None:
+    def __init__(self, store: ArrayStore, name: str, mean: float, std: float, pool: int = 1) -> None:
         self.store = store
         self.name = name
         self.mean = mean
@@ -143,10 +143,10 @@ def prepare(source: Source, staging: Staging, skips: Skips) -> Prepared:
     wanted = {name for names in PARTS.values() for name in names}
     found: dict[str, bytes] = {}
     pickled = False
-    for entry in source.entries():
-        if entry.base in wanted:
-            found[entry.base] = entry.read()
-        elif entry.base in ("data_batch_1", "test_batch", "batches.meta"):
+    for member in source.members():
+        if member.base in wanted:
+            found[member.base] = member.read()
+        elif member.base in ("data_batch_1", "test_batch", "batches.meta"):
             pickled = True
     require(
         bool(found) or not pickled,

@@ -13,11 +13,11 @@ from seqboat.data.download import DownloadError, Remote, download
 from seqboat.data.sources import Source
 from seqboat.data.store import (
     MANIFEST,
+    ArrayStore,
     MissingData,
     Prepared,
     Skips,
     Staging,
-    Store,
     free_bytes,
     restore,
     used_bytes,
@@ -249,7 +249,7 @@ def prepare(
     workers: int | None = None,
     strict: bool = False,
     force: bool = False,
-) -> Store:
+) -> ArrayStore:
     """Make the prepared arrays of a data set.
 
     Args:
@@ -269,7 +269,7 @@ def prepare(
         restore(root, name)
     if not force and (root / name / MANIFEST).exists():
         try:
-            return Store.find(root, name)
+            return ArrayStore.find(root, name)
         except MissingData:
             pass  # of another version or damaged: made again, and only then replaced
     if origin is None:
@@ -309,7 +309,7 @@ def prepare(
             ) from error
         skips.check(sum(made.counts.values()))
         staging.finish(source.label, made, skips)
-    return Store.find(root, name)
+    return ArrayStore.find(root, name)
 
 
 def check_folder(root: Path) -> None:
@@ -335,7 +335,7 @@ def _locate(path: Path, info: DataInfo) -> Path:
 
 def _generate(
     name: str, info: DataInfo, root: Path, counts: tuple[int, ...] | None, seed: int, workers: int | None
-) -> Store:
+) -> ArrayStore:
     require(info.draw is not None, f"{name} cannot be generated: get {info.get}")
     assert info.draw is not None and info.counts is not None
     counts = info.counts if counts is None else counts
@@ -353,7 +353,7 @@ def _generate(
     with Staging(root, name, plan) as staging, progress(f"generating {name}", sum(counts)) as advance:
         made = info.draw(staging, by_split, seed, workers, advance)
         staging.finish(f"generated with seed {seed}", made)
-    return Store.find(root, name)
+    return ArrayStore.find(root, name)
 
 
 def _check_room(name: str, root: Path, needed: int) -> None:

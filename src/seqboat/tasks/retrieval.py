@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 
 from seqboat.checks import check_positive, require
 from seqboat.data.sources import Source, read_file
-from seqboat.data.store import Prepared, RaggedWriter, Skips, Staging, Store
+from seqboat.data.store import ArrayStore, Prepared, RaggedWriter, Skips, Staging
+from seqboat.data.tables import bad_text
 from seqboat.tasks.base import BYTES, SPLITS, Dataset, Example, Split
 from seqboat.tasks.stored import StoredTask, StoredTaskConfig, ragged
-from seqboat.tasks.text import bad_text
 
 LRA_NAMES = {"train": "new_aan_pairs.train", "val": "new_aan_pairs.eval", "test": "new_aan_pairs.test"}
 KEEP = 16_384
@@ -50,7 +50,7 @@ class RetrievalTaskConfig(StoredTaskConfig):
 class PairDataset(Dataset):
     """Pairs of stored documents."""
 
-    def __init__(self, store: Store, split: Split, max_length: int) -> None:
+    def __init__(self, store: ArrayStore, split: Split, max_length: int) -> None:
         self.store = store
         self.split = split
         self.max_length = max_length
@@ -138,21 +138,21 @@ def _read_lra(source: Source, documents: _Documents, skips: Skips) -> Pairs:
     """Lines of label, id, id, text, text; the label is a float and texts are Python bytes literals or plain text."""
     pairs: Pairs = {split: [] for split in SPLITS}
     names = {f"{stem}.tsv": split for split, stem in LRA_NAMES.items()}
-    for entry in source.entries(lambda name: name.rpartition("/")[2] in names):
-        kept = pairs[names[entry.base]]
-        for number, line in _lines(entry.read()):
+    for member in source.members(lambda name: name.rpartition("/")[2] in names):
+        kept = pairs[names[member.base]]
+        for number, line in _lines(member.read()):
             where = f"line {number}"
             fields = line.split(b"\t")
             if len(fields) != 5:
-                skips.add(entry.name, where, f"expected 5 fields, got {len(fields)}")
+                skips.add(member.name, where, f"expected 5 fields, got {len(fields)}")
                 continue
             label = _label(fields[0])
             texts = [_unquote(field) for field in fields[3:]]
             problem = next((p for p in map(bad_text, texts) if p), None)
             if label is None:
-                skips.add(entry.name, where, f"label must be 0 or 1, got {fields[0][:20]!r}")
+                skips.add(member.name, where, f"label must be 0 or 1, got {fields[0][:20]!r}")
             elif problem:
-                skips.add(entry.name, where, problem)
+                skips.add(member.name, where, problem)
             else:
                 kept.append((label, documents.number(texts[0]), documents.number(texts[1])))
     return pairs

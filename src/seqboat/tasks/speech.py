@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from seqboat.checks import check_choice, check_positive, require
 from seqboat.data.sources import Source
-from seqboat.data.store import ArrayWriter, Prepared, Skips, Staging, Store
+from seqboat.data.store import ArrayStore, ArrayWriter, Prepared, Skips, Staging
 from seqboat.tasks.base import SPLITS, Dataset, Example, Split, Subset
 from seqboat.tasks.image import load_npy
 from seqboat.tasks.stored import StoredTask, StoredTaskConfig
@@ -56,7 +56,7 @@ class SpeechTaskConfig(StoredTaskConfig):
 class ClipDataset(Dataset):
     """Clips of one second."""
 
-    def __init__(self, store: Store, pool: int) -> None:
+    def __init__(self, store: ArrayStore, pool: int) -> None:
         self.store = store
         self.pool = pool
         self.mean = float(store.manifest["extra"]["mean"])
@@ -163,17 +163,17 @@ def _read_wavs(source: Source, staging: Staging, skips: Skips) -> tuple[list[int
     unsorted = staging.scratch("unsorted", np.int16, (SAMPLES,))
     names: list[tuple[str, str]] = []
     other = 0
-    for entry in source.entries(lambda name: name.endswith(".wav")):
-        if len(entry.parts) < 2 or entry.parts[-2] not in WORDS:
+    for member in source.members(lambda name: name.endswith(".wav")):
+        if len(member.parts) < 2 or member.parts[-2] not in WORDS:
             continue
         try:
-            samples = read_wav(entry.read())
+            samples = read_wav(member.read())
         except ValueError as error:
-            skips.add(source.label, entry.name, str(error))
+            skips.add(source.label, member.name, str(error))
             continue
         if len(samples) == SAMPLES:
             unsorted.append(samples[None])
-            names.append((entry.parts[-2], entry.base))
+            names.append((member.parts[-2], member.base))
         else:
             other += 1
     unsorted.close()

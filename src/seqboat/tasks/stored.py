@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from seqboat.checks import check_positive, require
-from seqboat.data.store import Store
+from seqboat.data.store import ArrayStore
 from seqboat.tasks.base import Dataset, Example, Split, Subset, Task, draw_subset
 
 
@@ -39,13 +39,13 @@ class StoredTaskConfig:
                 check_positive(name, getattr(self, name))
 
 
-def ragged(store: Store, name: str, index: int, max_length: int) -> NDArray[Any]:
+def ragged(store: ArrayStore, name: str, index: int, max_length: int) -> NDArray[Any]:
     """One of the sequences that `RaggedWriter` wrote, cut to a length."""
     start, end = (int(i) for i in store[f"{name}.offsets"][index : index + 2])
     return store[f"{name}.tokens"][start : min(end, start + max_length)]
 
 
-def ragged_lengths(store: Store, name: str, max_length: int) -> NDArray[np.int64]:
+def ragged_lengths(store: ArrayStore, name: str, max_length: int) -> NDArray[np.int64]:
     """The lengths of all sequences, cut."""
     return np.minimum(np.diff(store[f"{name}.offsets"]), max_length)
 
@@ -53,7 +53,7 @@ def ragged_lengths(store: Store, name: str, max_length: int) -> NDArray[np.int64
 class RaggedDataset(Dataset):
     """Sequences of different lengths with a class each."""
 
-    def __init__(self, store: Store, name: str, max_length: int) -> None:
+    def __init__(self, store: ArrayStore, name: str, max_length: int) -> None:
         self.store = store
         self.name = name
         self.max_length = max_length
@@ -74,13 +74,13 @@ class StoredTask(Task):
 
     def __init__(self, config: StoredTaskConfig) -> None:
         self.config = config
-        self._store: Store | None = None
+        self._store: ArrayStore | None = None
 
     @property
-    def store(self) -> Store:
+    def store(self) -> ArrayStore:
         """The prepared data."""
         if self._store is None:
-            self._store = Store.find(Path(self.config.data_dir), self.store_name)
+            self._store = ArrayStore.find(Path(self.config.data_dir), self.store_name)
         return self._store
 
     @property

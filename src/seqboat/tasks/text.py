@@ -21,6 +21,7 @@ import numpy as np
 from seqboat.checks import check_positive, require
 from seqboat.data.sources import Source, read_file
 from seqboat.data.store import Prepared, RaggedWriter, Skips, Staging
+from seqboat.data.tables import bad_text
 from seqboat.tasks.base import BYTES, Dataset, Example, Split
 from seqboat.tasks.stored import RaggedDataset, StoredTask, StoredTaskConfig, hold_out
 
@@ -100,17 +101,17 @@ Records = dict[str, list[tuple[str, int, bytes]]]
 
 def _read_reviews(source: Source, skips: Skips) -> Records:
     records: Records = {part: [] for part in PARTS}
-    for entry in source.entries(lambda name: name.endswith(".txt")):
-        if len(entry.parts) < 3:
+    for member in source.members(lambda name: name.endswith(".txt")):
+        if len(member.parts) < 3:
             continue
-        part, sentiment = entry.parts[-3:-1]
+        part, sentiment = member.parts[-3:-1]
         if part not in PARTS or sentiment not in ("pos", "neg"):
             continue
-        text = entry.read()
+        text = member.read()
         if problem := bad_text(text):
-            skips.add(source.label, entry.name, problem)
+            skips.add(source.label, member.name, problem)
             continue
-        records[part].append((entry.name.rpartition(f"{part}/")[2], int(sentiment == "pos"), text))
+        records[part].append((member.name.rpartition(f"{part}/")[2], int(sentiment == "pos"), text))
     return records
 
 
@@ -140,14 +141,3 @@ def _read_jsonl(folder: Path, skips: Skips) -> Records:
             else:
                 records[part].append((f"{number:09d}", int(label), text))
     return records
-
-
-def bad_text(text: bytes) -> str | None:
-    """What is wrong with a text, if anything."""
-    if not text.strip():
-        return "empty text"
-    try:
-        text.decode()
-    except UnicodeDecodeError as error:
-        return f"not UTF-8 at byte {error.start}"
-    return None

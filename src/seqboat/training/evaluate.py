@@ -15,7 +15,7 @@ from seqboat.checks import check_positive, require
 from seqboat.core.sma import Routing
 from seqboat.core.state import map_state
 from seqboat.tasks.base import Batch, Dataset, Split, Task, apply_model, draw_subset
-from seqboat.tasks.enwik8 import SegmentDataset
+from seqboat.tasks.segments import SegmentDataset
 from seqboat.training.loader import Part, batches, share
 from seqboat.training.parallel import World
 

@@ -362,18 +362,18 @@ class ListOpsTask(StoredTask):
 def prepare(source: Source, staging: Staging, skips: Skips) -> Prepared:
     """Read `basic_{train,val,test}.tsv`, in a folder or the LRA archive."""
     counts: dict[str, int] = {}
-    for entry in source.entries(lambda name: name.rpartition("/")[2] in _TABLES):
-        split = _TABLES[entry.base]
-        require(split not in counts, f"{source} has more than one {entry.base}")
+    for member in source.members(lambda name: name.rpartition("/")[2] in _TABLES):
+        split = _TABLES[member.base]
+        require(split not in counts, f"{source} has more than one {member.base}")
         expressions = RaggedWriter(staging, split)
         values = []
-        lines = entry.read().decode("ascii", errors="replace").splitlines()
-        require(lines[:1] == [_HEADER], f"{source}: the first line of {entry.name} must be {_HEADER!r}")
+        lines = member.read().decode("ascii", errors="replace").splitlines()
+        require(lines[:1] == [_HEADER], f"{source}: the first line of {member.name} must be {_HEADER!r}")
         for number, line in enumerate(lines[1:], start=2):
             try:
                 expression = parse_line(line)
             except ValueError as error:
-                skips.add(entry.name, f"line {number}", str(error))
+                skips.add(member.name, f"line {number}", str(error))
                 continue
             expressions.append(encode(expression.tokens))
             values.append(expression.value)

@@ -198,15 +198,15 @@ def _read_published(source: Source, pixels: ArrayWriter, skips: Skips, size: int
     images: dict[str, Callable[[], bytes]] = {}
     tables_read: dict[str, bytes] = {}
     folder = source.kind() == "folder"
-    for entry in source.entries(lambda name: name.endswith((".png", ".npy"))):
-        folders = [part for part in entry.parts if part.startswith("pathfinder")]
+    for member in source.members(lambda name: name.endswith((".png", ".npy"))):
+        folders = [part for part in member.parts if part.startswith("pathfinder")]
         if folders and folders[-1] != f"pathfinder{size}":
             continue
-        if "metadata" in entry.parts:
-            tables_read[entry.name] = entry.read()
-        elif entry.base.endswith(".png"):
+        if "metadata" in member.parts:
+            tables_read[member.name] = member.read()
+        elif member.base.endswith(".png"):
             # a folder is read again when its image's turn has come; an archive must be read now
-            images[entry.name] = entry.read if folder else partial(bytes, entry.read())
+            images[member.name] = member.read if folder else partial(bytes, member.read())
     hard = {name for name in tables_read if "curv_contour_length_14" in name}
     names = sorted(
         hard or tables_read, key=lambda name: (int(s) if (s := Path(name).stem).isdigit() else -1, name)

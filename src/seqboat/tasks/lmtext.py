@@ -1,0 +1,145 @@
+"""Your own text files: the next byte.
+
+    notes/*.txt                          any text, in UTF-8
+    inputs     D  e  a  r     r  e  a
+    targets    e  a  r     r  e  a  d    scored in bits per byte
+
+Files are joined in the order of their names, with a blank line between them. The end of the text is held out: one
+part for validation and one for the test.
+"""
+
+from __future__ import annotations
+
+import codecs
+import glob
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+
+from seqboat.checks import check_positive, require
+from seqboat.data.console import Advance
+from seqboat.data.copies import prepared_copy
+from seqboat.data.sources import open_stream
+from seqboat.data.store import ArrayStore, ArrayWriter, Prepared, Skips, Staging
+from seqboat.tasks.base import Dataset, Split
+from seqboat.tasks.segments import LongTextTask
+
+SUFFIXES = (".txt", ".md")
+"""Files that are looked for in folders."""
+CHUNK = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class LMTextTaskConfig:
+    """The next byte of text files."""
+
+    own_data: ClassVar[bool] = True
+
+    text: tuple[str, ...] = ()
+    """Files, folders or patterns such as notes/*.txt; folders are searched for .txt and .md files."""
+    segment: int = 1024
+    """Targets per example."""
+    context: int = 0
+    """Bytes before each evaluation segment that the model reads without being scored on them."""
+    holdout: float = 0.05
+    """Fraction of the bytes held out for validation, and the same again for the test, at the end of the text."""
+    data_dir: str = "data"
+    """The data folder, for prepared copies of large files."""
+
+    def __post_init__(self) -> None:
+        check_positive("segment", self.segment)
+        check_positive("context", self.context, least=0)
+        require(0 < self.holdout < 0.5, f"holdout must be in (0, 0.5), got {self.holdout!r}")
+        require(not isinstance(self.text, str), f"text must be a list of files, got {self.text!r}")
+
+    def build(self) -> LMTextTask:
+        return LMTextTask(self)
+
+
+class LMTextTask(LongTextTask):
+    """The next byte of text files."""
+
+    name = "lmtext"
+
+    def __init__(self, config: LMTextTaskConfig) -> None:
+        require(len(config.text) > 0, "--data.text must name at least one file, got none")
+        self.config = config
+        self.segment, self.context = config.segment, config.context
+        self.max_length = self.segment + self.context
+        self.skips: Skips = Skips(most=0.5)
+        self._store: ArrayStore | None = None
+
+    @property
+    def store(self) -> ArrayStore:
+        if self._store is None:
+            files = find_files(self.config.text)
+            make = partial(prepare_texts, files)
+            self._store = prepared_copy(self.config.data_dir, files, {}, make, self.skips)
+        return self._store
+
+    def borders(self, split: Split) -> tuple[int, int]:
+        size = len(self.store["bytes"])
+        held = round(self.config.holdout * size)
+        borders = (0, size - 2 * held, size - held, size)
+        i = self.splits.index(split)
+        return borders[i], borders[i + 1]
+
+    def dataset(self, split: Split) -> Dataset:
+        return self.segments(split)
+
+
+def find_files(patterns: tuple[str, ...]) -> list[Path]:
+    """The files that names, folders and patterns stand for, sorted, each once."""
+    found: set[Path] = set()
+    for pattern in patterns:
+        path = Path(pattern)
+        if path.is_dir():
+            some = [p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file()]
+            require(len(some) > 0, f"{path} holds no .txt or .md file")
+        else:
+            some = [Path(p) for p in glob.glob(pattern, recursive=True) if Path(p).is_file()] or [path]
+            require(some[0].is_file(), f"{pattern} matches no file")
+        found.update(some)
+    return sorted(found)
+
+
+def prepare_texts(files: Sequence[Path], staging: Staging, skips: Skips, advance: Advance) -> Prepared:
+    """Copy texts end to end into one array; a file that is not text is left out."""
+    text = staging.array("bytes", np.uint8)
+    kept = 0
+    for path in files:
+        start = text.rows
+        if kept:
+            # a blank line between files, so that the end of one is not read as the middle of a line
+            text.append(np.frombuffer(b"\n\n", np.uint8))
+        if problem := _copy_text(path, text, advance):
+            text.truncate(start)
+            skips.add(path, "the file", problem)
+        else:
+            kept += 1
+    return Prepared({"files": kept})
+
+
+def _copy_text(path: Path, text: ArrayWriter, advance: Advance) -> str | None:
+    """Append a file to the text; returns what is wrong with it, if anything."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    blank = True
+    size = 0
+    with open_stream(path) as stream:
+        while part := stream.read(CHUNK):
+            held = len(decoder.getstate()[0])
+            try:
+                decoder.decode(part)
+            except UnicodeDecodeError as error:
+                return f"not UTF-8 at byte {size - held + error.start}"
+            blank = blank and not part.strip()
+            size += len(part)
+            text.append(np.frombuffer(part, np.uint8))
+            advance(len(part))
+    if held := len(decoder.getstate()[0]):
+        return f"not UTF-8 at byte {size - held}"
+    return "empty text" if blank else None

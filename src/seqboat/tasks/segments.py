@@ -1,0 +1,104 @@
+"""One long text in segments: what the language-model tasks have in common."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from seqboat.checks import require
+from seqboat.data.store import Arrays
+from seqboat.tasks.base import BYTES, IGNORE, Dataset, Example, Split, Task
+
+
+class SegmentDataset(Dataset):
+    """A long text in segments, each with the tokens one place on as targets."""
+
+    def __init__(
+        self,
+        store: Arrays,
+        name: str,
+        start: int,
+        end: int,
+        segment: int,
+        context: int = 0,
+        whole: bool = False,
+    ) -> None:
+        """
+        Args:
+            store: with the array `name`.
+            start: first token.
+            end: after the last token.
+            segment: targets per example.
+            context: tokens before each segment that are inputs without targets.
+            whole: leave out a last segment that is shorter than the others.
+        """
+        require(end - start > 1, f"the text must have at least 2 tokens in each split, got {end - start}")
+        self.store = store
+        self.name = name
+        self.start = start
+        self.end = end
+        self.segment = segment
+        self.context = context
+        targets = end - start - 1
+        self.count = targets // segment if whole and targets >= segment else -(-targets // segment)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Example:
+        require(0 <= index < self.count, f"index must be in [0, {self.count}), got {index}")
+        first = self.start + index * self.segment
+        last = min(first + self.segment, self.end - 1)
+        begin = max(self.start, first - self.context)
+        tokens = self.store[self.name][begin : last + 1].astype(np.int64)
+        targets = tokens[1:].copy()
+        targets[: first - begin] = IGNORE
+        return Example(tokens[:-1], targets)
+
+    def lengths(self) -> NDArray[np.int64]:
+        first = self.start + np.arange(self.count) * self.segment
+        last = np.minimum(first + self.segment, self.end - 1)
+        return last - np.maximum(self.start, first - self.context)
+
+
+class LongTextTask(Task):
+    """The next byte of one long text, of which each split is a part."""
+
+    kind = "lm"
+    vocab = BYTES
+    text_bytes = True
+    classes = BYTES
+    metric = "bits"
+    better = "lower"
+    segment: int
+    """Targets per example."""
+    context: int
+    """Tokens before each evaluation segment that are inputs without targets."""
+
+    @property
+    @abstractmethod
+    def store(self) -> Arrays:
+        """Where the text is, as the array `bytes`."""
+
+    @abstractmethod
+    def borders(self, split: Split) -> tuple[int, int]:
+        """The first byte of a split, and the one after its last."""
+
+    def text(self, split: Split) -> NDArray[Any]:
+        self.check_split(split)
+        start, end = self.borders(split)
+        return self.store["bytes"][start:end]
+
+    def segments(self, split: Split) -> Dataset:
+        """All examples of a split."""
+        self.check_split(split)
+        start, end = self.borders(split)
+        training = split == "train"
+        context = 0 if training else self.context
+        return SegmentDataset(self.store, "bytes", start, end, self.segment, context, whole=training)
+
+    def show(self, example: Example) -> str:
+        return bytes(example.inputs.astype(np.uint8)).decode(errors="replace")
