@@ -4,7 +4,7 @@
 
 Every run is `seqboat train RECIPE --model.mixer.ssm=KERNEL`: the recipe's own settings, the kernel's defaults, and a
 schedule that is shortened equally for all kernels. Finished runs are kept; call the script again to continue. ListOps
-needs `seqboat data prepare listops-small` first. `--write` replaces the part of a page between the two marks with the table.
+needs `seqboat data prepare listops-small` first. `--write` puts the table between the two marks of a page.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def tabulate(results: list[dict[str, Any]], command: str) -> str:
         "|---|" + "---:|" * (1 + len(heads)),
     ]
     for kernel in SSMS:
-        cells = []
+        cells: list[str] = []
         for recipe in STEPS:
             mine = [r for r in results if (r["kernel"], r["recipe"]) == (kernel, recipe)]
             rates = [rate for r in mine for rate in r["activation"] if rate is not None]

@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from against import around, by_head, check_against, enlarge
 from seqboat import tasks
+from seqboat.core.losses import extra_loss
 from seqboat.core.state import state_bytes
 from seqboat.mixers import AdaptiveSpan, AdaptiveSpanConfig
-from seqboat.mixers.base import auxiliary_loss
 from seqboat.models.backbone import BackboneConfig, Classifier
 from seqboat.training.loop import add_auxiliary_gradients, train
 from small_runs import Spy, ToyConfig, small_run
@@ -226,7 +226,7 @@ def test_long_spans_have_a_price() -> None:
     layers = [layer for layer in model.modules() if isinstance(layer, AdaptiveSpan)]
     set_spans(layers[0], 1.0, 2.0)
     set_spans(layers[1], 4.0, 5.0)
-    loss = auxiliary_loss(model)
+    loss = extra_loss(model)
     assert loss is not None
     torch.testing.assert_close(loss, torch.tensor(0.1 * (1.5 + 4.5)))
     layers[0].span_ratio.grad = torch.tensor([1.0, 2.0])
@@ -235,9 +235,9 @@ def test_long_spans_have_a_price() -> None:
     torch.testing.assert_close(layers[0].span_ratio.grad, torch.tensor([1.45, 2.45]))
     torch.testing.assert_close(layers[1].span_ratio.grad, torch.full((2,), 0.45))
     assert all(p.grad is None for name, p in model.named_parameters() if not name.endswith(".span_ratio"))
-    assert auxiliary_loss(torch.nn.Linear(2, 2)) is None
+    assert extra_loss(torch.nn.Linear(2, 2)) is None
     free = AdaptiveSpan(6, dataclasses.replace(BASE, span_weight=0.0))
-    assert auxiliary_loss(free) is None
+    assert extra_loss(free) is None
     with pytest.raises(ValueError, match="span_weight must be at least 0, got -1"):
         AdaptiveSpanConfig(span_weight=-1)
 

@@ -26,7 +26,8 @@ from seqboat.bench.rates import ForcedRate, force_rate, recorded_activation
 from seqboat.bench.runners import LayerRunner, LowerBoundRunner, Runner
 from seqboat.bench.setting import MODES, PRESETS, LayerSetting, Mode, sweep
 from seqboat.cli import main
-from seqboat.core.routers import TemperedSoftmax, activation
+from seqboat.core.counts import activation
+from seqboat.core.routers import TemperedSoftmax
 from seqboat.mixers import SeqBoat
 from seqboat.runs import Run
 from seqboat.tasks import TASKS

@@ -12,22 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from closeness import assert_same_numbers
-from seqboat.core.budget import (
-    BudgetConfig,
-    Policy,
-    RevivalConfig,
-    allowance,
-    at_least,
-    border_of_share,
-    budget_loss,
-    first_come,
-    largest,
-    override_activation,
-    policies,
-    rate_loss,
-    update_budgets,
-)
+from seqboat.core.budget import BudgetConfig, RevivalConfig, allowance, at_least, first_come, largest
+from seqboat.core.losses import budget_loss
 from seqboat.core.padding import Aligned
+from seqboat.core.policy import Policy, override_activation, policies, update_budgets
 from seqboat.core.routers import (
     ROUTERS,
     AlwaysActiveConfig,
@@ -37,6 +25,7 @@ from seqboat.core.routers import (
     set_training_step,
 )
 from seqboat.core.sma import Routing
+from seqboat.core.steering import border_at_rate, rate_loss
 from seqboat.mixers.seqboat.activation import SparseModularActivation
 from seqboat.mixers.seqboat.gau import GAUConfig
 from seqboat.mixers.seqboat.layer import SeqBoat, SeqBoatConfig
@@ -294,41 +283,38 @@ def test_the_controller_reaches_its_target(router: str, target: float | tuple[fl
         bias = sma.router.get_parameter("logits.bias")
         nn.init.constant_(bias[1::2] if router == "tempered-softmax" else bias, -3.0)
     for step in range(40):
-        sma.policy(sma.router, tokens(seed=step, batch=64, time=64), None, True)
+        sma.policy(tokens(seed=step, batch=64, time=64), None)
         update_budgets(sma)
     sma.eval()
-    rate = (
-        sma.policy(sma.router, tokens(seed=999, batch=256, time=64), None, True)
-        .active.double()
-        .mean(dim=(0, 1))
-    )
+    rate = sma.policy(tokens(seed=999, batch=256, time=64), None).active.double().mean(dim=(0, 1))
     wanted = torch.tensor(target, dtype=torch.float64).expand(2)
     assert (rate - wanted).abs().max() < 0.02
 
 
 def test_the_controller_moves_by_hand() -> None:
-    policy = sparse(1, budget=BudgetConfig(target=0.25, gain=0.5)).policy
     router = SigmoidRouter(1).double()
+    budget = BudgetConfig(target=0.25, gain=0.5)
+    policy = Policy(router, ("module",), budget, RevivalConfig(), causal=True).double()
     nn.init.ones_(router.logits.weight)
     nn.init.constant_(router.logits.bias, 3.0)
     x = torch.tensor([[[0.0], [1.0], [2.0], [4.0]]], dtype=torch.float64)
-    assert policy.eval()(router, x, None, True).active.all()
+    assert policy.eval()(x, None).active.all()
     # log-odds 3, 4, 5, 7: one of four is above 6. Training meets the target at once, inference half of the way a step
     for shift, later in ((-3.0, [4, 5, 7]), (-4.5, [5, 7]), (-5.25, [7])):
-        training = policy.train()(router, x, None, True)
+        training = policy.train()(x, None)
         assert training.active.flatten().tolist() == [False, False, False, True]
         policy.update()
         assert policy.shift.tolist() == pytest.approx([shift])
-        active = policy.eval()(router, x, None, True).active.flatten().tolist()
+        active = policy.eval()(x, None).active.flatten().tolist()
         assert active == [odds in later for odds in (3, 4, 5, 7)]
     policy.update()  # nothing was seen
     nothing = torch.zeros(1, 4, dtype=torch.bool)
-    assert not policy.train()(router, x, nothing, True).active.any()
-    policy(router, x[:0], None, True)
+    assert not policy.train()(x, nothing).active.any()
+    policy(x[:0], None)
     policy.update()  # nothing but padding, and no row at all
     assert policy.shift.tolist() == pytest.approx([-5.25])
     # a quarter of two tokens is rounded to none, and none is above 4 + 1
-    policy(router, x, torch.tensor([[True, True, False, False]]), True)
+    policy(x, torch.tensor([[True, True, False, False]]))
     policy.update()
     assert policy.shift.tolist() == pytest.approx([-5.125])
 
@@ -338,7 +324,7 @@ def test_training_meets_the_target_whatever_the_router_does() -> None:
     for step in range(5):
         # every step moves all log-odds by more than they differ
         nn.init.constant_(sma.router.get_parameter("logits.bias"), 2.0 * (-1) ** step)
-        routing = sma.policy(sma.router, tokens(seed=step, batch=10, time=64) / 20, None, True)
+        routing = sma.policy(tokens(seed=step, batch=10, time=64) / 20, None)
         assert routing.active.sum(dim=(0, 1)).tolist() == [192, 32]
         update_budgets(sma)
 
@@ -350,7 +336,7 @@ def test_border_of_a_share(seed: int) -> None:
     allowed = torch.rand(3, 9, 1, generator=generator) < 0.6
     total = int(allowed.sum())
     for share in (0.0, 0.1, 0.5, 0.9, 1.0):
-        border = border_of_share(score, allowed, torch.tensor([share, 1 - share], dtype=torch.float64))
+        border = border_at_rate(score, allowed, torch.tensor([share, 1 - share], dtype=torch.float64))
         above = ((score > border) & allowed).sum(dim=(0, 1)).tolist()
         assert above == [round(share * total), round((1 - share) * total)]
 
@@ -687,7 +673,7 @@ def test_settings_from_the_command_line() -> None:
     ("make", "message"),
     [
         (lambda: BudgetConfig(cap=1.5), r"budget.cap must be between 0 and 1, got 1.5"),
-        (lambda: BudgetConfig(target=()), r"budget.target must hold at least one share, got none"),
+        (lambda: BudgetConfig(target=()), r"budget.target must hold at least one fraction, got none"),
         (lambda: BudgetConfig(per_token=0), r"budget.per_token must be an integer >= 1, got 0"),
         (
             lambda: BudgetConfig(priority="luck"),  # type: ignore[arg-type]
@@ -700,7 +686,7 @@ def test_settings_from_the_command_line() -> None:
         (lambda: RevivalConfig(warmup_steps=-1), r"revival.warmup_steps must be an integer >= 0, got -1"),
         (
             lambda: sparse(3, budget=BudgetConfig(cap=(0.1, 0.2))),
-            r"budget.cap must be one share or 3, one per module; got 2",
+            r"budget.cap must be one fraction or 3, one per module; got 2",
         ),
         (
             lambda: sparse(budget=BudgetConfig(cap=(0.1, 0.2)), revival=RevivalConfig(floor=0.15)),
@@ -708,7 +694,7 @@ def test_settings_from_the_command_line() -> None:
         ),
         (
             lambda: sparse(budget=BudgetConfig(target=0.1), router="top-k"),
-            r"budget.target cannot steer TopKCapacity, which takes a fixed share of each row",
+            r"budget.target cannot steer TopKCapacity, which takes a fixed fraction of each sequence",
         ),
         (lambda: sparse(router="random"), r"router must be one of tempered-softmax, .*; got 'random'"),
         (

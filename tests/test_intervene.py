@@ -14,7 +14,7 @@ import torch
 from lm_runs import write_lm_run, write_run
 from seqboat.analysis.interventions import THRESHOLDS, intervene
 from seqboat.cli import main
-from seqboat.core.budget import override_activation
+from seqboat.core.policy import override_activation
 from seqboat.runs import Run
 from seqboat.training.evaluate import evaluate
 from seqboat.training.parallel import World

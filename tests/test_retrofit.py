@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from closeness import assert_same_numbers
-from seqboat.core.routers import TemperedSoftmaxConfig, activation
+from seqboat.core.counts import activation
+from seqboat.core.routers import TemperedSoftmaxConfig
 from seqboat.core.sma import Routing
 from seqboat.retrofitting.unit import (
     RateSchedule,

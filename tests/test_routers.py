@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from closeness import assert_same_numbers
+from seqboat.core.counts import activation, activations
 from seqboat.core.routers import (
     ROUTERS,
     AlwaysActive,
@@ -26,8 +27,6 @@ from seqboat.core.routers import (
     TopKConfig,
     XMoE,
     XMoEConfig,
-    activation,
-    activations,
     set_training_step,
 )
 from seqboat.core.sma import Routing

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from seqboat.core.budget import BudgetConfig, update_budgets
+from seqboat.core.budget import BudgetConfig
 from seqboat.core.padding import Aligned
+from seqboat.core.policy import update_budgets
 from seqboat.core.routers import AlwaysActive, Router, SigmoidRouter, TemperedSoftmax, XMoE
 from seqboat.core.sma import Packed, PackedModule, Routing, compress, extract, pack, pack_modules
 from seqboat.core.state import tensors

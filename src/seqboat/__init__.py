@@ -1,4 +1,4 @@
-"""Sequence models that attend only where attention is worth its price.
+"""Sequence models that attend only where attention is worth its cost.
 
 A state-space layer reads every token in linear time; a router decides per token whether to attend; the chosen
 tokens are packed and attend to each other inside a small working memory.
@@ -12,13 +12,10 @@ from typing import TYPE_CHECKING
 from seqboat.version import __version__
 
 if TYPE_CHECKING:
-    from seqboat.core.budget import (
-        BudgetConfig,
-        RevivalConfig,
-        budget_loss,
-        override_activation,
-        update_budgets,
-    )
+    from seqboat.core.budget import BudgetConfig, RevivalConfig
+    from seqboat.core.counts import activation
+    from seqboat.core.losses import budget_loss, extra_loss
+    from seqboat.core.policy import override_activation, update_budgets
     from seqboat.core.routers import (
         ROUTERS,
         AlwaysActiveConfig,
@@ -29,7 +26,6 @@ if TYPE_CHECKING:
         ThresholdConfig,
         TopKConfig,
         XMoEConfig,
-        activation,
         set_training_step,
     )
     from seqboat.core.sma import Packed, PackedModule, Routing, compress, extract, pack
@@ -40,8 +36,12 @@ if TYPE_CHECKING:
     from seqboat.mixers.seqboat.gau import GAU, GAUConfig
     from seqboat.mixers.seqboat.layer import SeqBoat, SeqBoatConfig
     from seqboat.mixers.seqboat.units import MixerUnit, PaddedUnit
+    from seqboat.mixers.ssm import SSMS
     from seqboat.mixers.ssm.ema import EMA, EMAConfig
+    from seqboat.mixers.ssm.liquid_s4 import LiquidS4Config
+    from seqboat.mixers.ssm.s4 import S4Config
     from seqboat.mixers.ssm.s4d import S4D, S4DConfig
+    from seqboat.mixers.ssm.s5 import S5Config
     from seqboat.models.backbone import Backbone, BackboneConfig, Classifier, LanguageModel, Matcher
     from seqboat.models.compile import compile_model, compile_step
     from seqboat.retrofitting.unit import RateSchedule, Retrofit, load_retrofit, retrofit
@@ -83,22 +83,27 @@ _HOMES = {
     "ThresholdConfig": "core.routers",
     "TopKConfig": "core.routers",
     "XMoEConfig": "core.routers",
-    "activation": "core.routers",
-    "budget_loss": "core.budget",
+    "extra_loss": "core.losses",
+    "S5Config": "mixers.ssm.s5",
+    "S4Config": "mixers.ssm.s4",
+    "LiquidS4Config": "mixers.ssm.liquid_s4",
+    "SSMS": "mixers.ssm",
+    "activation": "core.counts",
+    "budget_loss": "core.losses",
     "compile_model": "models.compile",
     "compile_step": "models.compile",
     "compress": "core.sma",
     "detach_state": "core.state",
     "extract": "core.sma",
     "load_retrofit": "retrofitting.unit",
-    "override_activation": "core.budget",
+    "override_activation": "core.policy",
     "pack": "core.sma",
     "repeat_rows": "core.state",
     "retrofit": "retrofitting.unit",
     "select_rows": "core.state",
     "set_training_step": "core.routers",
     "state_bytes": "core.state",
-    "update_budgets": "core.budget",
+    "update_budgets": "core.policy",
 }
 """Where each public name lives."""
 
@@ -108,6 +113,7 @@ __all__ = [
     "MIXERS",
     "ROUTERS",
     "S4D",
+    "SSMS",
     "AlwaysActiveConfig",
     "Backbone",
     "BackboneConfig",
@@ -118,6 +124,7 @@ __all__ = [
     "GAUConfig",
     "GumbelConfig",
     "LanguageModel",
+    "LiquidS4Config",
     "Matcher",
     "Mixer",
     "MixerOutput",
@@ -130,7 +137,9 @@ __all__ = [
     "Retrofit",
     "RevivalConfig",
     "Routing",
+    "S4Config",
     "S4DConfig",
+    "S5Config",
     "SeqBoat",
     "SeqBoatConfig",
     "SigmoidConfig",
@@ -146,6 +155,7 @@ __all__ = [
     "compile_step",
     "compress",
     "detach_state",
+    "extra_loss",
     "extract",
     "load_retrofit",
     "override_activation",

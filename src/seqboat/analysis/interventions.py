@@ -22,7 +22,7 @@ import torch
 
 from seqboat.analysis.traces import Site, sites
 from seqboat.checks import require
-from seqboat.core.budget import Override, overridden
+from seqboat.core.policy import Override, overridden
 from seqboat.runs import Run
 from seqboat.tasks.base import Split
 from seqboat.training.evaluate import evaluate

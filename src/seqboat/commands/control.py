@@ -72,7 +72,7 @@ class Control:
     def applied(self, model: nn.Module) -> Iterator[None]:
         """Take the decisions of a model, inside a `with` block."""
         from seqboat.analysis.traces import sites
-        from seqboat.core.budget import Override, overridden
+        from seqboat.core.policy import Override, overridden
 
         found = sites(model)
         if not any(found):

@@ -290,7 +290,7 @@ def train(
     import torch
     import torch.nn.functional as F
 
-    from seqboat.core.routers import activations
+    from seqboat.core.counts import activations
     from seqboat.training.optim import (
         OptimizerConfig,
         ScheduleConfig,
@@ -385,7 +385,7 @@ def evaluate(model: Classifier, test: list[Expression], recipe: Recipe) -> Evalu
     import numpy as np
     import torch
 
-    from seqboat.core.routers import activations
+    from seqboat.core.counts import activations
 
     model.eval()
     # sorted by length, so that batches hold little padding

@@ -1,38 +1,37 @@
-"""Who decides: routers map a token to a decision and a probability for each module.
+"""Routers: a token to a decision and a probability for each module.
 
 Section 3.3 of the paper (latent configurator) and its variants in appendices A.4 and E. A router works on each
-token alone, so that its decision is causal, the same in training, chunked reading and single steps. The
-gradient reaches it only through the confidence that multiplies the output of an activated module.
+token alone, so its decisions are causal and the same in training, chunked reading and single steps. The gradient
+reaches it only through the confidence that multiplies the output of an activated module.
 
-Routers that compare the tokens of a sequence with each other (`by_row`: top-k capacity and expert choice) break this
-rule where they can afford it. They pick a fixed share of each row in training and in bidirectional layers, and
-follow there where the border between picked and passed over lies; causal layers at inference, which do not know
-what is still to come, activate what lies above that border.
+Routers that compare the tokens of a sequence with each other (`per_sequence`: top-k capacity and expert choice) break
+this rule where they can afford to. In training and in bidirectional layers they pick a fixed fraction of each
+sequence, and keep track of the border between the tokens picked and those passed over; causal layers at inference,
+which cannot see what is still to come, activate what lies above that border.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqboat.checks import check_mask, check_positive, require
+from seqboat.checks import check_positive, require
 from seqboat.core.nn import init_linear
 from seqboat.core.sma import Routing
+from seqboat.core.steering import follow
 from seqboat.ops.fused import affine
 
 
 class Router(nn.Module, ABC):
     """Decides for `modules` modules on the last dimension of its input."""
 
-    by_row = False
-    """Whether the router picks among the tokens of whole rows, where it may."""
+    per_sequence = False
+    """Whether the router picks among the tokens of whole sequences, where it may."""
 
     def __init__(self, d_model: int, modules: int = 1) -> None:
         super().__init__()
@@ -60,7 +59,7 @@ class Router(nn.Module, ABC):
         """As `forward`, in full precision."""
 
     def choose(self, probs: Tensor, shift: Tensor) -> Tensor:
-        """Decide anew, each token alone, with a shift of the log-odds of every decision.
+        """Decide again, for each token alone, with a shift of the log-odds of every decision.
 
         Args:
             probs: (..., modules), from `forward`.
@@ -73,11 +72,11 @@ class Router(nn.Module, ABC):
         return torch.logit(probs, eps=1e-7)
 
     def select(self, score: Tensor, allowed: Tensor) -> Tensor:
-        """Pick among the tokens of whole rows; only of routers that go by row.
+        """Pick among the tokens of whole sequences; only for routers with `per_sequence`.
 
         Args:
             score: (batch, time, modules), log-odds.
-            allowed: (batch, time, 1) bool, who may be picked.
+            allowed: (batch, time, 1) bool, which tokens may be picked.
         """
         raise NotImplementedError(f"{type(self).__name__} decides about each token alone")
 
@@ -90,8 +89,8 @@ class Router(nn.Module, ABC):
 def decide(logit: Tensor) -> Routing:
     """Activate where the probability is above one half.
 
-    A token that is not finite has a logit that is not finite either; it activates nothing, so that it cannot
-    reach its batch mates.
+    A token that is not finite has a logit that is not finite; it activates nothing, so that it cannot reach its
+    batch mates.
     """
     probs = torch.sigmoid(logit)
     return Routing((probs > 0.5) & (logit < math.inf), probs)
@@ -143,7 +142,7 @@ class SigmoidRouter(Router):
 
 
 class GumbelSoftmax(Router):
-    """Softmax with Gumbel noise in training and a temperature that falls with the training step.
+    """Softmax with Gumbel noise in training and a temperature that decays with the training step.
 
     tau' = max(2 * 0.999995^T, 0.5); `set_training_step` tells T. No noise in eval mode.
     """
@@ -167,7 +166,7 @@ class GumbelSoftmax(Router):
         self.register_buffer("training_step", torch.zeros((), dtype=torch.int64))
 
     def notice_training_step(self, step: int) -> None:
-        """Training has come so far."""
+        """Training has reached this step."""
         self.training_step.fill_(step)
 
     @property
@@ -259,16 +258,16 @@ class ThresholdRouter(SigmoidRouter):
         return super().margin(probs, shift) - self._border
 
 
-class ByRow(Router):
-    """What routers share that pick a share of each row, and remember where the border lies.
+class PerSequence(Router):
+    """The common part of routers that pick a fraction of each sequence and remember where the border lies.
 
     Args:
         d_model: width of the tokens.
         modules: how many to decide for.
-        capacity: share of the tokens of a row that each module takes, rounded up.
+        capacity: fraction of a sequence that each module takes, rounded up.
     """
 
-    by_row = True
+    per_sequence = True
     border: Tensor
 
     def __init__(self, d_model: int, modules: int, capacity: float) -> None:
@@ -294,19 +293,18 @@ class ByRow(Router):
 
     @torch.no_grad()
     def _follow(self, ranked: Tensor, count: Tensor, lengths: Tensor) -> None:
-        """Move the border towards the middle between the last token picked and the first one passed over."""
+        """Move the border toward the middle between the last token picked and the first one passed over."""
         last = ranked.gather(1, (count - 1).clamp(min=0).expand(-1, ranked.shape[2])[:, None])[:, 0]
         first = ranked.gather(1, count.clamp(max=ranked.shape[1] - 1).expand(-1, ranked.shape[2])[:, None])[
             :, 0
         ]
         known = (count > 0) & (count < lengths)
         middle = torch.where(known, (last + first) / 2, 0).sum(dim=0) / known.sum(dim=0).clamp(min=1)
-        moved = torch.lerp(self.border, middle.to(self.border.dtype), 0.1)
-        self.border.copy_(torch.where(known.any(), moved, self.border))
+        self.border.copy_(torch.where(known.any(), follow(self.border, middle, 0.1), self.border))
 
 
-class TopKCapacity(ByRow):
-    """The most probable tokens of each row, a fixed share of them (mixture of depths, Raposo et al., 2024)."""
+class TopKCapacity(PerSequence):
+    """The most probable tokens of each sequence, a fixed fraction (mixture of depths, Raposo et al., 2024)."""
 
     def __init__(self, d_model: int, modules: int = 1, capacity: float = 0.5) -> None:
         super().__init__(d_model, modules, capacity)
@@ -317,7 +315,7 @@ class TopKCapacity(ByRow):
         return above_border(self.linear(self.logits, x), self.border)
 
 
-class ExpertChoice(ByRow):
+class ExpertChoice(PerSequence):
     """Modules compete for each token, then each takes its best ones (expert choice, Zhou et al., 2022).
 
     The competition is a softmax over the modules and "do nothing". A token may be taken by several, or by none.
@@ -341,7 +339,7 @@ class RouterConfig:
     """The configuration of a router; `ROUTERS` lists them."""
 
     def build(self, d_model: int, modules: int = 1) -> Router:
-        """A router for so many modules on tokens of this width."""
+        """A router for this many modules, on tokens of this width."""
         raise NotImplementedError(f"{type(self).__name__} does not say what to build")
 
 
@@ -400,7 +398,7 @@ class AlwaysActiveConfig(RouterConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ThresholdConfig(RouterConfig):
-    """A sigmoid with a threshold of its own."""
+    """A sigmoid with a threshold set by hand."""
 
     threshold: float = 0.5
     """Probability above which a token is active."""
@@ -411,10 +409,10 @@ class ThresholdConfig(RouterConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TopKConfig(RouterConfig):
-    """A fixed share of each sequence, as in mixture of depths."""
+    """A fixed fraction of each sequence, as in mixture of depths."""
 
     capacity: float = 0.5
-    """Share of the tokens of a sequence that each module takes."""
+    """Fraction of a sequence that each module takes."""
 
     def build(self, d_model: int, modules: int = 1) -> Router:
         return TopKCapacity(d_model, modules, self.capacity)
@@ -425,7 +423,7 @@ class ExpertChoiceConfig(RouterConfig):
     """Modules that choose their tokens."""
 
     capacity: float = 0.5
-    """Share of the tokens of a sequence that each module takes."""
+    """Fraction of a sequence that each module takes."""
 
     def build(self, d_model: int, modules: int = 1) -> Router:
         return ExpertChoice(d_model, modules, self.capacity)
@@ -445,7 +443,7 @@ ROUTERS: dict[str, type[RouterConfig]] = {
 
 
 def set_training_step(model: nn.Module, step: int) -> None:
-    """Tell every part that changes with training how far training has come.
+    """Tell every part of a model that changes with training which step has been reached.
 
     These are the modules with a method `notice_training_step`: routers that anneal, budgets, revivals.
     """
@@ -453,41 +451,3 @@ def set_training_step(model: nn.Module, step: int) -> None:
         notice = getattr(part, "notice_training_step", None)
         if callable(notice):
             notice(step)
-
-
-class Activation(NamedTuple):
-    """What one router did on a batch, per module."""
-
-    rate: Tensor
-    """(modules,): share of the real tokens that were activated"""
-    confidence: Tensor
-    """(modules,): mean confidence over the activated tokens; zero if there are none"""
-    per_row: Tensor
-    """(batch, modules): share of the row's real tokens that were activated"""
-
-
-@torch.no_grad()
-def activation(routing: Routing, mask: Tensor | None = None) -> Activation:
-    """Measure what a router did; nothing of this is computed unless asked for.
-
-    Args:
-        routing: from a layer's output.
-        mask: (batch, time), True on real tokens.
-    """
-    active = routing.active
-    if mask is None:
-        mask = active.new_ones(active.shape[:2])
-    check_mask(mask, active)
-    count = (active & mask[..., None]).sum(dim=1)
-    total = mask.sum(dim=1)[:, None]
-    confidence = torch.where(mask[..., None], routing.confidence, 0).sum(dim=(0, 1))
-    return Activation(
-        rate=count.sum(dim=0) / total.sum().clamp(min=1),
-        confidence=confidence / count.sum(dim=0).clamp(min=1),
-        per_row=count / total.clamp(min=1),
-    )
-
-
-def activations(routings: Sequence[Routing | None], mask: Tensor | None = None) -> list[Activation]:
-    """`activation` of every routed layer of a model's output."""
-    return [activation(routing, mask) for routing in routings if routing is not None]

@@ -2,7 +2,7 @@
 
     module(x, mask=None, state=None) -> MixerOutput(y, state, routing)
 
-A mixer owns its norm and its residual connection, so that layers are stacked by calling one after the other.
+A mixer owns its norm and its residual connection: layers are stacked by calling one after the other.
 Causal mixers return the state after the last token; passing it back continues the sequence, and `step` takes
 one token at a time. The three ways give the same numbers.
 """
@@ -34,9 +34,9 @@ DIRECTIONS: tuple[Direction, ...] = ("bidirectional", "causal")
 
 
 def directions_of(config: object) -> tuple[Direction, ...]:
-    """In which directions a mixer works, from its configuration or the class of it.
+    """The directions in which a mixer works, from its configuration or its class.
 
-    A method that has only one form says so by a class variable `directions`; its field `causal` then has one value.
+    A method with only one form declares it in a class variable `directions`; its field `causal` then has one value.
     """
     return getattr(config, "directions", DIRECTIONS)
 
@@ -63,20 +63,18 @@ class MixerOutput(NamedTuple):
     state: Any = None
     """the state after the last real token; None for bidirectional mixers"""
     routing: Routing | None = None
-    """who was activated; None for mixers without a router"""
+    """which tokens were activated; None for mixers without a router"""
 
 
 class Mixer(nn.Module, ABC):
-    """A sequence layer. Subclasses implement `mix` on rows whose real tokens come first."""
+    """A sequence layer. Subclasses implement `mix` on sequences whose real tokens come first."""
 
     d_model: int
     causal: bool
     widens = False
     """Whether the mixer computes in float32 at least: then narrow inputs may meet wide parameters."""
     wants_positions = False
-    """Whether the mixer knows no order of its tokens: models then add absolute positions to their inputs."""
-    lead = 0
-    """Tokens of a second stream: in a stack they run in front of the sequence through all layers."""
+    """Whether the mixer does not see the order of its tokens: models then add absolute positions to their inputs."""
 
     def forward(self, x: Tensor, mask: Tensor | Aligned | None = None, state: Any = None) -> MixerOutput:
         """Run the layer.
@@ -99,28 +97,33 @@ class Mixer(nn.Module, ABC):
 
     @abstractmethod
     def mix(self, x: Tensor, mask: Tensor | None, state: Any) -> MixerOutput:
-        """As `forward`, with real tokens first in every row and zeros behind them."""
+        """As `forward`, with real tokens first in every sequence and zeros after them."""
 
     def closing_norm(self) -> nn.Module | None:
         """The norm that a stack of such mixers ends with, if it needs one."""
         return None
 
-    def auxiliary_loss(self) -> Tensor | None:
-        """What the layer adds to the loss of a model that is trained, a function of its parameters; or None."""
-        return None
-
-    def follow(self) -> None:
-        """Become a layer of a stack: take the second stream from the front of the sequence, not an own one."""
-        raise NotImplementedError(f"{self.name} has no second stream")
-
     def check(self, x: Tensor, mask: Tensor | Aligned | None, state: Any) -> None:
         """Refuse what does not fit this mixer."""
-        check_sequence(x, self.d_model)
-        self.check_home(x)
+        if not self._fits(x):  # the messages are only looked up if something is wrong
+            check_sequence(x, self.d_model)
+            self.check_home(x)
         if mask is not None:
             check_mask(mask.mask if isinstance(mask, Aligned) else mask, x)
         if state is not None:
             self.check_state(state, x)
+
+    def _fits(self, x: Tensor) -> bool:
+        """Whether `check_sequence` and `check_home` would accept x."""
+        weight = next(self.parameters(), x)
+        return (
+            isinstance(x, Tensor)
+            and x.dim() == 3
+            and x.shape[2] == self.d_model
+            and x.is_floating_point()
+            and x.device == weight.device
+            and (x.dtype == weight.dtype or (self.widens and torch.float64 not in (x.dtype, weight.dtype)))
+        )
 
     def check_home(self, x: Tensor) -> None:
         """Refuse an input on another device than the parameters, or of another type."""
@@ -136,15 +139,8 @@ class Mixer(nn.Module, ABC):
 
     @property
     def name(self) -> str:
-        """How messages call this mixer."""
+        """What messages call this mixer."""
         return type(self).__name__
-
-
-def auxiliary_loss(model: nn.Module) -> Tensor | None:
-    """What all layers of a model together add to the loss per target; None if they add nothing."""
-    terms = [part.auxiliary_loss() for part in model.modules() if isinstance(part, Mixer)]
-    found = [term for term in terms if term is not None]
-    return torch.stack(found).sum() if found else None
 
 
 class RecurrentMixer(Mixer):
@@ -154,7 +150,7 @@ class RecurrentMixer(Mixer):
         """The state before the first token.
 
         Args:
-            batch: rows.
+            batch: number of sequences.
             dtype: of the inputs to come; the parameters' by default.
         """
         self.require_causal()
@@ -163,12 +159,12 @@ class RecurrentMixer(Mixer):
         return self.make_state(batch, dtype or parameter.dtype, parameter.device)
 
     def step(self, x: Tensor, state: Any, mask: Tensor | None = None, inplace: bool = False) -> MixerOutput:
-        """Take one token per row.
+        """Take one token per sequence.
 
         Args:
             x: (batch, d_model).
             state: from `init_state`, `forward` or `step`.
-            mask: (batch,), False for rows that rest: their state stays and their output is zero.
+            mask: (batch,), False for sequences that pause: their state stays and their output is zero.
             inplace: whether the given state may be overwritten, which saves a copy of its memory.
         """
         self.require_causal()
@@ -188,7 +184,7 @@ class RecurrentMixer(Mixer):
     def advance(
         self, x: Tensor, state: Any, mask: Tensor | None = None, inplace: bool = False
     ) -> MixerOutput:
-        """As `step`, without the checks; resting rows of x are zero."""
+        """As `step`, without the checks; paused sequences of x are zero."""
 
     def require_causal(self) -> None:
         """Refuse to carry a state through a layer that sees the future."""
@@ -202,7 +198,7 @@ class RecurrentMixer(Mixer):
 
 
 def keep_rows(mask: Tensor | None, yes: Tensor, no: Tensor | None = None) -> Tensor:
-    """The marked rows of one tensor and the other rows of another (or zeros)."""
+    """The marked sequences of one tensor and the others of another (or zeros)."""
     if mask is None:
         return yes
     rows = mask.view(-1, *(1,) * (yes.dim() - 1))

@@ -36,14 +36,25 @@ class MixerConfig(Protocol):
 
 @runtime_checkable
 class StackConfig(Protocol):
-    """A mixer's configuration whose layers differ by their place in the stack."""
+    """A mixer's configuration that builds a whole stack, with layers that differ by their place in it."""
 
     def build_layers(self, d_model: int, num_layers: int) -> Sequence[Mixer]: ...
 
 
+@runtime_checkable
+class SecondStream(Protocol):
+    """A mixer with a second stream of tokens, which run in front of the sequence through all layers of a stack."""
+
+    lead: int
+    """Tokens of the second stream; 0 for none."""
+
+    def follow(self) -> None:
+        """Take the second stream from the front of the sequence, where the stack puts it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class BackboneConfig:
-    """An input layer and a stack of mixers, equal unless the mixer's configuration has another plan."""
+    """An input layer and a stack of mixers, all equal unless the mixer's configuration builds them one by one."""
 
     mixer: MixerConfig
     """The layer that is stacked."""
@@ -58,7 +69,7 @@ class BackboneConfig:
     scaled_embedding: bool = False
     """Whether token embeddings are multiplied by sqrt(d_model) when read, as in the language model."""
     absolute_positions: bool | None = None
-    """Whether sinusoidal positions with a learned scale are added to the inputs; None: if the mixer wants them."""
+    """Whether sinusoidal positions with a learned scale are added to the inputs; None: if the mixer needs them."""
     dropout: float = 0.0
     """Rate of dropout on the inputs of the first layer."""
 
@@ -118,8 +129,9 @@ class Backbone(nn.Module):
         self.absolute_positions = first.wants_positions if asked is None else asked
         if self.absolute_positions:
             self.position_scale = nn.Parameter(torch.empty(()))
-        self.lead = nn.Parameter(torch.empty(first.lead, d_model)) if first.lead else None
-        if first.lead:
+        self.lead: nn.Parameter | None = None
+        if isinstance(first, SecondStream) and first.lead:
+            self.lead = nn.Parameter(torch.empty(first.lead, d_model))
             for layer in self.layers:
                 layer.follow()  # type: ignore[operator]
         self.causal = all(isinstance(m, RecurrentMixer) and m.causal for m in self.layers)
@@ -274,12 +286,12 @@ class Backbone(nn.Module):
         mask: Tensor | None = None,
         inplace: bool = False,
     ) -> BackboneOutput:
-        """Take one token per row.
+        """Take one token per sequence.
 
         Args:
             inputs: (batch,) token ids, or (batch, channels) real values.
             state: from `init_state`, `forward` or `step`.
-            mask: (batch,), False for rows that rest.
+            mask: (batch,), False for sequences that pause.
             inplace: whether the given state may be overwritten.
         """
         require(isinstance(inputs, Tensor), f"inputs must be a tensor, got {type(inputs).__name__}")
@@ -314,7 +326,7 @@ class Backbone(nn.Module):
 
 
 def _recomputing(layer: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """What surrounds a checkpointed layer, the first time and again: a batch moves running averages only once."""
+    """Contexts of a checkpointed layer, first run and recomputation: a batch moves running averages only once."""
     return nullcontext(), no_tracking(layer)
 
 
@@ -377,7 +389,7 @@ class Matcher(nn.Module):
         """Class scores of pairs (batch, time) and (batch, other time)."""
         require(
             first.shape[:1] == second.shape[:1],
-            f"first and second must hold as many rows, got {first.shape[0]} and {second.shape[0]}",
+            f"first and second must hold as many sequences, got {first.shape[0]} and {second.shape[0]}",
         )
         one = self.backbone(first, first_mask)
         two = self.backbone(second, second_mask)
@@ -424,7 +436,7 @@ class LanguageModel(nn.Module):
         mask: Tensor | None = None,
         inplace: bool = False,
     ) -> LanguageModelOutput:
-        """Scores after one more token per row, (batch,); see `Backbone.step`."""
+        """Scores after one more token per sequence, (batch,); see `Backbone.step`."""
         out = self.backbone.step(tokens, state, mask, inplace)
         assert out.state is not None
         return LanguageModelOutput(self._score(out.y), out.state, out.routings)

@@ -7,8 +7,6 @@ give gradients the layout of the tensor they belong to (the scan returns its out
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -46,62 +44,53 @@ def by_channel(x: Tensor) -> bool:
     return x.dim() == 2 and x.stride(0) == 1 and x.stride(1) >= x.shape[0] > 1
 
 
-def _hooked() -> bool:
-    """Whether somebody else already decides what becomes of tensors that are kept for the backward pass."""
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return top is not None and top(True) is not None
+def silu(x: Tensor) -> Tensor:
+    """SiLU(x) that `affine` and `combine` compute again in the backward pass instead of keeping it.
 
-
-def recomputed(x: Tensor, make: Callable[[], Tensor]) -> AbstractContextManager[Any]:
-    """A `with` block in which operations that keep x for their backward pass have it made again instead.
-
-    Checkpointing and offloading of the whole layer, and compilers, which decide better, are left alone.
-
-    Args:
-        x: a tensor that takes memory but little time.
-        make: returns it anew, with the same values and the same layout.
+    SiLU keeps x for its own gradient, and computing it again costs less than another array of this size.
     """
-    if not x.requires_grad or not torch.is_grad_enabled() or torch.compiler.is_compiling() or _hooked():
-        return nullcontext()
-    same = x.untyped_storage().data_ptr(), x.dtype
+    y = F.silu(x)
+    if y.requires_grad and not torch.compiler.is_compiling():
+        y.silu_of = x.detach()  # type: ignore[attr-defined]
+    return y
 
-    def pack(kept: Tensor) -> Tensor | tuple[Any, ...]:
-        if (kept.untyped_storage().data_ptr(), kept.dtype) != same:
-            return kept.detach()  # an output of its own operation would hold the graph, and the graph it
-        return kept.shape, kept.stride(), kept.storage_offset()
 
-    def unpack(kept: Tensor | tuple[Any, ...]) -> Tensor:
-        return kept if isinstance(kept, Tensor) else make().as_strided(*kept)
-
-    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+def _silu_input(x: Tensor) -> Tensor | None:
+    """(tokens, dim): what `silu` made x from, with the layout of x; None if it did not."""
+    before: Tensor | None = getattr(x, "silu_of", None)
+    return None if before is None else before.reshape(-1, before.shape[-1])
 
 
 class _Linear(torch.autograd.Function):
     """x W^T + b on (tokens, dim), with the gradient of x laid out as x is."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, before: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x if before is None else before, weight)
+        ctx.activate = before is not None
         return torch.addmm(bias, x, weight.t())
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
             dx = torch.mm(weight.t(), grad.t()).t() if by_channel(x) else torch.mm(grad, weight)
         if ctx.needs_input_grad[1]:
-            dw = torch.mm(grad.t(), x)
+            dw = torch.mm(grad.t(), F.silu(x) if ctx.activate else x)
         if ctx.needs_input_grad[2]:
             db = grad.sum(dim=0)
-        return dx, dw, db
+        return dx, dw, db, None
 
 
 def affine(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """x W^T + b on (..., dim), all of one type."""
     flat = x.reshape(-1, x.shape[-1])
-    y = _Linear.apply(flat, weight, bias) if torch.is_grad_enabled() else torch.addmm(bias, flat, weight.t())
+    if torch.is_grad_enabled():
+        y = _Linear.apply(flat, weight, bias, _silu_input(x))
+    else:
+        y = torch.addmm(bias, flat, weight.t())
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -119,9 +108,17 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, h: Tensor, weight: Tensor, bias: Tensor, rows: Tensor, y: Tensor
+        ctx: Any,
+        x: Tensor,
+        h: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        rows: Tensor,
+        y: Tensor,
+        before: Tensor | None,
     ) -> Tensor:
-        ctx.save_for_backward(h, weight, rows)
+        ctx.save_for_backward(h if before is None else before, weight, rows)
+        ctx.activate = before is not None
         return torch.add(x, bias).addmm_(h, weight.t()).index_add_(0, rows, y)
 
     @staticmethod
@@ -129,24 +126,28 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         h, weight, rows = ctx.saved_tensors
         dh = torch.mm(weight.t(), grad.t()).t() if by_channel(h) else torch.mm(grad, weight)
-        return grad, dh, torch.mm(grad.t(), h), grad.sum(dim=0), None, grad.index_select(0, rows)
+        dweight = torch.mm(grad.t(), F.silu(h) if ctx.activate else h)
+        return grad, dh, dweight, grad.sum(dim=0), None, grad.index_select(0, rows), None
 
 
-def combine(layer: nn.Linear, x: Tensor, h: Tensor, rows: Tensor, y: Tensor) -> Tensor:
+def combine(layer: nn.Module | None, x: Tensor, h: Tensor, rows: Tensor, y: Tensor) -> Tensor:
     """x + layer(h), plus y at some places.
 
     Args:
-        layer: a Linear with a bias.
+        layer: of every token, a Linear as a rule; None leaves it out.
         x, h: (batch, time, dim).
         rows: (tokens,), places in the flattened (batch * time) sequence.
         y: (tokens, dim).
     """
-    flat = [part.reshape(-1, part.shape[-1]) for part in (x, h)]
-    if is_plain(layer) and layer.bias is not None and x.dtype == h.dtype == y.dtype == layer.weight.dtype:
-        with torch.autocast(x.device.type, enabled=False):
-            return _Combine.apply(*flat, layer.weight, layer.bias, rows, y).view(x.shape)
-    summed = linear(layer, h) + x
-    return summed.view(-1, x.shape[-1]).index_add(0, rows, y.to(summed.dtype)).view(x.shape)
+    if layer is not None and is_plain(layer) and layer.bias is not None:
+        weight: Tensor = layer.weight  # type: ignore[assignment]
+        if x.dtype == h.dtype == y.dtype == weight.dtype:
+            dim = x.shape[-1]
+            with torch.autocast(x.device.type, enabled=False):
+                parts = x.reshape(-1, dim), h.reshape(-1, dim), weight, layer.bias, rows, y, _silu_input(h)
+                return _Combine.apply(*parts).view(x.shape)
+    summed = x if layer is None else linear(layer, h) + x
+    return summed.reshape(-1, x.shape[-1]).index_add(0, rows, y.to(summed.dtype)).view(x.shape)
 
 
 class _Take(torch.autograd.Function):

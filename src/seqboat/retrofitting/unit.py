@@ -31,9 +31,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqboat.checks import check_choice, check_positive, require
-from seqboat.core.budget import Steering, rate_loss
+from seqboat.core.budget import Steering
 from seqboat.core.routers import ROUTERS, Router, RouterConfig, SigmoidConfig, SigmoidRouter
 from seqboat.core.sma import Routing, pack
+from seqboat.core.steering import rate_loss
 from seqboat.data.files import replacing, write_json
 
 Kind = Literal["tokens", "sequence", "block"]

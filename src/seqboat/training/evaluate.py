@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from seqboat.checks import check_positive, require
+from seqboat.core.counts import count_layers
 from seqboat.core.sma import Routing
 from seqboat.core.state import map_state
 from seqboat.tasks.base import Batch, Dataset, Split, Task, apply_model, draw_subset
@@ -29,23 +30,15 @@ def activation_sums(
     A layer without a router counts no tokens. Of a pair of sequences both count. Where a layer has several modules
     the mean over them is counted, or the one whose place `modules` names.
     """
-    halves = [(routings, batch.inputs, batch.mask)]
-    if batch.second is not None:
-        middle = len(routings) // 2
-        halves = [
-            (routings[:middle], batch.inputs, batch.mask),
-            (routings[middle:], batch.second, batch.second_mask),
-        ]
-    sums = torch.zeros(len(halves[0][0]), 2, dtype=torch.float64)
-    for half, inputs, mask in halves:
-        real = float(inputs.shape[0] * inputs.shape[1] if mask is None else mask.sum())
-        for layer, routing in enumerate(half):
-            if routing is not None:
-                place = None if modules is None else modules[layer]
-                active = routing.active if place is None else routing.active[..., place : place + 1]
-                active = active if mask is None else active & mask[..., None]
-                sums[layer, 0] += float(active.sum()) / active.shape[-1]
-                sums[layer, 1] += real
+    masks = [batch.mask] if batch.second is None else [batch.mask, batch.second_mask]
+    layers = count_layers(routings, masks)
+    sums = torch.zeros(len(layers), 2, dtype=torch.float64)
+    for number, counts in enumerate(layers):
+        if counts is not None:
+            place = None if modules is None else modules[number]
+            active = counts.active.double()
+            sums[number, 0] = active.mean() if place is None else active[place]
+            sums[number, 1] = counts.tokens
     return sums
 
 

@@ -33,12 +33,13 @@ import safetensors
 import torch
 from torch import Tensor, nn
 
-from seqboat.core.budget import budget_loss, outer_policies, update_budgets
+from seqboat.core.counts import count_layers
+from seqboat.core.losses import auxiliary_loss, budget_loss
+from seqboat.core.policy import outer_policies, update_budgets
 from seqboat.core.routers import set_training_step
 from seqboat.core.sma import Routing
 from seqboat.core.state import detach_state, map_state, tensors
 from seqboat.data.files import Lock, write_text
-from seqboat.mixers.base import auxiliary_loss
 from seqboat.tasks.base import Batch, Loss, apply_model
 from seqboat.training import checkpoint as ck
 from seqboat.training.config import RunConfig, difference, to_dict, to_yaml
@@ -701,7 +702,7 @@ class Run:
 
 
 def add_auxiliary_gradients(model: nn.Module) -> None:
-    """Add the gradient of what layers ask for besides the task (`mixers.base.auxiliary_loss`).
+    """Add the gradient of what layers ask for besides the task (`core.losses.auxiliary_loss`).
 
     It depends on no data, so it is the same in all processes and takes no part in their averages.
     """
@@ -731,14 +732,12 @@ class Step(NamedTuple):
     """why the step was not applied; empty if it was"""
 
 
-@torch.no_grad()
 def tokens_taken(routings: Sequence[Routing | None], layers: int) -> Tensor:
-    """How many tokens each module of each routed layer activated; of several sequences together."""
-    counts = [routing.active.sum(dim=(0, 1)) for routing in routings if routing is not None]
-    if not counts:
-        return torch.zeros(0, dtype=torch.int64)
-    # of a pair of sequences, the layers come twice
-    return torch.cat(counts).view(len(routings) // layers, -1).sum(dim=0)
+    """How many tokens each module of each routed layer activated; for a pair of sequences, both together."""
+    # padding is never active: no masks are needed
+    counts = count_layers(routings, [None] * (len(routings) // max(layers, 1)))
+    found = [layer.active for layer in counts if layer is not None]
+    return torch.cat(found) if found else torch.zeros(0, dtype=torch.int64)
 
 
 def routed_modules(model: nn.Module) -> list[tuple[int, str | None]]:

@@ -1,4 +1,4 @@
-"""Sparse modular activation of modules: a router wakes each module for the tokens that need it.
+"""Sparse modular activation of modules: a router activates each module for the tokens that need it.
 
 Section 3.2 of the paper: y_t = sum_i c_t^i f_i(x)_t over the modules i that token t activates. A module sees
 only its active tokens, in order, as one packed array; what it returns is scaled by the router's confidence and
@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from seqboat.checks import check_choice, require
-from seqboat.core.budget import BudgetConfig, Override, Policy, RevivalConfig, overridden
+from seqboat.core.budget import BudgetConfig, RevivalConfig
 from seqboat.core.padding import Aligned
+from seqboat.core.policy import Override, Policy, overridden
 from seqboat.core.routers import ROUTERS, Router, RouterConfig, TemperedSoftmax
 from seqboat.core.sma import Packed, PackedModule, Routing, pack_modules
 from seqboat.mixers.base import Mixer, MixerOutput, RecurrentMixer
-from seqboat.ops.fused import take
+from seqboat.ops.fused import combine, take
 
 Combine = Literal["sum", "average"]
 
@@ -30,22 +31,11 @@ class SMAState(NamedTuple):
     """What sparsely activated modules remember."""
 
     modules: tuple[Any, ...]
-    """one state per module; None for modules that treat every token alone"""
+    """one state per module; None for token-wise modules"""
     seen: Tensor
     """(batch,): real tokens so far, activated or not"""
     spent: Tensor
     """(batch, modules): tokens that each module has taken so far"""
-
-
-class Activated(NamedTuple):
-    """What the modules returned, before it is added up."""
-
-    rows: Tensor
-    """(tokens,): places in the flattened (batch * time) sequence; once per module that a token activated"""
-    out: Tensor
-    """(tokens, d_model): outputs, scaled by the confidence"""
-    state: SMAState | None
-    routing: Routing
 
 
 class SparseModularActivation(RecurrentMixer):
@@ -61,10 +51,10 @@ class SparseModularActivation(RecurrentMixer):
         modules: by name; contextual ones are `PackedModule`s (`mixers.seqboat.units` has adapters), all others are
             called on (tokens, d_model).
         d_model: width of the tokens; the router's by default.
-        router: decides: a router, its configuration, or its name in ROUTERS; a tempered softmax by default.
-        combine: whether a token's outputs are added up, or averaged with their confidences as weights.
-        straight_through: whether outputs keep their size instead of being scaled by the confidence; the gradient
-            of the router is that of the scaled ones.
+        router: a router, its configuration, or its name in ROUTERS; a tempered softmax by default.
+        combine: whether a token's outputs are summed, or averaged with their confidences as weights.
+        straight_through: whether outputs keep their size instead of being scaled by the confidence; the router still
+            gets the gradient of the scaled ones.
         budget: how much may be activated.
         revival: what keeps the router alive in training.
         causal: whether the layer carries a state and never looks ahead at inference; by default, if all its
@@ -87,7 +77,7 @@ class SparseModularActivation(RecurrentMixer):
         named = {"module": modules} if isinstance(modules, nn.Module) else dict(modules)
         require(len(named) > 0, "modules must hold at least one module, got none")
         for name, unit in named.items():
-            hint = f"module {name!r} is a mixer, which works on whole rows: wrap it in seqboat.MixerUnit"
+            hint = f"module {name!r} is a mixer, which works on whole sequences: wrap it in seqboat.MixerUnit"
             require(not isinstance(unit, Mixer), hint)
         check_choice("combine", combine, get_args(Combine))
         self.units = nn.ModuleDict(named)
@@ -99,14 +89,12 @@ class SparseModularActivation(RecurrentMixer):
             f"but there are {len(named)} modules of width {d_model}",
         )
         self.d_model, self.combine, self.straight_through = d_model, combine, straight_through
-        self.policy = Policy(tuple(named), d_model, budget or BudgetConfig(), revival or RevivalConfig())
-        require(
-            not (self.policy.steered and self.router.by_row),
-            f"budget.target cannot steer {type(self.router).__name__}, which takes a fixed share of each row",
-        )
         can = all(unit.causal for unit in named.values() if isinstance(unit, PackedModule))
         require(can or not causal, "causal needs modules that are causal, but some are not")
         self.causal = can if causal is None else causal
+        self.policy = Policy(
+            self.router, tuple(named), budget or BudgetConfig(), revival or RevivalConfig(), self.causal
+        )
 
     @contextmanager
     def override(
@@ -124,12 +112,12 @@ class SparseModularActivation(RecurrentMixer):
             active: force every module on or off, or some of them by name. Padding, and tokens that are not finite,
                 stay inactive.
             mask: the decisions themselves, bool of shape (batch, time) or (batch, time, modules), with the real
-                tokens of every row first; or a function that makes them of a `Routing`.
-            threshold: activate above this probability instead of the router's own rule.
-            cap: most tokens that a module may take, instead of the budget's.
+                tokens of every sequence first; or a function that makes them from a `Routing`.
+            threshold: activate above this probability instead of by the router's rule.
+            cap: largest fraction of tokens that a module may take, instead of the budget's.
             confidence: of every active token, instead of the router's.
 
-        Modules that `active` forces come last: no mask, threshold or cap changes them.
+        `active` comes last: no mask, threshold or cap changes the modules that it forces.
         """
         given = Override(active=active, mask=mask, threshold=threshold, cap=cap, confidence=confidence)
         with overridden(self.policy, given):
@@ -140,25 +128,28 @@ class SparseModularActivation(RecurrentMixer):
         x: Tensor,
         mask: Tensor | Aligned | None = None,
         state: SMAState | None = None,
+        *,
         base: Tensor | None = None,
+        dense: nn.Linear | None = None,
     ) -> MixerOutput:
-        """Run the modules.
+        """Run the modules: y = base + dense(x) + sum_i c^i f_i(x).
 
         Args:
             x: (batch, time, d_model).
-            mask: (batch, time), True on real tokens.
+            mask: (batch, time), True on real tokens; `Aligned` where there is a base or a dense layer, with zeros on
+                the padding of x.
             state: from an earlier call; causal modules only.
             base: (batch, time, d_model), what the outputs are added to; zeros by default.
+            dense: a layer that every token passes through, added as well; none by default.
         """
-        if base is None:
+        if base is None and dense is None:
             return super().forward(x, mask, state)
-        require(
-            base.shape == x.shape, f"base must have the shape of x, {tuple(x.shape)}, got {tuple(base.shape)}"
-        )
+        if base is not None and base.shape != x.shape:
+            raise ValueError(f"base must have the shape of x, {tuple(x.shape)}, got {tuple(base.shape)}")
         if isinstance(mask, Tensor):
-            raise ValueError("with a base, mask must be None or Aligned")
+            raise ValueError("with a base or a dense layer, mask must be None or Aligned")
         self.check(x, mask, state)
-        return self.mix(x, None if mask is None else mask.mask, state, base)
+        return self.mix(x, None if mask is None else mask.mask, state, base, dense)
 
     def mix(
         self,
@@ -166,29 +157,13 @@ class SparseModularActivation(RecurrentMixer):
         mask: Tensor | None,
         state: SMAState | None,
         base: Tensor | None = None,
+        dense: nn.Linear | None = None,
     ) -> MixerOutput:
-        done = self.activate(x, mask, state)
-        y = torch.zeros_like(x) if base is None else base
-        y = y.reshape(-1, self.d_model).index_add(0, done.rows, done.out.to(y.dtype)).view(y.shape)
-        return MixerOutput(self.attach(y, done.routing), done.state, done.routing)
-
-    def attach(self, y: Tensor, routing: Routing) -> Tensor:
-        """Connect the sum of all outputs (batch, time, d_model) with inactive tokens, if the revival asks for it."""
-        return self.policy.attach(y, routing)
-
-    def activate(self, x: Tensor, mask: Tensor | None, state: SMAState | None) -> Activated:
-        """Route the tokens and run every module on its own, without adding up what they return.
-
-        Args:
-            x: (batch, time, d_model), real tokens first in every row.
-            mask: (batch, time), True on real tokens.
-            state: from an earlier call.
-        """
         before, seen, spent = (None, None, None) if state is None else state
-        routing = self.policy(self.router, x, mask, self.causal, seen, spent)
+        routing = self.policy(x, mask, seen, spent)
         gathered = pack_modules(routing.active, seen)
-        together = take(x.reshape(-1, self.d_model), gathered.flat)
-        tokens = [together] if len(self.units) == 1 else together.split(gathered.counts)
+        packed = take(x.reshape(-1, self.d_model), gathered.flat)
+        tokens = [packed] if len(self.units) == 1 else packed.split(gathered.counts)
         outputs, after = [], []
         for i, (name, unit) in enumerate(self.units.items()):
             if isinstance(unit, PackedModule) and unit.causal:
@@ -197,29 +172,31 @@ class SparseModularActivation(RecurrentMixer):
                 out, remembered = self._run(name, unit, tokens[i], gathered.parts[i]), None
             outputs.append(out)
             after.append(remembered)
-        self.policy.remember(outputs)
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         scale = self._weights(routing).flatten().index_select(0, gathered.entry)
         out = out * scale[:, None].to(out.dtype)
+        y = combine(dense, torch.zeros_like(x) if base is None else base, x, gathered.flat, out)
+        if self.training and self.policy.revival.inactive_gradient:
+            self.policy.remember(outputs)
+            y = self.policy.attach(y, routing)
         if not self.causal:
-            return Activated(gathered.flat, out, None, routing)
+            return MixerOutput(y, None, routing)
         batch, time = x.shape[:2]
         new = torch.full((batch,), time, device=x.device) if mask is None else mask.sum(dim=1)
         taken = routing.active.sum(dim=1)
         if seen is not None and spent is not None:
             new, taken = seen + new, spent + taken
-        return Activated(gathered.flat, out, SMAState(tuple(after), new, taken), routing)
+        return MixerOutput(y, SMAState(tuple(after), new, taken), routing)
 
     def _run(self, name: str, unit: nn.Module, tokens: Tensor, packed: Packed | None = None) -> Tensor:
-        """What a module that remembers nothing makes of its tokens."""
+        """The output of a module without a state."""
         out = unit(tokens, packed) if isinstance(unit, PackedModule) else unit(tokens)
         if isinstance(unit, PackedModule) and isinstance(out, tuple):
             out = out[0]
-        found = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
-        require(
-            found == tuple(tokens.shape),
-            f"module {name!r} must return (tokens, {self.d_model}) for (tokens, {self.d_model}), got {found}",
-        )
+        if not isinstance(out, Tensor) or out.shape != tokens.shape:
+            found = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+            wanted = f"(tokens, {self.d_model})"
+            raise ValueError(f"module {name!r} must return {wanted} for {wanted}, got {found}")
         return out
 
     def _weights(self, routing: Routing) -> Tensor:
@@ -250,26 +227,26 @@ class SparseModularActivation(RecurrentMixer):
         base: Tensor | None = None,
     ) -> MixerOutput:
         real = None if mask is None else mask[:, None]
-        active, probs = self.policy(self.router, x[:, None], real, True, state.seen, state.spent)
+        active, probs = self.policy(x[:, None], real, state.seen, state.spent)
         routing = Routing(active[:, 0], probs[:, 0])
         if len(self.units) == 1:
-            awake = [active.view(-1).nonzero().squeeze(1)]
+            chosen = [active.view(-1).nonzero().squeeze(1)]
         else:
-            awake = [part.row for part in pack_modules(active).parts]
+            chosen = [part.row for part in pack_modules(active).parts]
         if torch.compiler.is_compiling():
-            # what follows depends on who is awake, also where the compiler was told to trace through such sizes
+            # what follows depends on which sequences are active, even where the compiler may trace through such sizes
             torch._dynamo.graph_break()
         weights = self._weights(routing)
         y = torch.zeros_like(x) if base is None else base
         after = []
         for i, (name, unit) in enumerate(self.units.items()):
-            rows = awake[i]
+            rows = chosen[i]
             if not len(rows) and not torch.is_grad_enabled():
-                # in decoding, a module that nobody woke costs nothing
+                # in decoding, a module that no token activates costs nothing
                 after.append(state.modules[i])
                 continue
-            everyone = len(rows) == len(x)
-            tokens = x if everyone else x.index_select(0, rows)
+            all_active = len(rows) == len(x)
+            tokens = x if all_active else x.index_select(0, rows)
             if isinstance(unit, PackedModule):
                 position = state.seen.index_select(0, rows)
                 out, remembered = unit.advance(tokens, rows, position, state.modules[i], inplace)
@@ -277,13 +254,13 @@ class SparseModularActivation(RecurrentMixer):
                 out, remembered = self._run(name, unit, tokens), None
             after.append(remembered)
             scaled = (out * weights[:, i].index_select(0, rows)[:, None].to(out.dtype)).to(y.dtype)
-            y = y + scaled if everyone else y.index_add(0, rows, scaled)
+            y = y + scaled if all_active else y.index_add(0, rows, scaled)
         seen = state.seen + (1 if mask is None else mask.to(state.seen.dtype))
         return MixerOutput(y, SMAState(tuple(after), seen, state.spent + routing.active), routing)
 
 
 def _make_router(router: Router | RouterConfig | str | None, d_model: int | None, modules: int) -> Router:
-    """The router that a caller means."""
+    """The router that the caller asked for."""
     if isinstance(router, Router):
         return router
     require(d_model is not None, "d_model must be given unless the router is built already")

@@ -1,15 +1,14 @@
-"""The SeqBoat layer, section 3.3 of the paper: a state-space layer on every token, attention on the chosen ones.
+"""The SeqBoat layer, section 3.3 of the paper: a state-space layer on every token, attention on the active ones.
 
     H   = dropout(SiLU(SSM(S)))
     out = SiLU(c * extract(GAU(compress(H))) + H W + b + S)
 
-Pre-norm normalises S in the branch, post-norm the output. Dropout falls on the output of the attention in
-bidirectional layers and on the sum of both branches in causal ones.
+Pre-norm normalizes S in the branch, post-norm the output. Bidirectional layers apply dropout to the output of the
+attention, causal ones to the sum of both branches.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,33 +23,33 @@ from seqboat.core.padding import Aligned, zero_padding
 from seqboat.core.routers import RouterConfig, TemperedSoftmaxConfig
 from seqboat.mixers.attention.transformer import FeedForward
 from seqboat.mixers.base import MixerOutput, RecurrentMixer, keep_rows
-from seqboat.mixers.seqboat.activation import SMAState, SparseModularActivation
+from seqboat.mixers.seqboat.activation import SparseModularActivation
 from seqboat.mixers.seqboat.gau import GAUConfig
 from seqboat.mixers.ssm.base import SSMConfig
 from seqboat.mixers.ssm.ema import EMAConfig
-from seqboat.ops.fused import combine, recomputed
+from seqboat.ops.fused import silu
 
 
 @dataclass(frozen=True, kw_only=True)
 class SeqBoatConfig:
-    """The paper's layer."""
+    """SeqBoat: a state-space layer on every token, attention on the tokens that a router picks."""
 
     ssm: SSMConfig = EMAConfig()
     """The state-space layer that reads every token: any of SSMS."""
     router: RouterConfig = TemperedSoftmaxConfig()
-    """Who decides which tokens attend."""
+    """Decides which tokens attend."""
     gau: GAUConfig = GAUConfig()
-    """Attention among the chosen tokens."""
+    """Attention among the active tokens."""
     ffn: bool = False
-    """Whether a feed-forward block stands beside attention, for which the router decides on its own."""
+    """Whether there is a feed-forward block beside attention, with routing decisions independent of it."""
     d_ff: int | None = None
     """Width of that block; None takes 2 d_model, as MEGA does."""
     budget: BudgetConfig = BudgetConfig()
-    """How many tokens may attend; as many as want to by default."""
+    """How many tokens may attend; not limited by default."""
     revival: RevivalConfig = RevivalConfig()
     """What keeps the router alive in training; nothing by default."""
     causal: bool = False
-    """One direction, for language models; or else both."""
+    """Whether the layer reads from left to right only, for language models."""
     norm: NormName = "layer"
     """The norm of the layer."""
     prenorm: bool = False
@@ -70,18 +69,19 @@ class SeqBoatConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SeqBoatFFNConfig(SeqBoatConfig):
-    """The ablation SeqBoat-{GAU, FFN}: two modules that are activated independently (M = 2)."""
+    """SeqBoat with two modules, attention and a feed-forward block, activated independently of each other."""
 
     ffn: bool = True
-    """Whether a feed-forward block stands beside attention, for which the router decides on its own."""
+    """Whether there is a feed-forward block beside attention, with routing decisions independent of it."""
 
 
 class SeqBoatState(NamedTuple):
-    """The state of a causal layer: of constant size, unless attention spans everything."""
+    """The state of a causal layer, of constant size unless the attention span is full."""
 
     ssm: Any
     """of the kernel"""
-    sma: SMAState
+    sma: Any
+    """of the sparse modules, an `SMAState`"""
 
 
 class SeqBoat(RecurrentMixer):
@@ -114,21 +114,22 @@ class SeqBoat(RecurrentMixer):
 
     def mix(self, x: Tensor, mask: Tensor | None, state: SeqBoatState | None) -> MixerOutput:
         padding = None if mask is None else Aligned(mask)
-        branch = self._open(x, mask)
-        ssm = self.ssm(branch, padding, None if state is None else state.ssm)
-        hidden = self._drop(F.silu(ssm.y))
-        before = ssm.y.detach()
-        # SiLU is cheap to compute again; dropout is not
-        cheap = not (self.config.dropout and self.training)
-        with recomputed(hidden, lambda: F.silu(before)) if cheap else nullcontext():
-            sma = self.sma.activate(hidden, mask, None if state is None else state.sma)
-            if self.causal and self.config.dropout:
-                branches = combine(self.linear, torch.zeros_like(x), hidden, sma.rows, sma.out)
-                summed = self._drop(self.sma.attach(branches, sma.routing)) + x
-            else:
-                summed = self.sma.attach(combine(self.linear, x, hidden, sma.rows, sma.out), sma.routing)
-        after = SeqBoatState(ssm.state, sma.state) if sma.state is not None else None
-        return MixerOutput(zero_padding(self._close(summed, x.dtype, mask), mask), after, sma.routing)
+        before = SeqBoatState(None, None) if state is None else state
+        ssm = self.ssm(self._open(x, mask), padding, before.ssm)
+        if self.config.dropout and self.training:
+            hidden = F.dropout(F.silu(ssm.y), self.config.dropout)
+        else:
+            hidden = silu(ssm.y)
+        if self.causal and self.config.dropout:
+            sma = self.sma(hidden, padding, before.sma, dense=self.linear)
+            summed = self._drop(sma.y) + x
+        else:
+            sma = self.sma(hidden, padding, before.sma, base=x, dense=self.linear)
+            summed = sma.y
+        y = self._close(summed, x.dtype, mask)
+        if mask is not None:
+            y = zero_padding(y, mask)
+        return MixerOutput(y, SeqBoatState(ssm.state, sma.state) if self.causal else None, sma.routing)
 
     def _open(self, x: Tensor, mask: Tensor | None) -> Tensor:
         # autocast may widen the output of a norm: states keep to the type of the inputs
