@@ -1,4 +1,4 @@
-"""Read a long sequence whole, in pieces and token by token: the same numbers, and a state that does not grow."""
+"""Read a long sequence at once, in chunks and token by token: same numbers, and a state that does not grow."""
 
 import torch
 
@@ -16,7 +16,7 @@ with torch.no_grad():
     # at once
     whole = model(text).logits
 
-    # in pieces of any length, handing the state on
+    # in chunks of any length, passing the state along
     state, pieces = model.init_state(batch=2), []
     for piece in text.split([100, 1, 37, 62], dim=1):
         out = model(piece, state=state)
@@ -34,7 +34,7 @@ with torch.no_grad():
     torch.testing.assert_close(torch.stack(steps, dim=1), whole, atol=1e-4, rtol=1e-4)
     print(f"after {int(state.seen[0]):3d} steps  the state takes {state_bytes(state):,} bytes")
 
-    # go on from there: the likeliest byte each time (the weights are random, so is the text)
+    # continue from there: the most likely byte each time (the weights are random, so is the text)
     token, said = whole[:, -1].argmax(dim=-1), []
     for _ in range(8):
         said.append(token)

@@ -1,4 +1,4 @@
-"""Make a trained transformer sparse: train a tiny one on a file (the README by default), retrofit it, tune it."""
+"""Make a trained Transformer sparse: train a tiny one on a file (the README by default), retrofit it, tune it."""
 
 import sys
 from importlib.util import find_spec
@@ -21,18 +21,18 @@ sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "n
 model = LlamaForCausalLM(LlamaConfig(vocab_size=256, bos_token_id=None, eos_token_id=None, **sizes))
 
 
-def learn(optimiser: torch.optim.Optimizer) -> float:
+def learn(optimizer: torch.optim.Optimizer) -> float:
     """One step on eight pieces of the text."""
     ids = torch.stack([tokens[i : i + 64] for i in torch.randint(0, len(tokens) - 64, (8,))])
     loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-    optimiser.zero_grad()
+    optimizer.zero_grad()
     loss.backward()
-    optimiser.step()
+    optimizer.step()
     return loss.item()
 
 
-optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
-print(f"dense: loss {[learn(optimiser) for _ in range(40)][-1]:.2f}")
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+print(f"dense: loss {[learn(optimizer) for _ in range(40)][-1]:.2f}")
 
 # nothing changes at first: every token is active
 prompt = tokens[None, :32]
@@ -41,18 +41,19 @@ with torch.no_grad():
     sparse = retrofit(model, {"model.layers.[12].self_attn": "sequence", "model.layers.[12].mlp": "tokens"})
     assert torch.equal(model(prompt).logits, before)
 
-# then the budget falls while the model learns to live with it
-optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
+# then the budget decreases while the model adapts
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 schedule = RateSchedule(final=0.5, begin=5, steps=20)
 for step in range(40):
     sparse.set_rate(schedule(step))
     sparse.reset_statistics()
-    loss = learn(optimiser)
+    loss = learn(optimizer)
 print(
-    f"sparse: loss {loss:.2f}, shares", {name[13:]: round(rate, 2) for name, rate in sparse.rates().items()}
+    f"sparse: loss {loss:.2f}, active fraction",
+    {name[13:]: round(rate, 2) for name, rate in sparse.rates().items()},
 )
 
-# skipped tokens leave no keys and values, and generation with a cache says what it says without one
+# skipped tokens leave no keys and values; generation is the same with and without a cache
 settings = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 24, "do_sample": False}
 cached, plain = (model.eval().generate(prompt, use_cache=use, **settings) for use in (True, False))
-print("generated alike with and without cache:", torch.equal(cached, plain))
+print("same text with and without a cache:", torch.equal(cached, plain))

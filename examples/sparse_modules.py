@@ -1,4 +1,4 @@
-"""Three modules made sparse: an FFN as it is, attention with a working memory, an ordinary convolution."""
+"""Three modules made sparse: an unchanged FFN, attention with a working memory, an ordinary convolution."""
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ x = torch.randn(4, 64, d_model)
 ffn = nn.Sequential(nn.Linear(d_model, 64), nn.GELU(), nn.Linear(64, d_model))
 sparse = SparseModularActivation({"ffn": ffn}, d_model)
 y, _, routing = sparse(x)
-print("FFN: share of active tokens", round(float(activation(routing).rate), 2))
+print("FFN: fraction of active tokens", round(float(activation(routing).rate), 2))
 
 # 2. Sparse attention, causal, with a working memory of 8 active tokens: whole and step by step are the same.
 gau = GAUConfig(d_z=8, window=8).build(d_model, causal=True)
@@ -23,11 +23,11 @@ state = attention.init_state(batch=4)
 for t in range(64):
     y, state, routing = attention.step(x[:, t], state)
     torch.testing.assert_close(y, whole.y[:, t], rtol=1e-4, atol=1e-5)
-print("attention: tokens seen", state.seen.tolist(), "taken", state.spent.flatten().tolist())
+print("attention: tokens seen", state.seen.tolist(), "activated", state.spent.flatten().tolist())
 
 
-# 3. Sparse convolution. The adapter lays the active tokens of each row side by side; a kernel of 3 taps that looks
-#    back only needs the last 2 tokens to go on later.
+# 3. Sparse convolution. The adapter puts the active tokens of each sequence side by side; a causal kernel
+#    of 3 taps only needs the last 2 tokens to continue later.
 class CausalConvolution(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -44,4 +44,4 @@ whole = convolution(x)
 first, state, _ = convolution(x[:, :20])
 rest, state, _ = convolution(x[:, 20:], state=state)
 torch.testing.assert_close(torch.cat([first, rest], dim=1), whole.y)
-print("convolution: in two pieces as at once")
+print("convolution: the same in two chunks as at once")

@@ -1,7 +1,7 @@
 """Learn a toy task in seconds: which symbol comes after the mark?
 
-One token of a sequence of random symbols is a mark; the label is the symbol behind it. Printed beside the loss: the
-share of tokens for which each layer woke its attention.
+One token of a sequence of random symbols is a mark; the label is the symbol after it. Printed beside the loss: the
+fraction of tokens that attend in each layer.
 """
 
 import torch
@@ -23,14 +23,14 @@ def draw(count: int) -> tuple[torch.Tensor, torch.Tensor]:
 torch.manual_seed(0)
 mixer = SeqBoatConfig(ssm=EMAConfig(d_state=4), gau=GAUConfig(d_z=16, window=16, max_positions=LENGTH))
 model = Classifier(BackboneConfig(mixer=mixer, d_model=32, num_layers=2, vocab=SYMBOLS + 1), classes=SYMBOLS)
-optimiser = torch.optim.AdamW(model.parameters(), lr=4e-3)
+optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
 for step in range(1, 301):
     ids, label = draw(32)
     out = model(ids)
     loss = F.cross_entropy(out.logits, label)
-    optimiser.zero_grad()
+    optimizer.zero_grad()
     loss.backward()
-    optimiser.step()
+    optimizer.step()
     if step % 50 == 0:
         rates = [f"{float(activation(r).rate):.2f}" for r in out.routings if r is not None]
         print(f"step {step}: loss {loss.item():.3f}, activation per layer {' '.join(rates)}")

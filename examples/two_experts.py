@@ -1,4 +1,4 @@
-"""Two experts of different size under a budget: they exclude each other, and the large one is dear."""
+"""Two experts of different size under a budget: they exclude each other, and the large one is expensive."""
 
 import torch
 from torch import nn
@@ -13,23 +13,23 @@ def feed_forward(width: int) -> nn.Module:
     return nn.Sequential(nn.Linear(d_model, width), nn.GELU(), nn.Linear(width, d_model))
 
 
-# At most one expert per token. The large one may take a tenth of the tokens and no more; a controller brings the
+# At most one expert per token. The large one may process at most a tenth of the tokens; a controller steers the
 # small one to about half of them.
 experts = SparseModularActivation(
     {"small": feed_forward(16), "large": feed_forward(256)},
     d_model,
     budget=BudgetConfig(per_token=1, cap=(1.0, 0.1), target=(0.5, 0.1)),
 )
-optimiser = torch.optim.Adam(experts.parameters(), lr=1e-3)
+optimizer = torch.optim.Adam(experts.parameters(), lr=1e-3)
 for _ in range(100):
     x = torch.randn(8, 64, d_model)
-    # large inputs are to be turned around, small ones to be left alone
+    # large inputs should be negated, small ones left alone
     wanted = torch.where(x.norm(dim=-1, keepdim=True) > 4.5, -x, x)
     loss = (x + experts(x).y - wanted).square().mean()
-    optimiser.zero_grad()
+    optimizer.zero_grad()
     loss.backward()
-    optimiser.step()
-    update_budgets(experts)  # the controller takes its step
+    optimizer.step()
+    update_budgets(experts)  # the controller moves
 
 experts.eval()
 x = torch.randn(4, 200, d_model)
@@ -39,7 +39,7 @@ small, large = activation(routing).rate.tolist()
 assert large <= 0.1 and not routing.active.all(dim=-1).any()
 print(f"small {small:.2f}, large {large:.2f} of the tokens, never both")
 
-# By hand: switch a module off, or give the decisions.
+# Manual decisions: switch a module off, or pass a mask.
 with experts.override(active={"large": False}):
     print("without the large expert:", activation(experts(x).routing).rate.tolist()[1])
 with experts.override(mask=torch.arange(200).expand(4, 200) % 2 == 0):

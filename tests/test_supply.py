@@ -95,7 +95,7 @@ def test_audit_names_licenses(capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert "known vulnerabilities were not looked up" in lines[-1]
 
 
-def test_archives_forget_when_and_by_whom_they_were_made(tmp_path: Path) -> None:
+def test_archives_carry_neither_time_nor_user(tmp_path: Path) -> None:
     contents = []
     for seconds, user, names in ((1000, "one", "ab"), (2000, "two", "ba")):
         path = tmp_path / "archive.tar.gz"
