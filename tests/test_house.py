@@ -104,3 +104,27 @@ def test_pictures_exist_in_both_themes() -> None:
             assert (path.parent / f"{light}.svg").exists() and (path.parent / f"{dark}-dark.svg").exists(), (
                 light
             )
+
+
+def small_changes() -> list[list[str]]:
+    """The cells of CONTRIBUTING's table: change, files, registry line."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    section = text.partition("## Twelve small changes")[2].partition("\n## ")[0]
+    rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in row] for row in rows[2:]]
+
+
+def test_small_changes_touch_few_files() -> None:
+    package = ROOT / "src" / "seqboat"
+    rows = small_changes()
+    assert len(rows) == 12
+    for change, files, registry in rows:
+        paths = re.findall(r"`([^`]+)`", files)
+        assert 1 <= len(paths) <= 2, change
+        for path in paths:
+            place = package / path
+            assert place.parent.is_dir() if "<name>" in path else place.is_file(), f"{change}: {path}"
+        if registry:
+            name, path = re.findall(r"`([^`]+)`", registry)
+            source = (package / path).read_text(encoding="utf-8")
+            assert re.search(rf"^{name}\b.*=|\.{name}\(", source, flags=re.MULTILINE), f"{change}: {name}"
