@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("runs", nargs="*", help="folders of runs")
     parser.add_argument("--data-dir", default="data", help="where the prepared enwik8 is")
     parser.add_argument("--split", choices=SPLITS, default="test", help="which bytes")
-    parser.add_argument("--limit", type=int, help="only so many bytes at the beginning")
+    parser.add_argument("--limit", type=int, help="only this many bytes from the beginning")
     options = parser.parse_args()
     text = Enwik8TaskConfig(data_dir=options.data_dir).build().text(options.split)[: options.limit]
     for name in COMPRESSORS:

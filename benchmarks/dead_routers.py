@@ -3,7 +3,7 @@
     python benchmarks/dead_routers.py --out runs/dead-routers
     python benchmarks/dead_routers.py --out runs/dead-routers --tasks recall --arms none floor --seeds 0 1 2
 
-Every arm is one training run in a folder of its own. A run that was stopped goes on where it was, one that is
+Every arm is one training run in a separate folder. A run that was stopped continues where it was, one that is
 finished is only read, so that the command can be repeated until all is done. `--table` only reads what is there. The
 table (DIR/dead_routers.md, with the command of every arm) gives for each task and arm, over the seeds: the score on
 held-out data after the last step, the activation of each layer, and how many layers were dead at the end: fewer than

@@ -4,7 +4,7 @@ Same parameters as `seqboat.SeqBoat`, same results, by its own code (section 3.3
 
 - MD-EMA as one convolution by FFT, with the kernel summed from a (dim, states, time) table of powers;
 - compress and extract by scatter and gather, into a batch padded to its longest compressed sequence;
-- local attention on blocks of that batch, each against copies of its own and its neighbours' keys and values;
+- local attention on blocks of that batch, each against copies of its own and its neighbors' keys and values;
 - the relative bias of original positions looked up in a whole time x time matrix;
 - everything that the backward pass needs, scores included, kept by autograd.
 

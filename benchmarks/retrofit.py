@@ -1,4 +1,4 @@
-"""What a retrofit costs and saves: quality against the share of active tokens, before and after a short tuning.
+"""What a retrofit costs and saves: quality against the fraction of active tokens, before and after a short tuning.
 
     python benchmarks/retrofit.py --out runs/retrofit
 
@@ -6,14 +6,14 @@ A small decoder of transformers (Llama's layout; 1.2 million parameters unless `
 is trained on bytes of enwik8, or of any file (`--text`). Then, from the same weights and on the same batches:
 
 - dense: it is trained further as it is;
-- sparse: it is retrofitted and trained as long, while the share of tokens that the feed-forward blocks of all layers
-  but the first, or these and attention, take falls from all to 75, 50 or 30 %.
+- sparse: it is retrofitted and trained as long, while the fraction of tokens that the feed-forward blocks of all
+  layers but the first, or these and attention, process falls from all to 75, 50 or 30 %.
 
 "Before" is the retrofitted model with routers that have learned nothing: tokens are picked at random, though the same
 token in the same context is always picked alike. Quality is in bits per byte of validation text.
 
 Speed is measured on a larger model with random weights, where Python is not most of the time: the original and the
-retrofitted model take turns. Every part is kept in the folder as it is done, so that a run that was stopped goes on
+retrofitted model take turns. Every part is kept in the folder as it is done, so that a run that was stopped continues
 with the next part; the tables are printed from what is there, and `--figure` draws it.
 """
 
@@ -64,7 +64,7 @@ RUNS = [
     ("attention and feed-forward", 0.75),
     ("attention and feed-forward", 0.3),
 ]
-"""Which modules, and the share of tokens that they take after tuning; the most wanted first."""
+"""Which modules, and the fraction of tokens that they process after tuning; the most important first."""
 
 
 def make_model(width: int, layers: int, heads: int, context: int) -> LlamaForCausalLM:
@@ -91,7 +91,7 @@ def datasets(data: str, text: Path | None) -> tuple[Dataset, Dataset]:
         return task.whole("train"), task.whole("val")
     store = {"bytes": np.frombuffer(text.read_bytes(), np.uint8)}
     size = len(store["bytes"])
-    borders = {split: [round(share * size) for share in BORDERS[split]] for split in ("train", "val")}
+    borders = {split: [round(border * size) for border in BORDERS[split]] for split in ("train", "val")}
     train, val = (
         SegmentDataset(store, "bytes", start=start, end=end, segment=CONTEXT, whole=True)
         for start, end in borders.values()
@@ -132,30 +132,30 @@ def fit(
     model: nn.Module,
     data: Dataset,
     steps: int,
-    rate: float,
+    lr: float,
     seed: int,
     label: str,
     sparse: Retrofit | None = None,
-    share: float = 1.0,
+    rate: float = 1.0,
 ) -> None:
-    """Train, with a learning rate that rises for 20 steps and then falls to nothing in a straight line."""
+    """Train, with a linear warm-up of 20 steps and a linear decay to zero."""
     groups = [{"params": [p for n, p in model.named_parameters() if ".sparse." not in n], "scale": 1.0}]
     if sparse is not None:
         groups.append({"params": sparse.router_parameters(), "scale": ROUTER_SCALE})
-    optimiser = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
-    # the budget is reached after a fourth of the time, and the rest is for getting used to it
-    schedule = RateSchedule(final=share, begin=steps // 20, steps=max(steps // 5, 1))
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
+    # the budget is reached after a quarter of the steps; the rest is for adapting to it
+    schedule = RateSchedule(final=rate, begin=steps // 20, steps=max(steps // 5, 1))
     begin = time.perf_counter()
     for step, batch in enumerate(batches(data, steps, seed)):
-        for group in optimiser.param_groups:
-            group["lr"] = rate * group["scale"] * min((step + 1) / 20, 1 - step / steps)
+        for group in optimizer.param_groups:
+            group["lr"] = lr * group["scale"] * min((step + 1) / 20, 1 - step / steps)
         if sparse is not None:
             sparse.set_rate(schedule(step))
         loss = bits(model, *batch)
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
+        optimizer.step()
         if step % 25 == 24 or step == steps - 1:
             spent = time.perf_counter() - begin
             print(f"  {label}: {step + 1}/{steps}  {loss.item():.3f} bits  {spent:.0f} s", file=sys.stderr)
@@ -209,24 +209,24 @@ def tune(
     val: Dataset,
     steps: int,
     place: str,
-    share: float,
+    rate: float,
 ) -> None:
     """Train a copy of the base for some more steps: as it is, or with a budget."""
-    name = f"{place} {share:.0%}"
+    name = f"{place} {rate:.0%}"
     if name in results.content:
         return
     model: Any = copy.deepcopy(base)
     torch.manual_seed(1)
-    if share == 1:
+    if rate == 1:
         fit(model, train, steps, 2e-3, 1, name)
         results.put(name, {"bits": evaluate(model, val), "steps": steps, "share": 1.0})
         return
     sparse = retrofit(model, PLACES[place])
-    sparse.set_rate(share)
+    sparse.set_rate(rate)
     sparse.calibrate({"input_ids": inputs} for inputs, _ in batches(train, 8, 2))
     before = evaluate(model, val)
     sparse.set_rate(1.0)
-    fit(model, train, steps, 2e-3, 1, name, sparse, share)
+    fit(model, train, steps, 2e-3, 1, name, sparse, rate)
     sparse.calibrate({"input_ids": inputs} for inputs, _ in batches(train, 8, 2))
     sparse.reset_statistics()
     after = evaluate(model, val)
@@ -237,7 +237,7 @@ def tune(
             "before": before,
             "bits": after,
             "steps": steps,
-            "share": share,
+            "share": rate,
             "rates": {module: round(rate, 3) for module, rate in rates.items()},
             "exact": same_with_and_without_cache(model, val),
         },
@@ -364,19 +364,19 @@ def show(content: Mapping[str, Any]) -> None:
         print(f"\nbase: {size}, {base['steps']} steps: {base['bits']:.3f} bits per byte")
         if dense is not None:
             print(f"dense, {dense['steps']} further steps: {dense['bits']:.3f}\n")
-            print("| retrofitted | share | before tuning | after | against dense | measured share |")
+            print("| retrofitted | rate | before tuning | after | relative to dense | measured rate |")
             print("|---|---|---|---|---|---|")
-            for place, share in sorted(RUNS):
-                row = content.get(f"{place} {share:.0%}")
+            for place, rate in sorted(RUNS):
+                row = content.get(f"{place} {rate:.0%}")
                 if row is not None:
                     taken = sum(row["rates"].values()) / len(row["rates"])
                     print(
-                        f"| {place} | {share:.0%} | {row['before']:.3f} | {row['bits']:.3f} | "
+                        f"| {place} | {rate:.0%} | {row['before']:.3f} | {row['bits']:.3f} | "
                         f"{row['bits'] / dense['bits'] - 1:+.1%} | {taken:.1%} |"
                     )
     speed = content.get("speed")
     if speed is not None:
-        print(f"\nspeed: {speed['parameters']:,} parameters, random weights; share {speed['rates']}")
+        print(f"\nspeed: {speed['parameters']:,} parameters, random weights; rates {speed['rates']}")
         print("\n| | dense | " + " | ".join(f"{place} at 50 %" for place in PLACES) + " |")
         print("|---" * (2 + len(PLACES)) + "|")
         for label, row in speed["seconds"].items():
@@ -388,22 +388,20 @@ def show(content: Mapping[str, Any]) -> None:
 
 
 def draw_figure(content: Mapping[str, Any], path: Path) -> None:
-    """Quality against the share of active tokens."""
+    """Quality against the fraction of active tokens."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9.5, 3.8), layout="constrained")
     left, right = figure.subplots(1, 2)
-    colours = dict(zip(PLACES, ("#2c7fb8", "#253494"), strict=True))
+    colors = dict(zip(PLACES, ("#2c7fb8", "#253494"), strict=True))
     dense, base = content["dense 100%"]["bits"], content["base"]["bits"]
-    for place, colour in colours.items():
+    for place, color in colors.items():
         rows = [content[f"{p} {s:.0%}"] for p, s in sorted(RUNS) if p == place and f"{p} {s:.0%}" in content]
-        shares = [100 * row["share"] for row in rows] + [100]
-        left.plot(
-            shares, [row["before"] for row in rows] + [base], "--", marker="o", mfc="white", color=colour
-        )
-        left.plot(shares, [row["bits"] for row in rows] + [dense], "-", marker="o", color=colour)
+        rates = [100 * row["share"] for row in rows] + [100]
+        left.plot(rates, [row["before"] for row in rows] + [base], "--", marker="o", mfc="white", color=color)
+        left.plot(rates, [row["bits"] for row in rows] + [dense], "-", marker="o", color=color)
         right.plot(
-            shares, [row["bits"] / dense for row in rows] + [1], "-", marker="o", color=colour, label=place
+            rates, [row["bits"] / dense for row in rows] + [1], "-", marker="o", color=color, label=place
         )
     left.plot([], [], "--", marker="o", mfc="white", color="0.3", label="before tuning")
     left.plot([], [], "-", marker="o", color="0.3", label="after tuning")
@@ -440,8 +438,8 @@ def main() -> None:
     if options.part != "speed":
         train, val = datasets(options.data, options.text)
         base = make_base(results, train, val, options.steps, options.width, options.layers)
-        for place, share in [("dense", 1.0), *RUNS][: options.runs + 1]:
-            tune(results, base, train, val, options.tune_steps, place, share)
+        for place, rate in [("dense", 1.0), *RUNS][: options.runs + 1]:
+            tune(results, base, train, val, options.tune_steps, place, rate)
     if options.part != "quality":
         measure_speed(results, options.rounds)
     show(results.content)

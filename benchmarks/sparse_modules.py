@@ -39,13 +39,13 @@ def measure(jobs: dict[str, Job], rounds: int) -> dict[str, float]:
 
 def train_step(model: nn.Module, run: Callable[[Tensor], Tensor], x: Tensor, update: bool = True) -> Job:
     """One step of a model that is asked to repeat its input."""
-    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def job() -> None:
-        optimiser.zero_grad(set_to_none=True)
+        optimizer.zero_grad(set_to_none=True)
         (run(x) - x.detach()).square().mean().backward()
         if update:
-            optimiser.step()
+            optimizer.step()
 
     return job
 

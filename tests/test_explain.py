@@ -79,7 +79,7 @@ def test_colours_say_the_same_as_marks(tmp_path: Path) -> None:
     run = of_task(tmp_path, ListOpsTaskConfig(max_length=64))
     examples = subject(run, lambda task: (task.read_text(b"[MAX 2 9 [MIN 4 7 ] 0 ]"),))
     found = explain(examples)
-    text = render(found, examples.task, [1], colour=True)
+    text = render(found, examples.task, [1], color=True)
     layer = found.sequences[0].layers[1]
     assert layer is not None and layer.active.any() and not layer.active.all()
     line = text.splitlines()[text.splitlines().index("layer 2") + 1]
@@ -278,7 +278,7 @@ def test_a_model_without_routers(tmp_path: Path, capsys: Any) -> None:
 def test_a_model_that_diverged(tmp_path: Path, capsys: Any) -> None:
     register()
     run = str(write_run(tmp_path / "run", small_run(), noise=1e30))
-    assert "no prediction: what the model computed is not a number" in out(capsys, run, "--text", "1 2")
+    assert "no prediction: the output of the model is not finite" in out(capsys, run, "--text", "1 2")
     assert json.loads(out(capsys, run, "--text", "1 2", "--json"))["prediction"]["probability"] is None
 
 

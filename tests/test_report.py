@@ -32,7 +32,8 @@ from seqboat.mixers.seqboat.gau import GAUConfig
 from seqboat.mixers.seqboat.layer import SeqBoatConfig
 from seqboat.report.compare import collect_comparison, short_names
 from seqboat.report.page import element, visible
-from seqboat.report.run import Collected, collect, describe_run, report_page, thin
+from seqboat.report.record import describe_run, thin
+from seqboat.report.run import Collected, collect, report_page
 from seqboat.report.samples import PAGE_BYTES, Sample, pack_sample, pack_samples, sight_of, spell_bytes
 from seqboat.runs import find_run
 from seqboat.tasks import TASKS
@@ -296,8 +297,8 @@ def seen_by(arrays: dict[str, np.ndarray[Any, Any]], name: str, slot: int, keep:
     count = len(arrays[f"{name}.before"])
     first = slot - int(arrays[f"{name}.before"][slot])
     peak = arrays[f"{name}.peak"][slot] / 65535
-    top, share = arrays[f"{name}.top"].reshape(keep, count), arrays[f"{name}.share"].reshape(keep - 1, count)
-    parts = [1.0, *((share[:, slot] / 255) ** 2)]
+    top, ratio = arrays[f"{name}.top"].reshape(keep, count), arrays[f"{name}.ratio"].reshape(keep - 1, count)
+    parts = [1.0, *((ratio[:, slot] / 255) ** 2)]
     return {first + int(top[k, slot]): float(part * peak) for k, part in enumerate(parts) if part * peak > 0}
 
 
@@ -336,7 +337,7 @@ def test_packed_samples_hold_what_was_traced(pages: Pages, name: str) -> None:
                     positions, weights = attention.seen_by(slot)
                     for position, weight in zip(positions, weights, strict=True):
                         at = int(np.flatnonzero(attention.positions == position)[0])
-                        # half a step of the root of the share of the largest, and of the largest itself
+                        # half a step of the root of the ratio to the largest, and of the largest itself
                         step = 2 * np.sqrt(weight * weights.max()) / 510 + weights.max() / 510**2 + 1 / 131070
                         assert abs(kept.get(at, 0.0) - weight) <= step + 1e-6
 
@@ -367,9 +368,9 @@ def test_twenty_samples_of_4096_tokens_stay_below_five_megabytes(pages: Pages) -
     samples = [synthetic(4096, 4, 128, rng)] * 20
     page = report_page(Collected(found.numbers, samples, found.task))
     assert 0.8 * PAGE_BYTES < len(page.encode()) < 5_000_000
-    kept = re.search(r"keeps the (\d+) largest weights, to stay small: on average (\d+\.\d) %", page)
+    kept = re.search(r"keeps the (\d+) largest weights of every query: on average (\d+\.\d) %", page)
     assert kept is not None and int(kept[1]) >= 6
-    shares = [s.shares[: int(kept[1])].sum(axis=0) for s in samples[0].sights[0] if s is not None]
+    shares = [s.fractions[: int(kept[1])].sum(axis=0) for s in samples[0].sights[0] if s is not None]
     assert float(kept[2]) == pytest.approx(100 * float(np.concatenate(shares).mean()), abs=0.06)
 
 
@@ -705,9 +706,9 @@ def test_clicks_change_what_is_shown(pages: Pages, browser: Browser) -> None:
     )
     active = active_tokens(pages, "bytes", 0, layers[0])
     tokens = "[...document.querySelectorAll('#panels .tokens')[0].querySelectorAll('.tok')]"
-    colours = f"return {tokens}.map((s) => s.style.backgroundColor)"
-    before = browser.run(colours)
-    assert [i for i, colour in enumerate(before) if colour] == active
+    colors = f"return {tokens}.map((s) => s.style.backgroundColor)"
+    before = browser.run(colors)
+    assert [i for i, color in enumerate(before) if color] == active
     caption = browser.text(".panel .caption")
     assert caption.startswith(f"{len(active)} of {len(TEXTS[0])} activated")
     # what the query of a token sees, with the weights that the model computed
@@ -715,7 +716,7 @@ def test_clicks_change_what_is_shown(pages: Pages, browser: Browser) -> None:
     browser.one(f"#tok-0-{middle}").click()
     assert browser.text(".panel .caption").startswith("Sees 9 activated bytes")
     assert browser.one("#back").is_displayed() and "large weight" in browser.text("#legend")
-    after = browser.run(colours)
+    after = browser.run(colors)
     assert after != before
     examples = load_examples(pages.run("bytes"))
     attention = attention_weights(examples.model, "classify", examples.batch([0]), layers[0])[0][0]
@@ -731,17 +732,17 @@ def test_clicks_change_what_is_shown(pages: Pages, browser: Browser) -> None:
         assert float(row[2].removesuffix(" %")) == pytest.approx(100 * weights[k], abs=0.3)
     # and back
     browser.one(f"#tok-0-{middle}").click()
-    assert browser.run(colours) == before and not browser.one("#back").is_displayed()
+    assert browser.run(colors) == before and not browser.one("#back").is_displayed()
     # another layer, one layer only, another sample
     other = next(i for i in range(3) if i != layers[0])
     browser.one(f"#panels select option[value='{other}']").click()
-    painted = [i for i, colour in enumerate(browser.run(colours)) if colour]
+    painted = [i for i, color in enumerate(browser.run(colors)) if color]
     assert painted == active_tokens(pages, "bytes", 0, other)
     browser.one("#both").click()
     assert browser.run("return document.querySelectorAll('#panels .panel').length") == 1
     browser.one("#next").click()
     browser.wait("document.getElementById('explorer').dataset.ready === '1'")
-    assert len(browser.run(colours)) == len(TEXTS[1].encode())
+    assert len(browser.run(colors)) == len(TEXTS[1].encode())
     assert browser.complaints() == []
 
 

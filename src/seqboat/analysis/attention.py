@@ -62,9 +62,9 @@ class Attention:
     first: Numbers
     """(active,): slot of the first key that each query sees"""
     end: Numbers
-    """(active,): the slot behind the last one"""
+    """(active,): the slot after the last one"""
     weights: Floats
-    """(active, most keys): of the keys from `first` on; zero behind the last"""
+    """(active, most keys): of the keys from `first` on; zero after the last"""
 
     def seen_by(self, slot: int) -> tuple[Numbers, Floats]:
         """Positions that the query in a slot sees, and their weights."""
@@ -76,7 +76,7 @@ class Attention:
 def attention_weights(
     model: nn.Module, kind: Kind, batch: Batch, layer: int
 ) -> list[tuple[Attention | None, ...]]:
-    """Who saw whom, and with what weight, in one layer; the attention itself is computed a second time.
+    """Which keys every query of a layer saw, and with what weight; the attention itself is computed a second time.
 
     Args:
         model: in eval mode.
@@ -100,7 +100,7 @@ def attention_weights(
 
 
 def tokens_of(call: SeenTokens, row: int) -> tuple[Tensor, Tensor]:
-    """Active tokens (active, d_model) of one row, and their positions."""
+    """Active tokens (active, d_model) of one sequence, and their positions."""
     begin, end = call.packed.offsets[row : row + 2].tolist()
     return call.tokens[begin:end], call.packed.position[begin:end]
 
@@ -114,7 +114,7 @@ def _attention(gau: GAU, tokens: Tensor, position: Tensor) -> Attention:
 
 
 def weigh(gau: GAU, tokens: Tensor, position: Tensor) -> Iterator[SlotWeights]:
-    """Weights of the queries of a row, some at a time: before they are cut to what is seen, all keys are there."""
+    """Weights of the queries of a sequence, in blocks: before they are cut to what is visible, all keys are there."""
     query, key, _, _ = gau.project(tokens, position)
     for begin in range(0, max(len(position), 1), QUERIES_AT_ONCE):
         yield gau.weigh(query, key, position, slice(begin, begin + QUERIES_AT_ONCE))
@@ -131,8 +131,8 @@ def mean_distance(position: Tensor, first: Tensor, end: Tensor) -> Tensor:
     slot = torch.arange(len(position), device=position.device)
     after = torch.minimum(slot + 1, end)
     before = position * (slot - first) - (sums[slot] - sums[first])
-    behind = sums[end] - sums[after] - position * (end - after)
-    return (before + behind) / (end - first)
+    later = sums[end] - sums[after] - position * (end - after)
+    return (before + later) / (end - first)
 
 
 def local_span(window: int, causal: bool) -> float:
@@ -152,7 +152,7 @@ def weighted_distance(gau: GAU, tokens: Tensor, position: Tensor) -> Tensor:
 
     Args:
         gau: the attention unit.
-        tokens: (active, d_model), of one row.
+        tokens: (active, d_model), of one sequence.
         position: (active,).
     """
     found = []
@@ -161,7 +161,7 @@ def weighted_distance(gau: GAU, tokens: Tensor, position: Tensor) -> Tensor:
     ):
         weights = weights.double()
         slot = first[:, None] + torch.arange(weights.shape[1], device=position.device)
-        # behind the last key weights are zero, whatever the place
+        # after the last key weights are zero, whatever the position
         distance = (position[slot.clamp(max=len(position) - 1)] - asking[:, None]).abs().double()
         found.append((weights * distance).sum(dim=1) / weights.sum(dim=1))
     return torch.cat(found)

@@ -1,4 +1,4 @@
-"""What attention is worth: the score of a run under decisions that are not its routers' own.
+"""What attention contributes: the score of a run when its routers are overruled.
 
     as it is            the routers decide
     layer i off         no token attends in layer i; all other layers decide as usual
@@ -41,7 +41,7 @@ class Intervention(NamedTuple):
 
 
 class InterventionResult(NamedTuple):
-    """What came out of it."""
+    """The score under one way to decide."""
 
     setting: Intervention
     metrics: dict[str, float]
@@ -67,7 +67,7 @@ class InterventionResult(NamedTuple):
 def settings_of(found: Sequence[Site | None], thresholds: Sequence[float] = THRESHOLDS) -> list[Intervention]:
     """What to try with a model, the model as it is first."""
     routed = [number for number, site in enumerate(found) if site is not None]
-    require(len(routed) > 0, "no layer of this run has a router: there is nothing to switch off")
+    require(len(routed) > 0, "no layer of this run has a router: there is nothing to turn off")
     for threshold in thresholds:
         require(0 <= threshold <= 1, f"thresholds must be between 0 and 1, got {threshold:g}")
 
@@ -115,7 +115,7 @@ def intervene(
     Args:
         run: the run's folder, or one checkpoint in it.
         split: of its task.
-        limit: score only so many examples, drawn at random but always the same.
+        limit: score at most this many examples, drawn at random but always the same.
         thresholds: to try, for all layers at once.
         which: "best" or "latest".
         batch_size: examples at a time; the run's own by default.

@@ -291,10 +291,10 @@ def measure(
     device: torch.device | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Measures:
-    """Watch the routers of a model on examples, one batch after the other; memory does not grow with their number.
+    """Watch the routers of a model on examples, batch by batch; memory does not grow with their number.
 
     Args:
-        examples: from `load_examples`. Every example is read from nothing: a language model carries no state.
+        examples: from `load_examples`. Every example starts from an empty state, also those of a language model.
         split: of which they are.
         batch_size: examples at a time; the run's own by default.
         weighted: whether to measure spans weighted by attention too, for which attention is computed again.

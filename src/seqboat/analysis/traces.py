@@ -72,7 +72,7 @@ def load_examples(
     Args:
         run: the run's folder, or one checkpoint in it.
         split: of the task.
-        limit: at most so many examples, drawn at random but always the same; all by default.
+        limit: at most this many examples, drawn at random but always the same; all by default.
         which: "best" or "latest".
         fields: changes of the data, as arguments `--data.x=value`.
         reading: cut a long text into windows with context instead of as the task does.
@@ -131,7 +131,7 @@ class LayerTrace(NamedTuple):
     """What the router of a layer decided for the real tokens of a sequence."""
 
     active: Flags
-    """(length,): who was activated"""
+    """(length,): which tokens were activated"""
     probs: Floats
     """(length,): probability of activation"""
     module: str = "gau"
@@ -177,7 +177,7 @@ class SampleTrace(NamedTuple):
 
 @torch.no_grad()
 def trace(model: nn.Module, kind: Kind, batch: Batch) -> list[SampleTrace]:
-    """What a model made of every sample of a batch.
+    """What a model did with every sample of a batch.
 
     Args:
         model: in eval mode.
@@ -188,7 +188,7 @@ def trace(model: nn.Module, kind: Kind, batch: Batch) -> list[SampleTrace]:
 
 
 def traces_of(found: Sequence[Site | None], kind: Kind, batch: Batch, output: Any) -> list[SampleTrace]:
-    """As `trace`, from an output that there is already.
+    """As `trace`, from an existing output.
 
     Args:
         found: `sites` of the model.

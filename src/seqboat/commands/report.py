@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--which", choices=("best", "latest"), default="best", help="which checkpoint (default: best)"
     )
     parser.add_argument("--samples", type=int, help="examples in the explorer (default: 20)")
-    parser.add_argument("--limit", type=int, help="measure only so many examples")
+    parser.add_argument("--limit", type=int, help="measure at most this many examples")
     parser.add_argument(
         "--data-dir", "--data_dir", metavar="FOLDER", help="where the prepared data is (default: the run's)"
     )

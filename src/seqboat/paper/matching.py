@@ -1,7 +1,7 @@
 """Equal parameter counts: the width of a mixer at which a model is as large as another one.
 
-A mixer with a feed-forward block of its own gets another hidden width (`d_ff`), so that width and depth of the model
-stay as they are. Where it has none, or where even the narrowest is too large, the width of the model changes first.
+A mixer with a feed-forward block gets another hidden width (`d_ff`), so that width and depth of the model stay as
+they are. Where it has none, or where even the narrowest is too large, the width of the model changes first.
 Tables with an entry per position end with the longest sequence of the task, and learned projections along time
 (`projected`) are halved until the rest has room.
 """
@@ -20,7 +20,7 @@ from seqboat.training.config import RunConfig, change_field
 Count = Callable[[Any, int], int]
 """How many parameters something with this mixer and this width has."""
 TABLES = ("max_positions", "max_span")
-"""Fields of mixers that say how many positions have an entry of their own."""
+"""Fields of mixers that hold the number of positions with a separate entry."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class Match:
 
     def report(self) -> str:
         """Both counts in a line."""
-        share = (self.parameters - self.target) / self.target
+        error = (self.parameters - self.target) / self.target
         fields = ", ".join(f"{name} = {value}" for name, value in self.changes.items())
-        return f"{self.parameters:,} parameters with {fields}; {self.target:,} to match ({share:+.2%})"
+        return f"{self.parameters:,} parameters with {fields}; {self.target:,} to match ({error:+.2%})"
 
 
 def too_long(config: Any, length: int, names: Collection[str] = TABLES) -> list[str]:
@@ -97,7 +97,7 @@ def match_parameters(config: RunConfig, reference: RunConfig) -> tuple[RunConfig
     task = config.build_task()
     mixer: Any = config.model.mixer
     changes = {}
-    if task.kind != "lm":  # a text goes on where an example ends
+    if task.kind != "lm":  # a text continues where an example ends
         changes = dict.fromkeys(too_long(mixer, task.max_length), task.max_length)
     found = _match(mixer, config.model.d_model, count_of_run(reference), count, changes)
     return config.replace(model={"mixer": found.mixer, "d_model": found.d_model}), found

@@ -3,7 +3,7 @@
     numbers = collect_comparison([run, other])     plain data: what `seqboat report --compare --json` prints
     page = comparison_page(numbers)
 
-Numbers are those that training recorded, so that no data is needed; a split can be scored anew.
+The numbers are those that training recorded, so no data is needed; a split can be scored now instead.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from seqboat.checks import require
+from seqboat.report.charts import MODULES
 from seqboat.report.page import (
     Chart,
     element,
@@ -26,7 +27,7 @@ from seqboat.report.page import (
     table,
     write_page,
 )
-from seqboat.report.run import MODULES, Numbers, describe_run
+from seqboat.report.record import Numbers, describe_run
 from seqboat.runs import Run
 from seqboat.tasks.base import Split
 from seqboat.training.display import rate_text
@@ -47,7 +48,7 @@ def collect_comparison(
     Args:
         runs: folders of runs, or checkpoints in them; at least two.
         split: score all of them on this split now; by default the scores are those that training recorded.
-        limit: score only so many examples.
+        limit: score at most this many examples.
         which: "best" or "latest".
         fields: changes of the data, as arguments `--data.x=value`.
         device: where to score; the CPU by default.
@@ -80,7 +81,7 @@ def collect_comparison(
 
 
 def short_names(paths: Sequence[str]) -> list[str]:
-    """What tells paths apart: without the folders that they have in common at both ends.
+    """What distinguishes paths: without the folders that they have in common at both ends.
 
     >>> short_names(["runs/listops/seed-0", "runs/text/seed-0"])
     ['listops', 'text']
@@ -152,8 +153,8 @@ def comparison_page(numbers: Numbers) -> str:
         else element("p", "None."),
         element(
             "details",
-            element("summary", "Settings that all share"),
-            settings_table(shared, "Settings that all share"),
+            element("summary", "Common settings"),
+            settings_table(shared, "Common settings"),
         ),
         id="settings",
         class_="card",
@@ -207,7 +208,7 @@ def _comparison_bars(runs: Sequence[Numbers], names: Sequence[str]) -> dict[str,
         charts["activation"] = {
             "type": "matrix",
             "title": "Activation per layer",
-            "about": f"Share of held-out tokens that are active, in percent{MODULES}",
+            "about": f"Fraction of held-out tokens that are active, in percent{MODULES}",
             "label": "run",
             "unit": "percent",
             "rows": list(names),

@@ -1,12 +1,12 @@
-"""One input through a trained model: what it predicts, and which tokens attended, for people and for programs.
+"""One input through a trained model: its prediction and which tokens attended, for readers and for programs.
 
     examples = subject("runs/listops", lambda task: (task.read_text(b"[MAX 2 9 [MIN 4 7 ] 0 ]"),))
     found = explain(examples)
-    print(render(found, examples.task, colour=False))
+    print(render(found, examples.task, color=False))
     as_record(found, examples.task)
 
-In colour, a token lies on the shade of its confidence. Without, a digit below it says the tenths of the confidence,
-and a dot that it was not activated. Nothing of the input reaches a terminal as it is: control characters are spelt.
+In color, the background of a token is the shade of its confidence. Without color, a digit below it gives the tenths
+of the confidence, and a dot means that it was not activated. Control characters of the input are escaped.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ WIDEST_PICTURE = 64
 """Pixels side by side that are shown; larger images are shown in squares."""
 RESET = "\033[0m"
 LEVELS = ((195, 16), (153, 16), (111, 16), (68, 231), (25, 231))
-"""Background and foreground, of the 256 colours of terminals, from a confidence of one half on by tenths."""
+"""Background and foreground, of the 256 terminal colors, by tenths of the confidence from one half up."""
 
 Sequences = tuple[NDArray[Any], ...]
 """One sequence, or the two that a task compares."""
@@ -68,7 +68,7 @@ def subject(
     which: str = "best",
     fields: Sequence[str] = (),
 ) -> Examples:
-    """The model of a run, and one input that nobody has labelled.
+    """The model of a run, and one unlabeled input.
 
     Args:
         run: the run's folder, or one checkpoint in it.
@@ -100,7 +100,7 @@ def longest(task: Task) -> int:
 
 
 def explain(examples: Examples) -> SampleTrace:
-    """What the model made of the input."""
+    """What the model does with the input."""
     return trace(examples.model, examples.task.kind, examples.batch([0]))[0]
 
 
@@ -187,10 +187,10 @@ def explain_page(examples: Examples, run: str) -> str:
         explored, texts = explorer(samples, task, packed), packed.texts
         sections.append(("explorer", "Explorer", Html(asset("explorer.html"))))
     lead = f"{run}, step {examples.step:,}"
-    return write_page(f"What {task.name} made of one input", visible(lead), sections, {}, explored, texts)
+    return write_page(f"One input through {task.name}", visible(lead), sections, {}, explored, texts)
 
 
-# for people
+# for readers
 
 
 def prediction_text(found: SampleTrace, task: Task) -> str:
@@ -198,7 +198,7 @@ def prediction_text(found: SampleTrace, task: Task) -> str:
     record = as_record(found, task, [])
     lm = task.kind == "lm"
     if not math.isfinite(record["ranked"][0]["probability"]):
-        return "no prediction: what the model computed is not a number"
+        return "no prediction: the output of the model is not finite"
     # a space would not be seen otherwise
     first, *others = [
         f"{repr(item['name']) if lm else item['name']} ({item['probability']:.1%})"
@@ -213,7 +213,7 @@ def prediction_text(found: SampleTrace, task: Task) -> str:
 
 
 def render(
-    found: SampleTrace, task: Task, layers: Sequence[int] | None = None, colour: bool = False, width: int = 80
+    found: SampleTrace, task: Task, layers: Sequence[int] | None = None, color: bool = False, width: int = 80
 ) -> str:
     """Prediction and activation for a terminal.
 
@@ -221,7 +221,7 @@ def render(
         found: from `explain`.
         task: of the run.
         layers: which to show, from 0; all by default.
-        colour: whether the terminal has colours.
+        color: whether the terminal has colors.
         width: its columns.
     """
     lines = [prediction_text(found, task), *_rate_lines(found, layers)]
@@ -229,9 +229,9 @@ def render(
         shown = _shown(sequence, layers)
         if shown:
             title = [f"sequence {number + 1}"] if len(found.sequences) > 1 else []
-            lines += ["", *title, *_pictures(sequence, task, shown, colour, max(width, LABEL + 20))]
+            lines += ["", *title, *_pictures(sequence, task, shown, color, max(width, LABEL + 20))]
     if any(_shown(sequence, layers) for sequence in found.sequences):
-        lines.append(legend(task, colour))
+        lines.append(legend(task, color))
     return "\n".join(lines)
 
 
@@ -254,31 +254,31 @@ def _rate_lines(found: SampleTrace, layers: Sequence[int] | None) -> Iterator[st
                 text += f", mean confidence {layer.probs[layer.active].mean():.2f}"
             yield text
     if not any(_shown(sequence, layers) for sequence in found.sequences):
-        yield "no layer has a router: every token is treated alike"
+        yield "no layer has a router: all tokens are treated alike"
 
 
-def legend(task: Task, colour: bool) -> str:
+def legend(task: Task, color: bool) -> str:
     """What shades and digits mean."""
     if task.modality == "wave":
-        return "share of the samples that attend: . none, digits: tenths of it, rounded down"
-    if colour:
+        return "fraction of the samples that attend: . none, digits: tenths, rounded down"
+    if color:
         return "confidence: not activated " + " ".join(
             _shade(f" {low / 10} ", low / 10) for low in range(5, 10)
         )
-    return "confidence: . not activated, digits: tenths of it, rounded down"
+    return "confidence: . not activated, digits: tenths, rounded down"
 
 
 Shown = Sequence[tuple[int, LayerTrace]]
 
 
-def _pictures(sequence: SequenceTrace, task: Task, shown: Shown, colour: bool, width: int) -> Iterator[str]:
+def _pictures(sequence: SequenceTrace, task: Task, shown: Shown, color: bool, width: int) -> Iterator[str]:
     words = spell_tokens(task, sequence.inputs)
     if words is not None:
         gap = "" if task.modality == "bytes" else " "
-        return (_coloured if colour else _marked)(words, gap, shown, width)
+        return (_colored if color else _marked)(words, gap, shown, width)
     if task.picture is not None:
-        return _squares(sequence.inputs, task.picture, shown, colour)
-    return _bins(sequence.inputs, shown, colour, width - LABEL)
+        return _squares(sequence.inputs, task.picture, shown, color)
+    return _bins(sequence.inputs, shown, color, width - LABEL)
 
 
 def _level(confidence: float) -> int:
@@ -287,7 +287,7 @@ def _level(confidence: float) -> int:
 
 
 def _shade(text: str, confidence: float) -> str:
-    """Text on the colour of its confidence."""
+    """Text on the color of its confidence."""
     back, front = LEVELS[min(max(_level(confidence) - 5, 0), len(LEVELS) - 1)]
     return f"\033[48;5;{back}m\033[38;5;{front}m{text}{RESET}"
 
@@ -318,7 +318,7 @@ def _lines(words: Sequence[str], gap: str, room: int) -> Iterator[range]:
         yield range(begin, len(words))
 
 
-def _coloured(words: Sequence[str], gap: str, shown: Shown, width: int) -> Iterator[str]:
+def _colored(words: Sequence[str], gap: str, shown: Shown, width: int) -> Iterator[str]:
     """The text once per layer."""
     for number, layer in shown:
         confidence = layer.confidence
@@ -340,7 +340,7 @@ def _marked(words: Sequence[str], gap: str, shown: Shown, width: int) -> Iterato
         yield ""
 
 
-def _squares(values: Any, picture: tuple[int, int], shown: Shown, colour: bool) -> Iterator[str]:
+def _squares(values: Any, picture: tuple[int, int], shown: Shown, color: bool) -> Iterator[str]:
     """The image, then its confidences per layer; of a large image, the highest of each square."""
     height, width = picture
     pixels = np.asarray(values, dtype=float).reshape(height, width)
@@ -353,7 +353,7 @@ def _squares(values: Any, picture: tuple[int, int], shown: Shown, colour: bool) 
         yield f"layer {number + 1}"
         grid = _blocks(layer.confidence.reshape(height, width), side).max(axis=(1, 3))
         for row in grid:
-            if colour:
+            if color:
                 yield "".join(_shade("  ", value) if value > 0 else "··" for value in row)
             else:
                 yield " ".join(_mark(value) for value in row)
@@ -368,14 +368,14 @@ def _blocks(pixels: Any, side: int) -> Any:
     return padded.reshape(rows, side, columns, side)
 
 
-def _bins(values: Any, shown: Shown, colour: bool, columns: int) -> Iterator[str]:
-    """Size of the signal and share of active samples, in as many bins as there are columns."""
+def _bins(values: Any, shown: Shown, color: bool, columns: int) -> Iterator[str]:
+    """Amplitude of the signal and fraction of active samples, in as many bins as there are columns."""
     size = np.abs(np.asarray(values, dtype=float)).max(axis=-1)
     parts = np.array_split(np.arange(len(size)), min(columns, len(size)))
     loud = np.array([size[part].mean() for part in parts])
     levels = (loud / (loud.max() or 1) * (len(SHADES) - 1)).round().astype(int)
     yield f"{'signal':<{LABEL}}{''.join(SHADES[i] for i in levels)}"
     for number, layer in shown:
-        shares = [float(layer.active[part].mean()) for part in parts]
-        text = "".join(_shade(_mark(s), (1 + s) / 2) if colour and s > 0 else _mark(s) for s in shares)
+        rates = [float(layer.active[part].mean()) for part in parts]
+        text = "".join(_shade(_mark(s), (1 + s) / 2) if color and s > 0 else _mark(s) for s in rates)
         yield f"{f'layer {number + 1}':<{LABEL}}{text}"

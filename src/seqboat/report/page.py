@@ -2,7 +2,7 @@
 
 Nothing on a page is fetched: styles and scripts are files of the package that are written into it, a policy in its
 head allows exactly those by their hashes and no request at all. Text from data is escaped here, or goes into JSON
-that a browser never executes; control characters and marks that turn the direction of writing are made visible.
+that a browser never executes; control characters and bidirectional marks are made visible.
 A chart is a specification in plain data: it is drawn by the page's script, and written out as a table below.
 """
 
@@ -36,7 +36,7 @@ class Html(str):
 
 
 def visible(text: str) -> str:
-    r"""Text in which nothing works unseen: control codes and marks of writing direction as signs of their own.
+    r"""Text without hidden effects: control codes and bidirectional marks as visible signs.
 
     >>> visible("a\x1b[31mb\u202ec\n")
     'a␛[31mb⟨202E⟩c⏎'
@@ -102,7 +102,7 @@ def finite(data: Any) -> Any:
 
 
 def spell(value: Any, unit: str | None = None) -> str:
-    """A number as people write it; a dash where there is none.
+    """A number as it is usually written; a dash where there is none.
 
     >>> spell(0.3432, "percent"), spell(170770), spell(1.15320), spell(None)
     ('34.3 %', '170,770', '1.15', '-')
@@ -112,8 +112,8 @@ def spell(value: Any, unit: str | None = None) -> str:
     if isinstance(value, bool | str):
         return str(value)
     if unit == "percent":
-        share = 100 * value
-        return "< 0.1 %" if 0 < share < 0.1 else f"{share:.1f} %"
+        percent = 100 * value
+        return "< 0.1 %" if 0 < percent < 0.1 else f"{percent:.1f} %"
     if isinstance(value, int) or float(value).is_integer():
         return f"{int(value):,}"
     if abs(value) >= 1000:
@@ -131,7 +131,7 @@ def day_text(moment: datetime) -> str:
 
 
 def score_unit(metric: str) -> str | None:
-    """The unit in which a score is told."""
+    """The unit of a score."""
     return "percent" if metric == "accuracy" else None
 
 
@@ -145,8 +145,8 @@ def table(
 
     Args:
         head: names of the columns.
-        rows: cells; numbers are spelt already.
-        caption: what the table is, for those who do not see where it stands.
+        rows: cells; numbers as text.
+        caption: what the table is, for screen readers.
         words: columns of text; the others are numbers, and aligned as such.
     """
     kinds = ["text" if i in (0, *words) else "number" for i in range(len(head))]
@@ -183,7 +183,7 @@ def chart_table(chart: Chart) -> Html:
             head.append(one["name"])
             columns.append([spell(v, unit) for v in one["values"]])
             if one.get("errors"):
-                head.append("deviation")
+                head.append("std")
                 columns.append([spell(v, unit) for v in one["errors"]])
         return table(head, zip(chart["rows"], *columns, strict=True), title)
     if kind == "rows":

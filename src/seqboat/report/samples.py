@@ -3,7 +3,7 @@
 A sample is one run of bytes, compressed: a header in JSON and arrays, which the page's script unpacks when the
 sample is looked at. Probabilities and weights take a byte each. Which tokens a query can see follows from two
 counts; of their weights only the largest are kept, as many as the size of the page allows, each as the square root
-of its share of the largest one. A weight of a 16th of the largest is then off by at most 2 % of itself.
+of its ratio to the largest one. A weight of a 16th of the largest is then off by at most 2 % of itself.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Sight(NamedTuple):
     before: Array
     """(active,): visible keys before the query"""
     after: Array
-    """(active,): visible keys behind it"""
+    """(active,): visible keys after it"""
     columns: Array
     """(kept, active): place of the key among the visible ones, the largest weight first"""
-    shares: Array
-    """(kept, active) float32: its share of all weight of the query"""
+    fractions: Array
+    """(kept, active) float32: its fraction of the total weight of the query"""
     sums: Array
     """(active,) float32: what the weights add up to"""
 
@@ -133,7 +133,7 @@ def _character(data: bytes, at: int) -> tuple[int, str | None]:
 
 
 def _alone(character: str) -> str:
-    """A character that stands in a cell of its own; marks get a circle to sit on."""
+    """A character in a separate cell; combining marks get a circle to sit on."""
     import unicodedata
 
     mark = unicodedata.category(character).startswith("M")
@@ -211,15 +211,15 @@ def pack_layer(pack: _Pack, name: str, layer: LayerTrace, sight: Sight | None, k
     if not keep:
         return
     count = len(sight.before)
-    columns, shares = sight.columns[:keep], sight.shares[:keep]
+    columns, fractions = sight.columns[:keep], sight.fractions[:keep]
     if len(columns) < keep:
-        # all layers have as many rows: the script need not know who has how many
+        # all layers have the same number of rows, so that the script need not know each
         empty = np.zeros((keep - len(columns), count), np.uint8)
-        columns, shares = np.concatenate([columns, empty]), np.concatenate([shares, empty])
-    peak = shares[0]
-    ratio = np.sqrt(shares[1:] / np.where(peak > 0, peak, 1))
+        columns, fractions = np.concatenate([columns, empty]), np.concatenate([fractions, empty])
+    peak = fractions[0]
+    ratio = np.sqrt(fractions[1:] / np.where(peak > 0, peak, 1))
     pack.arrays[f"{name}.top"] = _narrow(columns).reshape(-1)
-    pack.arrays[f"{name}.share"] = to_bytes(ratio).reshape(-1)
+    pack.arrays[f"{name}.ratio"] = to_bytes(ratio).reshape(-1)
     pack.arrays[f"{name}.peak"] = np.rint(np.clip(np.nan_to_num(peak), 0, 1) * 65535).astype(np.uint16)
     if np.abs(sight.sums - 1).max(initial=0) > 1e-3:
         pack.arrays[f"{name}.sum"] = sight.sums
@@ -233,7 +233,7 @@ def pack_sample(sample: Sample, task: Task, keep: int) -> bytes:
         words = spell_tokens(task, sequence.inputs)
         if words is None:
             pack.arrays[f"{s}.values"] = _scale_values(
-                sequence.inputs, centred=task.modality == "wave"
+                sequence.inputs, centered=task.modality == "wave"
             ).reshape(-1)
         else:
             pack.text(f"{s}.text", words)
@@ -266,10 +266,10 @@ def _each_alone(task: Task, ids: Array) -> list[str]:
     return [(spell_tokens(task, ids[i : i + 1]) or [""])[0] for i in range(len(ids))]
 
 
-def _scale_values(values: Array, centred: bool) -> Array:
+def _scale_values(values: Array, centered: bool) -> Array:
     """Real inputs as bytes: from their least to their greatest, or about 128 if zero must stay in the middle."""
     values = np.nan_to_num(values.astype(np.float64))
-    if centred:
+    if centered:
         return np.rint(128 + 127 * values / max(float(np.abs(values).max(initial=0)), 1e-12)).astype(np.uint8)
     low, high = float(values.min(initial=0)), float(values.max(initial=0))
     low = float(values.min()) if values.size else low
@@ -287,7 +287,7 @@ class PackedSamples(NamedTuple):
     keep: int
     """weights of each query"""
     coverage: float
-    """share of all weight that they hold"""
+    """fraction of all weight that they hold"""
 
 
 def pack_samples(samples: Sequence[Sample], task: Task, room: int) -> PackedSamples:
@@ -318,9 +318,9 @@ def pack_samples(samples: Sequence[Sample], task: Task, room: int) -> PackedSamp
 
 
 def coverage(samples: Sequence[Sample], keep: int) -> float:
-    """Share of the weight of all queries that their largest weights hold; 1 where there is no weight."""
+    """Fraction of the weight of all queries that their largest weights hold; 1 where there is no weight."""
     sights = [s for sample in samples for part in sample.sights for s in part if s is not None]
-    held = [s.shares[:keep].sum(axis=0)[s.sums > 0] for s in sights]
+    held = [s.fractions[:keep].sum(axis=0)[s.sums > 0] for s in sights]
     total = np.concatenate(held) if held else np.zeros(0)
     return float(np.minimum(total, 1).mean()) if total.size else 1.0
 
@@ -367,17 +367,19 @@ def _start(samples: Sequence[Sample], routed: Sequence[int]) -> list[int]:
 
 def _about(packed: PackedSamples, samples: Sequence[Sample]) -> str:
     seen = any(s is not None and len(s.before) for sample in samples for part in sample.sights for s in part)
-    text = "Colour is the router's confidence where a layer's attention is activated; white is not activated."
+    text = (
+        "Color shows the router's confidence where a layer's attention is activated; white is not activated."
+    )
     if not seen:
         return text
     if not packed.keep:
-        return f"{text} The weights of queries are left out, to keep this page small."
+        return f"{text} The weights of queries are left out to keep this page small."
     if packed.coverage > 1 - 1e-6:
         return f"{text} All weights of every query are kept."
     count = "the largest weight" if packed.keep == 1 else f"the {packed.keep} largest weights"
-    share = "more than 99.9 %" if packed.coverage > 0.999 else f"{100 * packed.coverage:.1f} %"
+    held = "more than 99.9 %" if packed.coverage > 0.999 else f"{100 * packed.coverage:.1f} %"
     return (
-        f"{text} Of every query this page keeps {count}, to stay small: on average {share} of its weight; "
+        f"{text} To stay small, this page keeps {count} of every query: on average {held} of its weight; "
         "the rest is not shown."
     )
 
@@ -396,7 +398,7 @@ def describe_sample(number: int, found: SampleTrace, task: Task) -> dict[str, An
     else:
         assert isinstance(found.label, int) and isinstance(found.prediction, int)
         guess = f"{label_name(task, found.prediction)} ({100 * float(found.probs[0]):.0f} %)"
-        if found.label == IGNORE:  # nobody said what it is
+        if found.label == IGNORE:  # it has no label
             facts.append(["predicted", guess])
         else:
             right = found.label == found.prediction

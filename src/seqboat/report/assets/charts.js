@@ -155,13 +155,13 @@
       const y = top + row * tall;
       svg.append(text(left - 8, y + tall / 2 + 4, label, "end"));
       spec.values[row].forEach((value, i) => {
-        const colour = value ? shade(CONFIDENCE, value) : [255, 255, 255];
+        const color = value ? shade(CONFIDENCE, value) : [255, 255, 255];
         const cell = draw("rect", { x: left + i * step, y, width: step - 2, height: tall - 2, class: value === null ? "absent" : "cell" });
-        if (value !== null) cell.setAttribute("fill", css(colour));
+        if (value !== null) cell.setAttribute("fill", css(color));
         svg.append(cell);
         if (value !== null && step > 30) {
           const number = text(left + (i + 0.5) * step - 1, y + tall / 2 + 4, `${Math.round(100 * value)}`, "middle", "on-cell");
-          number.setAttribute("fill", isDark(colour) ? "#fff" : "#111");
+          number.setAttribute("fill", isDark(color) ? "#fff" : "#111");
           svg.append(number);
         }
         hover(svg, left + i * step, y, step, tall, () => [`${label}, ${spec.columns[i]}`, spell(value, spec.unit)]);

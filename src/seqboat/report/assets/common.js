@@ -22,12 +22,12 @@ function fill(element, attributes, children) {
   return element;
 }
 
-/** A number in a unit, as people write it; null stands for "there is none". */
+/** A number in a unit, as it is usually written; null means that there is none. */
 function spell(value, unit) {
   if (value === null || value === undefined || Number.isNaN(value)) return "-";
   if (unit === "percent") {
-    const share = 100 * value;
-    return (share > 0 && share < 0.1 ? "< 0.1" : share.toFixed(1)) + " %";
+    const percent = 100 * value;
+    return (percent > 0 && percent < 0.1 ? "< 0.1" : percent.toFixed(1)) + " %";
   }
   if (Number.isInteger(value) && Math.abs(value) < 1e15) return value.toLocaleString("en");
   const size = Math.abs(value);
@@ -36,12 +36,12 @@ function spell(value, unit) {
   return String(Number(value.toPrecision(3)));
 }
 
-// Colours. Confidence runs from light to dark, as in the figures of the documentation; white is "not activated".
+// Colors. Confidence runs from light to dark, as in the figures of the documentation; white is "not activated".
 // Attention weights have another hue, so that the two cannot be mistaken for each other.
 const CONFIDENCE = ["#d5eeb3", "#a9ddb7", "#73c9bd", "#45b4c2", "#2897bf", "#2073b2", "#234da0", "#21308b", "#0f2067"];
 const WEIGHT = ["#fff3d6", "#fee391", "#fec44f", "#fe9929", "#ec7014", "#cc4c02", "#993404", "#662506"];
 
-const hex = (colour) => [1, 3, 5].map((i) => parseInt(colour.slice(i, i + 2), 16));
+const hex = (color) => [1, 3, 5].map((i) => parseInt(color.slice(i, i + 2), 16));
 
 /** Red, green and blue on a scale at a place from 0 to 1. */
 function shade(scale, place) {
@@ -53,5 +53,5 @@ function shade(scale, place) {
 
 const css = (rgb) => `rgb(${rgb.join(",")})`;
 
-/** Whether letters on a colour should be light. */
+/** Whether letters on a color should be light. */
 const isDark = (rgb) => 0.299 * rgb[0] + 0.587 * rgb[1] + 0.114 * rgb[2] < 135;

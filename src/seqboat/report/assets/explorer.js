@@ -34,7 +34,7 @@
     return head;
   }
 
-  /** Who is active, how sure the router is, and the slots of active tokens. */
+  /** Which tokens are active, their probabilities, and the slots of active tokens. */
   function unpackLayer(head, s, l, length) {
     const get = (name) => head.array[`${s}.${l}.${name}`];
     const bits = get("active"), probs = get("probs");
@@ -55,7 +55,7 @@
     return ids ? state.sample.strings[ids[i]] : null;
   };
 
-  /** What the query of a token sees: keys from `first` up to `end` (slots), and the largest shares of its weight. */
+  /** What the query of a token sees: keys from `first` up to `end` (slots), and its largest weights as fractions of their sum. */
   function seen(number, position) {
     const layer = layerOf(number);
     if (!layer || layer.slot[position] < 0 || !layer.get("before")) return null;
@@ -64,10 +64,10 @@
     const weights = new Map();
     let shown = 0;
     if (keep) {
-      const peak = layer.get("peak")[slot] / 65535, top = layer.get("top"), share = layer.get("share");
+      const peak = layer.get("peak")[slot] / 65535, top = layer.get("top"), ratio = layer.get("ratio");
       for (let k = 0; k < Math.min(keep, end - first); k++) {
         // columns lie one behind the other: the largest weight of all queries, then the second largest, ...
-        const part = k ? (share[(k - 1) * count + slot] / 255) ** 2 : 1;
+        const part = k ? (ratio[(k - 1) * count + slot] / 255) ** 2 : 1;
         if (part * peak <= 0) continue;
         weights.set(layer.positions[first + top[k * count + slot]], part * peak);
         shown += part * peak;
@@ -77,22 +77,22 @@
     return { first, end, layer, weights, shown: Math.min(shown, 1), most: Math.max(...weights.values(), 1e-9), sum: sums ? sums[slot] : null };
   }
 
-  // colours
+  // colors
 
-  const confidenceColour = (p) => shade(CONFIDENCE, (p - info.low) / (1 - info.low));
+  const confidenceColor = (p) => shade(CONFIDENCE, (p - info.low) / (1 - info.low));
   const OUTSIDE = [206, 211, 217], VISIBLE = [255, 250, 238];
 
-  /** The colour of every token of a layer; null is white. */
+  /** The color of every token of a layer; null is white. */
   function paint(number) {
-    const layer = layerOf(number), length = sequence().length, colours = new Array(length).fill(null);
-    if (!layer) return { colours, view: null };
+    const layer = layerOf(number), length = sequence().length, colors = new Array(length).fill(null);
+    if (!layer) return { colors, view: null };
     const view = state.query === null ? null : seen(number, state.query);
     layer.positions.forEach((i, slot) => {
-      if (!view) colours[i] = confidenceColour(layer.prob(i));
-      else if (view.weights.has(i)) colours[i] = shade(WEIGHT, 0.12 + 0.88 * Math.sqrt(view.weights.get(i) / view.most));
-      else colours[i] = slot >= view.first && slot < view.end ? VISIBLE : OUTSIDE;
+      if (!view) colors[i] = confidenceColor(layer.prob(i));
+      else if (view.weights.has(i)) colors[i] = shade(WEIGHT, 0.12 + 0.88 * Math.sqrt(view.weights.get(i) / view.most));
+      else colors[i] = slot >= view.first && slot < view.end ? VISIBLE : OUTSIDE;
     });
-    return { colours, view };
+    return { colors, view };
   }
 
   // words
@@ -159,10 +159,10 @@
     };
     return {
       focus: list,
-      paint({ colours }) {
-        colours.forEach((colour, i) => {
-          spans[i].style.backgroundColor = colour ? css(colour) : "";
-          spans[i].style.color = colour && isDark(colour) ? "#fff" : "";
+      paint({ colors }) {
+        colors.forEach((color, i) => {
+          spans[i].style.backgroundColor = color ? css(color) : "";
+          spans[i].style.color = color && isDark(color) ? "#fff" : "";
         });
       },
       mark() {
@@ -172,7 +172,7 @@
         }
         const cursor = spans[state.cursor];
         cursor.classList.add("cursor");
-        // names for screen readers are long: only where somebody is
+        // names for screen readers are long: only for the token at the cursor
         cursor.setAttribute("aria-label", `${word(state.cursor)}, ${place(state.cursor)}, ${decision(state.layers[index], state.cursor)}`);
         list.setAttribute("aria-activedescendant", cursor.id);
         marked = [cursor];
@@ -212,15 +212,15 @@
     return values[i * channels + Math.min(channel, channels - 1)];
   };
 
-  /** Pixels as a picture of their own size; colours may be null everywhere. */
-  function raster(colours, overlay) {
+  /** Pixels as a picture, one canvas pixel each; colors may be null everywhere. */
+  function raster(colors, overlay) {
     const [height, width] = info.picture;
     const small = make("canvas", { width, height }), context = small.getContext("2d"), data = context.createImageData(width, height);
     for (let i = 0; i < sequence().length; i++) {
-      const grey = sequence().channels === 3 ? [0, 1, 2].map((c) => input(i, c)) : [input(i, 0), input(i, 0), input(i, 0)];
-      let colour = colours ? colours[i] || [255, 255, 255] : grey;
-      if (overlay) colour = colours[i] ? colours[i].map((v, c) => Math.round(0.7 * v + 0.3 * grey[c])) : grey;
-      data.data.set([...colour, 255], 4 * i);
+      const gray = sequence().channels === 3 ? [0, 1, 2].map((c) => input(i, c)) : [input(i, 0), input(i, 0), input(i, 0)];
+      let color = colors ? colors[i] || [255, 255, 255] : gray;
+      if (overlay) color = colors[i] ? colors[i].map((v, c) => Math.round(0.7 * v + 0.3 * gray[c])) : gray;
+      data.data.set([...color, 255], 4 * i);
     }
     context.putImageData(data, 0, 0);
     return small;
@@ -234,13 +234,13 @@
       if (!last || !element.clientWidth) return;
       const width = resize((element.clientWidth * rows) / columns), size = width / columns;
       context.imageSmoothingEnabled = false;
-      context.drawImage(raster(last.colours, state.view === "overlay"), 0, 0, width, size * rows);
-      const ring = (i, colour, grow) => {
+      context.drawImage(raster(last.colors, state.view === "overlay"), 0, 0, width, size * rows);
+      const ring = (i, color, grow) => {
         // around the pixel, but never beyond the picture
         const x = Math.max(1, (i % columns) * size - grow), y = Math.max(1, Math.floor(i / columns) * size - grow);
         const right = Math.min(width - 1, ((i % columns) + 1) * size + grow);
         const bottom = Math.min(size * rows - 1, (Math.floor(i / columns) + 1) * size + grow);
-        for (const [thick, ink] of [[3, "#fff"], [1.6, colour]]) {
+        for (const [thick, ink] of [[3, "#fff"], [1.6, color]]) {
           context.lineWidth = thick;
           context.strokeStyle = ink;
           context.strokeRect(x, y, right - x, bottom - y);
@@ -279,16 +279,16 @@
     const HEIGHT = 250, NEAR = 160;
     let last = null;
     const begin = () => Math.max(0, Math.min(state.cursor - NEAR / 2, sequence().length - NEAR));
-    const column = (colours, from, to) => {
-      // several samples share a column: the strongest colour of those that are activated
+    const column = (colors, from, to) => {
+      // several samples share a column: the strongest color of those that are activated
       let best = null;
       for (let i = from; i < to; i++) {
-        const c = colours[i];
+        const c = colors[i];
         if (c && (!best || c[0] + c[1] + c[2] < best[0] + best[1] + best[2])) best = c;
       }
       return best;
     };
-    const band = (colours, from, to, width, top, ink) => {
+    const band = (colors, from, to, width, top, ink) => {
       const count = to - from, middle = top + 42;
       context.fillStyle = "#fff";
       context.fillRect(0, top, width, 112);
@@ -302,8 +302,8 @@
         context.lineWidth = 1.5;
         context.stroke();
         for (let i = from; i < to; i++) {
-          if (!colours[i]) continue;
-          context.fillStyle = css(colours[i]);
+          if (!colors[i]) continue;
+          context.fillStyle = css(colors[i]);
           context.fillRect(((i - from) / count) * width, top + 88, width / count, 24);
           if (state.view !== "overlay") continue;
           context.beginPath();
@@ -313,9 +313,9 @@
       }
       for (let x = 0; x < width && !single; x++) {
         const a = from + Math.floor((x * count) / width), b = Math.max(a + 1, from + Math.floor(((x + 1) * count) / width));
-        const colour = column(colours, a, b);
-        if (colour) {
-          context.fillStyle = css(colour);
+        const color = column(colors, a, b);
+        if (color) {
+          context.fillStyle = css(color);
           context.fillRect(x, top + 88, 1, 24);
         }
         let low = Infinity, high = -Infinity;
@@ -323,7 +323,7 @@
           low = Math.min(low, height(i));
           high = Math.max(high, height(i));
         }
-        context.fillStyle = colour && state.view === "overlay" ? css(colour) : ink;
+        context.fillStyle = color && state.view === "overlay" ? css(color) : ink;
         context.fillRect(x, low, 1, Math.max(1.5, high - low));
       }
       context.strokeStyle = "#c4cad1";
@@ -335,8 +335,8 @@
       const width = resize(HEIGHT), length = sequence().length, start = begin(), near = Math.min(NEAR, length);
       context.fillStyle = "#fff";
       context.fillRect(0, 0, width, HEIGHT);
-      band(last.colours, 0, length, width, 0, "#46505a");
-      band(last.colours, start, start + near, width, 132, "#46505a");
+      band(last.colors, 0, length, width, 0, "#46505a");
+      band(last.colors, start, start + near, width, 132, "#46505a");
       // where the lower half is in the upper one
       context.fillStyle = "rgba(32,115,178,0.14)";
       const x0 = (start / length) * width, x1 = ((start + near) / length) * width;
@@ -344,8 +344,8 @@
       context.fillStyle = "#55606b";
       context.font = "11px system-ui, sans-serif";
       context.fillText(`samples ${start + 1} to ${start + near}`, 4, 128);
-      const ring = (i, colour) => {
-        context.strokeStyle = colour;
+      const ring = (i, color) => {
+        context.strokeStyle = color;
         context.lineWidth = 2;
         if (i >= start && i < start + near) context.strokeRect(((i - start) / near) * width, 134, Math.max(3, width / near), 110);
         context.beginPath();
@@ -502,8 +502,8 @@
     }
     const from = layer.positions[view.first] + 1, to = layer.positions[view.end - 1] + 1;
     const sees = `Sees ${spell(view.end - view.first)} activated ${view.end - view.first === 1 ? unit : `${unit}s`} at positions ${spell(from)} to ${spell(to)}`;
-    let shown = `; coloured: the ${view.weights.size} largest weights, ${spell(view.shown, "percent")} of all`;
-    if (view.weights.size === view.end - view.first) shown = "; all coloured by their weight";
+    let shown = `; colored: the ${view.weights.size} largest weights, ${spell(view.shown, "percent")} of all`;
+    if (view.weights.size === view.end - view.first) shown = "; all colored by their weight";
     if (!view.weights.size) shown = info.keep ? ", but gives all of them the weight zero" : "; its weights are left out to keep this page small";
     return `${sees}${shown}.`;
   }
@@ -524,16 +524,16 @@
   }
 
   function legend() {
-    const swatch = (colour, text) => {
+    const swatch = (color, text) => {
       const box = make("span", { class: "swatch" });
-      box.style.backgroundColor = colour;
+      box.style.backgroundColor = color;
       return make("span", { class: "entry" }, box, text);
     };
-    const scale = (colours, low, high) => {
+    const scale = (colors, low, high) => {
       const strip = make("span", { class: "strip" });
       for (let i = 0; i < 24; i++) {
         const piece = make("span");
-        piece.style.backgroundColor = css(shade(colours, i / 23));
+        piece.style.backgroundColor = css(shade(colors, i / 23));
         strip.append(piece);
       }
       return make("span", { class: "entry" }, low, strip, high);
@@ -541,13 +541,13 @@
     const views = shownLayers().map((number) => state.query !== null && seen(number, state.query) !== null);
     const parts = [swatch("#fff", "not activated")];
     if (views.includes(false)) parts.push(scale(CONFIDENCE, `confidence ${info.low}`, "1"));
-    if (views.includes(true)) parts.push(scale(WEIGHT, "small", "large weight"), swatch(css(VISIBLE), "seen, weight zero or not shown"), swatch(css(OUTSIDE), "activated, out of sight"));
+    if (views.includes(true)) parts.push(scale(WEIGHT, "small", "large weight"), swatch(css(VISIBLE), "seen, weight zero or not shown"), swatch(css(OUTSIDE), "activated, not visible"));
     find("legend").replaceChildren(...parts);
   }
 
-  function meter(share, name) {
+  function meter(fraction, name) {
     const bar = make("span", { class: `meter ${name}` }), inner = make("span");
-    inner.style.width = `${Math.round(100 * Math.min(1, share))}%`;
+    inner.style.width = `${Math.round(100 * Math.min(1, fraction))}%`;
     bar.append(inner);
     return bar;
   }
@@ -557,7 +557,7 @@
     const rows = info.layers.map((name, number) => {
       const layer = layerOf(number);
       const active = layer && layer.slot[i] >= 0;
-      return make("tr", { class: active ? "on" : "" }, make("th", { scope: "row" }, name), make("td", {}, layer ? (active ? "activated" : "not activated") : "no router"), make("td", { class: "number" }, layer ? layer.prob(i).toFixed(2) : "-"), make("td", {}, layer ? meter(layer.prob(i), active ? "blue" : "grey") : ""));
+      return make("tr", { class: active ? "on" : "" }, make("th", { scope: "row" }, name), make("td", {}, layer ? (active ? "activated" : "not activated") : "no router"), make("td", { class: "number" }, layer ? layer.prob(i).toFixed(2) : "-"), make("td", {}, layer ? meter(layer.prob(i), active ? "blue" : "gray") : ""));
     });
     const head = make("tr", {}, ...["layer", "decision", "probability", ""].map((t) => make("th", { scope: "col" }, t)));
     const token = make("div", { class: "inspect" }, make("h3", {}, text === null ? place(i) : `“${text}” at ${place(i)}`), make("table", { "aria-label": "What every layer decided" }, make("thead", {}, head), make("tbody", {}, ...rows)));
@@ -604,9 +604,9 @@
     box.append(make("table", { "aria-label": `Largest weights in ${name}` }, make("thead", {}, head), make("tbody", {}, ...rows)));
     const left = sorted.length - rows.length;
     const notes = [];
-    if (left > 0) notes.push(`${left} more are coloured`);
+    if (left > 0) notes.push(`${left} more are colored`);
     if (view.shown < 0.995) notes.push(`${spell(1 - view.shown, "percent")} of the weight is on ${unshown(view)} not kept in this page`);
-    if (view.sum !== null) notes.push(`weights are shares of their sum, ${spell(view.sum)}`);
+    if (view.sum !== null) notes.push(`weights are fractions of their sum, ${spell(view.sum)}`);
     if (notes.length) box.append(make("p", { class: "caption" }, `${notes.join("; ")}.`));
     return box;
   }

@@ -1,0 +1,190 @@
+"""Charts of a run as specifications in plain data: activation of its layers, and curves of its training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from seqboat.report.page import Chart, score_unit
+from seqboat.report.record import Numbers
+
+MODULES = ", the mean over the modules of a layer."
+"""What training records of layers with more modules than their attention."""
+
+
+def value_in(layer: Mapping[str, Any] | None, *path: str) -> Any:
+    """A value inside a layer's measures; None where any part of the way is missing."""
+    found: Any = layer
+    for name in path:
+        found = None if found is None else found[name]
+    return found
+
+
+def activation_charts(measures: Numbers, layers: Sequence[str]) -> dict[str, Chart]:
+    """The figures of section 5 of the paper, and the other measures."""
+    found = measures["layers"]
+    busy = [(name, layer) for name, layer in zip(layers, found, strict=True) if layer is not None]
+    names = [name for name, _ in busy]
+    charts: dict[str, Chart] = {
+        "activation": {
+            "type": "bars",
+            "title": "Activation per layer",
+            "about": "Fraction of the tokens of a sequence that attend; whiskers: standard deviation over sequences.",
+            "label": "layer",
+            "unit": "percent",
+            "most": 1,
+            "none": "no router",
+            "rows": list(layers),
+            "series": [
+                {
+                    "name": "activated",
+                    "values": [value_in(layer, "rate", "mean") for layer in found],
+                    "errors": [value_in(layer, "rate", "std") for layer in found],
+                }
+            ],
+        },
+        "confidence": _confidence_chart(busy),
+    }
+    if any(layer["span"] is not None for _, layer in busy):
+        charts["span"] = {
+            "type": "bars",
+            "title": "Attention span",
+            "about": "Mean distance, in tokens of the sequence, from a query to the keys it may see, and the same "
+            "weighted by attention; whiskers: standard deviation over sequences.",
+            "label": "layer",
+            "none": "no query",
+            "rows": names,
+            "series": [
+                {
+                    "name": title,
+                    "values": [value_in(layer, key, "mean") for _, layer in busy],
+                    "errors": [value_in(layer, key, "std") for _, layer in busy],
+                }
+                for title, key in (("may see", "span"), ("weighted by attention", "weighted_span"))
+            ],
+        }
+    charts["class"] = _class_chart(measures, busy)
+    bins = len(busy[0][1]["by_part"])
+    charts["position"] = {
+        "type": "rows",
+        "title": "Activation by position",
+        "about": "Fraction of tokens that attend, from the beginning to the end of a sequence.",
+        "unit": "percent",
+        "xlabel": "position in the sequence, %",
+        "range": [0, 100],
+        "bins": [f"{100 * i // bins} to {100 * (i + 1) // bins} %" for i in range(bins)],
+        "rows": names,
+        "values": [[part["rate"] for part in layer["by_part"]] for _, layer in busy],
+    }
+    if any(layer["occupancy"] is not None for _, layer in busy):
+        charts["occupancy"] = {
+            "type": "bars",
+            "title": "Working memory in use",
+            "about": "Fraction of its slots that are filled when a query attends, and at the end of a sequence.",
+            "label": "layer",
+            "unit": "percent",
+            "most": 1,
+            "none": "never used",
+            "rows": names,
+            "series": [
+                {"name": title, "values": [value_in(layer, key, "mean") for _, layer in busy]}
+                for title, key in (("at a query", "occupancy"), ("at the end", "final_occupancy"))
+            ],
+        }
+    return charts
+
+
+def _confidence_chart(busy: Sequence[tuple[str, Numbers]]) -> Chart:
+    bins = len(busy[0][1]["probabilities"])
+    fractions, active = [], []
+    for _, layer in busy:
+        total = max(1, sum(part["total"] for part in layer["probabilities"]))
+        fractions.append([part["total"] / total for part in layer["probabilities"]])
+        active.append([part["active"] / total for part in layer["probabilities"]])
+    return {
+        "type": "rows",
+        "title": "Confidence of the routers",
+        "about": "Tokens by the probability that the router assigns to activating them; blue: activated.",
+        "unit": "percent",
+        "own": True,
+        "xlabel": "probability of activation",
+        "range": [0, 1],
+        "bins": [f"{i / bins:.2f} to {(i + 1) / bins:.2f}" for i in range(bins)],
+        "rows": [name for name, _ in busy],
+        "values": fractions,
+        "active": active,
+    }
+
+
+MATRIX_ROWS = 16
+"""Kinds of tokens that a matrix has room for; more are drawn as bars along an axis."""
+
+
+def _class_chart(measures: Numbers, busy: Sequence[tuple[str, Numbers]]) -> Chart:
+    classes = measures["classes"]
+    present = [i for i in range(len(classes)) if any(layer["by_class"][i]["total"] for _, layer in busy)]
+    names = [classes[i] for i in present]
+    values = [[layer["by_class"][i]["rate"] for i in present] for _, layer in busy]
+    about = "Fraction of the tokens of each kind that attend, in percent."
+    if len(present) <= MATRIX_ROWS:
+        return {
+            "type": "matrix",
+            "title": "Activation by kind of token",
+            "about": about,
+            "label": "kind",
+            "unit": "percent",
+            "rows": names,
+            "columns": [name for name, _ in busy],
+            "values": [list(row) for row in zip(*values, strict=True)],
+        }
+    rows = all(name.startswith("row ") for name in names)
+    return {
+        "type": "rows",
+        "title": "Activation by row of the image" if rows else "Activation by kind of token",
+        "about": about,
+        "unit": "percent",
+        "xlabel": "row" if rows else "kind",
+        "range": [1, len(names) + 1],
+        "bins": names,
+        "rows": [name for name, _ in busy],
+        "values": values,
+    }
+
+
+def curve_charts(numbers: Numbers, layers: Sequence[str]) -> dict[str, Chart]:
+    charts: dict[str, Chart] = {}
+    words = {"train": "training", "val": "validation"}
+    for score, parts in numbers["curves"].items():
+        if score != "activation":
+            charts[f"curve-{score}"] = {
+                "type": "lines",
+                "title": f"{score[0].upper()}{score[1:]} during training",
+                "xlabel": "step",
+                "unit": score_unit(score),
+                "series": [
+                    {"name": words.get(split, split), "points": points, "faint": split == "train"}
+                    for split, points in parts.items()
+                ],
+            }
+    training = numbers["measures"]["training"]
+    records = [r for r in training if r["split"] != "train"] or training
+    several = any(layer is not None and layer["others"] for layer in numbers["measures"]["layers"])
+    series = []
+    for i, name in enumerate(layers):
+        values = [[r["step"], r["activation"][i]] for r in records if i < len(r["activation"])]
+        points = [point for point in values if point[1] is not None]
+        if points:
+            series.append({"name": name, "points": points})
+    if series:
+        charts["curve-activation"] = {
+            "type": "lines",
+            "title": "Activation during training",
+            "about": "Fraction of tokens that are active "
+            + ("in held-out data" if records is not training else "in training batches")
+            + (MODULES if several else "."),
+            "xlabel": "step",
+            "unit": "percent",
+            "least": 0,
+            "series": series,
+        }
+    return charts
