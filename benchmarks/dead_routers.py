@@ -65,12 +65,12 @@ class Result(NamedTuple):
 
     @property
     def dead(self) -> int:
-        """Layers that activate next to nothing."""
+        """Layers that activate almost nothing."""
         return sum(rate is not None and rate < DEAD for rate in self.activation)
 
 
 def perform(run: Run, folder: Path) -> None:
-    """Train, or go on."""
+    """Train, or continue."""
     config = dataclasses.replace(find_recipe(run.task)(), recipe=run.task, seed=run.seed)
     config = override(config, run.fields)
     print(f"{run.name}: {run.command}", flush=True)
@@ -136,7 +136,7 @@ def main() -> None:
     parser.add_argument(
         "--set", nargs="*", default=[], metavar="FIELD=VALUE", help="further settings of every run"
     )
-    parser.add_argument("--table", action="store_true", help="train nothing, only read what is there")
+    parser.add_argument("--table", action="store_true", help="train nothing: only read existing runs")
     options = parser.parse_args()
     extra: tuple[str, ...] = tuple(f"--{field}" for field in options.set)
     runs = [

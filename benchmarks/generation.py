@@ -28,7 +28,7 @@ from seqboat.text.session import CHUNK, read, start
 
 MB = 1e6
 SETTLED = 2000
-"""Bytes after which growth counts."""
+"""Bytes after which memory growth is measured."""
 
 
 def resident() -> int:
@@ -38,7 +38,7 @@ def resident() -> int:
 
 
 def peak() -> int:
-    """The most that it has taken so far."""
+    """Its peak so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

@@ -1,4 +1,4 @@
-"""The SeqBoat layer computed the way it was published: the yard-stick that `seqboat bench` holds ours to.
+"""The SeqBoat layer computed the way it was published: the baseline that `seqboat bench` compares ours with.
 
 Same parameters as `seqboat.SeqBoat`, same results, by its own code (section 3.3 and appendix A of the paper):
 
@@ -10,7 +10,7 @@ Same parameters as `seqboat.SeqBoat`, same results, by its own code (section 3.3
 
 It is written to be fast at that: one transform for both directions of the average at the smallest length that avoids
 wrap-around, a kernel that is kept between calls in evaluation, no tensor wider or copied more often than the method
-asks for.
+requires.
 """
 
 from __future__ import annotations

@@ -311,7 +311,7 @@ def measure_speed(results: Results, rounds: int) -> None:
     seconds = {}
     for label, job in jobs.items():
         times = take_turns({key: partial(job, key) for key in models}, rounds)
-        # ratios within a round: a machine that others use too changes from minute to minute
+        # ratios within a round, because the speed of a shared machine changes from minute to minute
         seconds[label] = {key: quartiles(values).median for key, values in times.items()} | {
             f"{key} / dense": quartiles([a / b for a, b in zip(times[key], times["dense"], strict=True)])
             for key in handles
@@ -327,7 +327,7 @@ def measure_speed(results: Results, rounds: int) -> None:
 
 
 def take_turns(jobs: Mapping[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of processor time of every job in every round; one more round before them does not count.
+    """Seconds of processor time of every job in every round; after one warm-up round.
 
     Processor time and one thread, because what else runs on a machine then hardly matters.
     """
@@ -422,16 +422,16 @@ def draw_figure(content: Mapping[str, Any], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("runs/retrofit"), help="where everything is kept")
+    parser.add_argument("--out", type=Path, default=Path("runs/retrofit"), help="folder of all results")
     parser.add_argument("--part", choices=("all", "quality", "speed"), default="all", help="what to measure")
     parser.add_argument("--data", default="data", help="the data folder, with enwik8 prepared")
     parser.add_argument("--text", type=Path, help="train on this file instead of enwik8")
-    parser.add_argument("--width", type=int, default=128, help="of the small model")
-    parser.add_argument("--layers", type=int, default=6, help="of the small model, up to 9")
-    parser.add_argument("--steps", type=int, default=1000, help="of the base")
-    parser.add_argument("--tune-steps", type=int, default=600, help="of every further training")
+    parser.add_argument("--width", type=int, default=128, help="width of the small model")
+    parser.add_argument("--layers", type=int, default=6, help="layers of the small model, up to 9")
+    parser.add_argument("--steps", type=int, default=1000, help="training steps of the base")
+    parser.add_argument("--tune-steps", type=int, default=600, help="steps of every tuning")
     parser.add_argument("--runs", type=int, default=len(RUNS), help="how many budgets to try, of %(default)s")
-    parser.add_argument("--rounds", type=int, default=5, help="of the measure of speed")
+    parser.add_argument("--rounds", type=int, default=5, help="timed rounds of the speed")
     parser.add_argument("--figure", type=Path, help="draw the quality here")
     options = parser.parse_args()
     results = Results(options.out)

@@ -1,11 +1,11 @@
-"""What sparse activation costs: a training step against the same modules on all tokens, and many modules against one.
+"""What sparse activation costs: a training step relative to the same modules on all tokens, and many modules to one.
 
     python benchmarks/sparse_modules.py
 
-Jobs take turns and the best of several rounds counts, in seconds of the processor on one thread, so that other work
-on the machine matters little. A step is forward, backward and AdamW; many modules are compared with one also without
-AdamW, which has as many times the parameters to move. Who is active is drawn by chance; the router computes its
-probabilities all the same.
+Jobs take turns, and the best of several rounds counts, in processor seconds on one thread, so that other work on the
+machine matters little. A step is forward, backward and AdamW; many modules are compared with one also without
+AdamW, which has as many times the parameters to update. Active tokens are picked at random; the router still
+computes its probabilities.
 """
 
 from __future__ import annotations
@@ -112,11 +112,11 @@ def main() -> None:
     for name, seconds in found.items():
         print(f"{name:55s} {seconds * 1e3:8.1f} ms  {seconds / dense:5.2f} x")
     for update in (False, True):
-        for share in (0.4, 0.8):
-            end = f"{share:.0%} active in all{'' if update else ', no update'}"
+        for rate in (0.4, 0.8):
+            end = f"{rate:.0%} active in all{'' if update else ', no update'}"
             jobs = {
                 f"{count} token-wise module{'s' if count > 1 else ''}, {end}": sparse_step(
-                    many(count), x, share / count, update
+                    many(count), x, rate / count, update
                 )
                 for count in (1, 2, 4, 8)
             }

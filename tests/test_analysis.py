@@ -326,10 +326,10 @@ class Loop:
             assert wanted is not None and found.weighted_span is not None
             # weights are in single precision
             assert found.weighted_span.mean == pytest.approx(wanted.mean, rel=1e-5)
-        assert [list(share) for share in found.by_part] == self.parts
-        assert [list(share) for share in found.probabilities] == self.probabilities
-        assert {i: list(share) for i, share in enumerate(found.by_place) if share.total} == self.places
-        assert {i: list(share) for i, share in enumerate(found.by_class) if share.total} == self.kinds
+        assert [list(part) for part in found.by_part] == self.parts
+        assert [list(part) for part in found.probabilities] == self.probabilities
+        assert {i: list(part) for i, part in enumerate(found.by_place) if part.total} == self.places
+        assert {i: list(part) for i, part in enumerate(found.by_class) if part.total} == self.kinds
         assert found.counts.active == sum(self.counts)
 
 
@@ -384,7 +384,7 @@ def test_queries_that_see_nothing_are_counted(tmp_path: Path) -> None:
     config = small_run().replace(model={"mixer": dataclasses.replace(mixer, gau=gau)})
     measures = check_run(write_run(tmp_path / "run", config, noise=0.5))
     blind = [layer.blind for layer in measures.layers]
-    assert any(0 < share.active < share.total for share in blind)
+    assert any(0 < part.active < part.total for part in blind)
 
 
 def test_measures_of_pairs_count_both_sequences(tmp_path: Path) -> None:
@@ -396,7 +396,7 @@ def test_measures_of_windows_leave_the_context_out(tmp_path: Path) -> None:
     measures = check_run(write_lm_run(tmp_path), "val", Windows(window=24, context=16))
     assert 11 * 8 < measures.tokens <= 12 * 8 and measures.task == "lmtext"
     layer = measures.layers[0]
-    assert layer.span.mean > 0 and sum(share.total for share in layer.by_place[:16]) < 12 * 8
+    assert layer.span.mean > 0 and sum(part.total for part in layer.by_place[:16]) < 12 * 8
 
 
 def test_a_layer_that_never_attends(tmp_path: Path) -> None:

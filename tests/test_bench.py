@@ -432,15 +432,13 @@ def test_profile_attributes_every_moment() -> None:
         [parse_candidate("seqboat")], TINY, ("training", "inference"), rounds=2
     ) + run_profile([parse_candidate("transformer")], TINY, ("training",), rounds=1)
     for found in (training, inference, other):
-        assert sum(share.forward + share.backward for share in found.parts) == pytest.approx(1)
+        assert sum(part.forward + part.backward for part in found.parts) == pytest.approx(1)
         assert sum(part.fraction for part in found.kinds) == pytest.approx(1)
-        assert {"matrix products", "elementwise", "between operations"} <= {
-            share.kind for share in found.kinds
-        }
-    parts = {share.part: share for share in training.parts}
+        assert {"matrix products", "elementwise", "between operations"} <= {part.kind for part in found.kinds}
+    parts = {part.part: part for part in training.parts}
     for name in ("ssm", "sma.units.gau", "sma.router", "norm", "sma", "the layer itself"):
         assert parts[name].forward > 0 and parts[name].backward > 0, name
-    assert all(share.backward == 0 for share in inference.parts)
+    assert all(part.backward == 0 for part in inference.parts)
     assert training.lower_bound_ratio == training.seconds.median / training.lower_bound_seconds.median  # type: ignore[union-attr]
     assert [part.what for part in training.products] == [part.what for part in inference.products]
     for forward, step in zip(inference.products, training.products, strict=True):

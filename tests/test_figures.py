@@ -94,10 +94,10 @@ def test_activation_draws_error_bars_within_the_axis() -> None:
 
 def test_maps_are_white_where_nothing_is_active() -> None:
     figure = confidence_maps_figure([MAP], {"layer 4": [MAP]}, theme="dark")
-    colours = figure.axes[1].get_images()[0].get_array()
-    assert colours is not None
-    assert colours[0, 0].tolist() == [1, 1, 1, 1]
-    luminance = colours[..., :3] @ np.array([0.299, 0.587, 0.114])
+    colors = figure.axes[1].get_images()[0].get_array()
+    assert colors is not None
+    assert colors[0, 0].tolist() == [1, 1, 1, 1]
+    luminance = colors[..., :3] @ np.array([0.299, 0.587, 0.114])
     # darker with confidence, and the palest still differs from white
     assert 0.95 > luminance[0, 1] > luminance[1, 0] > luminance[1, 1]
 

@@ -1,4 +1,4 @@
-"""The yard-stick of the benchmarks computes what our layer computes."""
+"""The baseline of the benchmarks computes what our layer computes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def published() -> ModuleType:
 
 
 def pair(published: ModuleType, config: SeqBoatConfig, dtype: torch.dtype) -> tuple:
-    """Our layer and the yard-stick with the same weights, the attention large enough to matter."""
+    """Our layer and the baseline with the same weights, the attention large enough to matter."""
     torch.manual_seed(0)
     ours = SeqBoat(12, config).to(dtype)
     with torch.no_grad():

@@ -370,8 +370,8 @@ def test_twenty_samples_of_4096_tokens_stay_below_five_megabytes(pages: Pages) -
     assert 0.8 * PAGE_BYTES < len(page.encode()) < 5_000_000
     kept = re.search(r"keeps the (\d+) largest weights of every query: on average (\d+\.\d) %", page)
     assert kept is not None and int(kept[1]) >= 6
-    shares = [s.fractions[: int(kept[1])].sum(axis=0) for s in samples[0].sights[0] if s is not None]
-    assert float(kept[2]) == pytest.approx(100 * float(np.concatenate(shares).mean()), abs=0.06)
+    fractions = [s.fractions[: int(kept[1])].sum(axis=0) for s in samples[0].sights[0] if s is not None]
+    assert float(kept[2]) == pytest.approx(100 * float(np.concatenate(fractions).mean()), abs=0.06)
 
 
 def test_weights_give_way_to_size(pages: Pages) -> None:
@@ -451,15 +451,15 @@ def test_other_modules_are_told(tmp_path: Path) -> None:
     mixer = SeqBoatConfig(gau=GAUConfig(d_z=4, d_v=8, window=4), ffn=True)
     run = write_run(tmp_path / "run", small_run(ToyConfig(count=5), model={"mixer": mixer}))
     found = collect(run)
-    share = found.numbers["measures"]["layers"][0]["others"]["ffn"]["rate"]
-    assert f"gau, ffn {100 * share:.1f} %" in report_page(found)
+    part = found.numbers["measures"]["layers"][0]["others"]["ffn"]["rate"]
+    assert f"gau, ffn {100 * part:.1f} %" in report_page(found)
 
 
 def test_a_run_that_diverged(tmp_path: Path) -> None:
     register()
     found = collect(write_run(tmp_path / "run", small_run(), noise=1e30), "val", 2, 4)
     layer = found.numbers["measures"]["layers"][0]
-    assert layer["counts"]["total"] > 0 == sum(share["total"] for share in layer["probabilities"])
+    assert layer["counts"]["total"] > 0 == sum(part["total"] for part in layer["probabilities"])
     assert "explorer" in report_page(found)
 
 

@@ -235,7 +235,7 @@ def test_the_page_says_which_data_it_was(
     assert f"{told}{record['examples']} of the test split scored." in (tmp_path / "page.md").read_text()
 
 
-def test_figures_are_drawn_anew_only_for_new_records(target: Target, tmp_path: Path) -> None:
+def test_figures_are_drawn_again_only_for_new_records(target: Target, tmp_path: Path) -> None:
     page = tmp_path / "results.md"
     job = plan(target, "small", tmp_path)[2]
     run_job(job, Spy())

@@ -25,7 +25,7 @@ from seqboat.mixers.seqboat.gau import GAU, SlotWeights
 from seqboat.tasks.base import Batch, Kind, apply_model
 
 QUERIES_AT_ONCE = 256
-"""Queries that are weighed against all keys at a time."""
+"""Queries whose weights are computed at a time."""
 
 
 class SeenTokens(NamedTuple):

@@ -1,4 +1,4 @@
-"""What a routed layer costs on real sequences, against the same layer with every token active."""
+"""What a routed layer costs on real sequences, relative to the same layer with every token active."""
 
 from __future__ import annotations
 

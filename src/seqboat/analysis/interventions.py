@@ -32,7 +32,7 @@ THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 
 class Intervention(NamedTuple):
-    """One way to decide."""
+    """One way to overrule the routers."""
 
     name: str
     active: tuple[bool | None, ...]
@@ -41,7 +41,7 @@ class Intervention(NamedTuple):
 
 
 class InterventionResult(NamedTuple):
-    """The score under one way to decide."""
+    """The score under one intervention."""
 
     setting: Intervention
     metrics: dict[str, float]
@@ -65,7 +65,7 @@ class InterventionResult(NamedTuple):
 
 
 def settings_of(found: Sequence[Site | None], thresholds: Sequence[float] = THRESHOLDS) -> list[Intervention]:
-    """What to try with a model, the model as it is first."""
+    """The interventions to try on a model; the unchanged model comes first."""
     routed = [number for number, site in enumerate(found) if site is not None]
     require(len(routed) > 0, "no layer of this run has a router: there is nothing to turn off")
     for threshold in thresholds:
@@ -85,7 +85,7 @@ def settings_of(found: Sequence[Site | None], thresholds: Sequence[float] = THRE
 
 @contextmanager
 def decided(found: Sequence[Site | None], setting: Intervention) -> Iterator[None]:
-    """Decide as a setting says, inside a `with` block."""
+    """Apply an intervention inside a `with` block."""
     with ExitStack() as stack:
         for site, forced in zip(found, setting.active, strict=True):
             if site is None:
@@ -110,7 +110,7 @@ def intervene(
     device: torch.device | None = None,
     progress: Callable[[InterventionResult, int, int], None] | None = None,
 ) -> tuple[list[InterventionResult], str, int]:
-    """Score a run under every setting, on the same examples.
+    """Score a run under every intervention, on the same examples.
 
     Args:
         run: the run's folder, or one checkpoint in it.

@@ -49,7 +49,7 @@ BINS = 20
 PLACES = 32
 """Bins of absolute positions, at most."""
 CURVE_POINTS = 200
-"""Points of training that a curve of activation keeps, at most, besides the evaluations."""
+"""Training points that an activation curve keeps, at most, besides the evaluations."""
 
 
 class MeanStd(NamedTuple):
@@ -68,14 +68,14 @@ class Moments:
         self.count, self.mean, self._squares = 0, 0.0, 0.0
 
     def add(self, value: float) -> None:
-        """Take one more number."""
+        """Add one number."""
         self.count += 1
         step = value - self.mean
         self.mean += step / self.count
         self._squares += step * (value - self.mean)
 
     def summary(self) -> MeanStd | None:
-        """What they were; None if there were none."""
+        """Their mean and std; None if there were none."""
         return MeanStd(self.mean, (self._squares / self.count) ** 0.5, self.count) if self.count else None
 
 
@@ -96,9 +96,9 @@ class LayerMeasures:
     """What one router did on a split, and what its attention saw."""
 
     module: str
-    """the module that was decided about: the attention"""
+    """the module that the decisions are for: the attention"""
     window: int | None
-    """size of its working memory or of its chunks; None if it sees everything or is no attention unit"""
+    """size of its working memory or of its chunks; None without a limit or without attention"""
     counts: ActiveCount
     """over all tokens"""
     rate: MeanStd
@@ -118,19 +118,19 @@ class LayerMeasures:
     by_class: tuple[ActiveCount, ...]
     """by the task's kinds of tokens"""
     span: MeanStd | None
-    """mean distance, in original positions, from a query to the keys it may see; None if there never was a query"""
+    """mean distance, in original positions, from a query to the keys it may see; None without any query"""
     weighted_span: MeanStd | None
-    """the same, each key counted by its attention weight; None also if not asked for"""
+    """the same, each key weighted by its attention; None also if not requested"""
     blind: ActiveCount | None
-    """queries whose weights are all zero, as squared ReLU can make them: attention gives them a constant"""
+    """queries whose weights are all zero, as squared ReLU allows: attention gives them a constant"""
     occupancy: MeanStd | None
-    """fraction of the slots of the working memory that are filled at a query; None if there is no bound"""
+    """fraction of the slots of the working memory that are filled at a query; None without a limit"""
     final_occupancy: MeanStd | None
     """fraction of the slots that are filled at the end of a sequence"""
     cost: LayerCost | None
     """None where products are not counted for this kind of layer"""
     others: dict[str, ActiveCount]
-    """activation of further modules of the layer"""
+    """activation of the other modules of the layer"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +147,7 @@ class Measures:
     sequences: int
     """two for each pair"""
     tokens: int
-    """that were counted; not padding, and of windows not the context"""
+    """counted tokens: without padding, and without the context of windows"""
     metrics: dict[str, float]
     """scores on these examples"""
     classes: tuple[str, ...]
@@ -211,7 +211,7 @@ class _LayerSums:
         self.products = CostCounter(site)
 
     def add_tokens(self, layer: LayerTrace, classes: Numbers, counted: Flags) -> None:
-        """One sequence's decisions; only counted tokens are."""
+        """The decisions of one sequence, for its counted tokens."""
         active, probs, length = layer.active[counted], layer.probs[counted], len(layer.active)
         if not len(active):
             return
@@ -231,7 +231,7 @@ class _LayerSums:
         self.products.add(layer)
 
     def add_attention(self, tokens: Tensor, position: Tensor, counted: Flags, weighted: bool) -> None:
-        """What one sequence's queries saw."""
+        """What the queries of one sequence saw."""
         gau = self.site.gau
         assert gau is not None
         asked = torch.from_numpy(counted).to(position.device)[position]
@@ -397,7 +397,7 @@ def measure_run(
 
 
 def activation_curve(run: Path | str) -> list[dict[str, Any]]:
-    """Activation rates along training, from metrics.jsonl of a run: all evaluations, and training thinned out."""
+    """Activation rates along training, from metrics.jsonl of a run: all evaluations, and some training points."""
     lines = [record for record in Run(run).metrics if isinstance(record.get("activation"), list)]
     train = [record for record in lines if record.get("split") == "train"]
     every = max(1, -(-len(train) // CURVE_POINTS))

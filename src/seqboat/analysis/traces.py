@@ -35,7 +35,7 @@ from seqboat.training.config import RunConfig
 from seqboat.training.evaluate import Windows, cut_text
 
 RANKED = 5
-"""Next tokens of a language model that a trace keeps; of a classifier it keeps all classes."""
+"""Next tokens of a language model that a trace keeps; for a classifier it keeps all classes."""
 
 Floats = NDArray[np.float32]
 Flags = NDArray[np.bool_]
@@ -43,14 +43,14 @@ Numbers = NDArray[np.int64]
 
 
 class Examples(NamedTuple):
-    """A trained model and what to look at with it."""
+    """A trained model and examples to run it on."""
 
     model: nn.Module
     """in eval mode, on the CPU"""
     config: RunConfig
     task: Task
     dataset: Dataset
-    """the examples, at most as many as were asked for"""
+    """at most as many examples as requested"""
     step: int
     """of the checkpoint"""
 
@@ -85,13 +85,13 @@ def load_examples(
 
 
 class Site(NamedTuple):
-    """Where a layer decides, and what it shows of that: its attention, or else its first module."""
+    """Where a layer routes, and the module shown for it: its attention, or else its first module."""
 
     sma: SparseModularActivation
     module: str
     """name of the module that is shown"""
     column: int
-    """its place among the modules"""
+    """its index among the modules"""
     gau: GAU | None
     """the module itself, if it is the attention unit of the paper"""
     layer: SeqBoat | None
@@ -101,7 +101,7 @@ class Site(NamedTuple):
 
     @property
     def temperature(self) -> float | None:
-        """Of the router's decisions for the module, where the router has one."""
+        """The router's temperature for the module, if it has one."""
         found = getattr(self.sma.router, "temperature", None)
         if not isinstance(found, Tensor):
             return None
@@ -135,9 +135,9 @@ class LayerTrace(NamedTuple):
     probs: Floats
     """(length,): probability of activation"""
     module: str = "gau"
-    """the module that was decided about"""
+    """the module that the decisions are for"""
     others: tuple[LayerTrace, ...] = ()
-    """the same for further modules of the layer"""
+    """the same for the other modules of the layer"""
 
     @property
     def confidence(self) -> Floats:
@@ -160,17 +160,17 @@ class SampleTrace(NamedTuple):
     sequences: tuple[SequenceTrace, ...]
     """one, or two of a pair"""
     label: int | Numbers
-    """the class; of a language model (length,) the token wanted after each token, or IGNORE"""
+    """the class; for a language model (length,) the target after each token, or IGNORE"""
     ranked: Numbers
-    """(classes,) the most probable first; of a language model (length, at most RANKED)"""
+    """(classes,) the most probable first; for a language model (length, at most RANKED)"""
     probs: Floats
     """their probabilities"""
     label_prob: float | Floats
-    """probability of the label; of a language model (length,), nan where nothing is wanted"""
+    """probability of the label; for a language model (length,), nan where there is no target"""
 
     @property
     def prediction(self) -> int | Numbers:
-        """The most probable class; of a language model (length,) the most probable next tokens."""
+        """The most probable class; for a language model (length,) the most probable next tokens."""
         best = self.ranked[..., 0]
         return int(best) if best.ndim == 0 else best
 

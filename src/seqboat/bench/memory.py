@@ -70,7 +70,7 @@ def measure_memory(
         whole: whether to measure the whole setting after the estimate.
         slowest: seconds that a step may take, by its estimate.
     """
-    # estimates come from the layer as it is: compiled, every size would have to be compiled anew
+    # estimates come from the layer as it is: compiled, every size would have to be compiled again
     plain = candidate._replace(overrides={k: v for k, v in candidate.overrides.items() if k != "compiled"})
     # the first call of all loads libraries and starts threads
     tiny = LayerRunner(plain, replace(setting, length=min(setting.length, SHORTEST), batch=1))

@@ -48,7 +48,7 @@ def _modernize(record: Record) -> Record:
 
 
 def add_records(page: Path, new: Sequence[Record]) -> list[Record]:
-    """Put records behind a page, replacing those of the same run, and write the page again.
+    """Add records to a page, replacing those of the same run, and write the page again.
 
     Processes that write to one page take turns.
     """

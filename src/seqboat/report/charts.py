@@ -13,7 +13,7 @@ MODULES = ", the mean over the modules of a layer."
 
 
 def value_in(layer: Mapping[str, Any] | None, *path: str) -> Any:
-    """A value inside a layer's measures; None where any part of the way is missing."""
+    """A value inside a layer's measures; None where any part of the path is missing."""
     found: Any = layer
     for name in path:
         found = None if found is None else found[name]

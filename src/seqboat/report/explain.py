@@ -40,7 +40,7 @@ LONGEST = 8192
 LABEL = 9
 """Columns of a terminal before the tokens."""
 WIDEST_PICTURE = 64
-"""Pixels side by side that are shown; larger images are shown in squares."""
+"""Pixels shown side by side; larger images are shown in blocks."""
 RESET = "\033[0m"
 LEVELS = ((195, 16), (153, 16), (111, 16), (68, 231), (25, 231))
 """Background and foreground, of the 256 terminal colors, by tenths of the confidence from one half up."""
@@ -194,7 +194,7 @@ def explain_page(examples: Examples, run: str) -> str:
 
 
 def prediction_text(found: SampleTrace, task: Task) -> str:
-    """What the model says, in a line or two."""
+    """The prediction, in a line or two."""
     record = as_record(found, task, [])
     lm = task.kind == "lm"
     if not math.isfinite(record["ranked"][0]["probability"]):
@@ -303,7 +303,7 @@ def _columns(text: str) -> int:
 
 
 def _lines(words: Sequence[str], gap: str, room: int) -> Iterator[range]:
-    """Numbers of the words of each line; a line end in the text ends one too."""
+    """Indices of the words of each line; a line break in the text ends a line too."""
     begin = used = 0
     for i, word in enumerate(words):
         size = _columns(word) + len(gap)
@@ -341,7 +341,7 @@ def _marked(words: Sequence[str], gap: str, shown: Shown, width: int) -> Iterato
 
 
 def _squares(values: Any, picture: tuple[int, int], shown: Shown, color: bool) -> Iterator[str]:
-    """The image, then its confidences per layer; of a large image, the highest of each square."""
+    """The image, then its confidences per layer; for a large image, the highest of each block."""
     height, width = picture
     pixels = np.asarray(values, dtype=float).reshape(height, width)
     side = -(-width // WIDEST_PICTURE)
@@ -361,7 +361,7 @@ def _squares(values: Any, picture: tuple[int, int], shown: Shown, color: bool) -
 
 
 def _blocks(pixels: Any, side: int) -> Any:
-    """(rows, side, columns, side): squares of an image, its edges repeated to make them whole."""
+    """(rows, side, columns, side): blocks of an image, padded by repeating its edges."""
     pad = [(0, -size % side) for size in pixels.shape]
     padded = np.pad(pixels, pad, mode="edge")
     rows, columns = (size // side for size in padded.shape)

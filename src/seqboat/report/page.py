@@ -30,7 +30,7 @@ _HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
 
 
 class Html(str):
-    """Text that is markup already."""
+    """Text that is already markup."""
 
     __slots__ = ()
 
@@ -80,7 +80,7 @@ def asset(name: str) -> str:
 
 
 def as_json(data: object) -> str:
-    """Plain data as JSON of ASCII characters that cannot end the element it is in; numbers that are none are null.
+    """Plain data as JSON of ASCII characters that cannot close its element; NaN and infinity are null.
 
     >>> as_json({"a": "</script>", "b": float("nan")})
     '{"a":"\\\\u003c/script\\\\u003e","b":null}'
@@ -90,7 +90,7 @@ def as_json(data: object) -> str:
 
 
 def finite(data: Any) -> Any:
-    """The same data with None for what JSON cannot say."""
+    """The same data with None for what JSON cannot express."""
     if isinstance(data, float):
         return data if math.isfinite(data) else None
     if isinstance(data, Mapping):
@@ -201,7 +201,7 @@ def chart_table(chart: Chart) -> Html:
 
 
 def figure(key: str, chart: Chart) -> Html:
-    """A chart with its title, and its numbers in a table that can be unfolded."""
+    """A chart with its title, and a collapsible table of its numbers."""
     about = [element("p", chart["about"])] if chart.get("about") else []
     return element(
         "figure",

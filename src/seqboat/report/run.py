@@ -41,14 +41,14 @@ from seqboat.tasks.base import Split, Task, draw_subset
 
 
 class Collected(NamedTuple):
-    """A run's numbers, and samples to look into."""
+    """A run's numbers, and samples to explore."""
 
     numbers: Numbers
     """plain data"""
     samples: list[Sample]
     """none if no layer has a router"""
     task: Task
-    """what their tokens are"""
+    """describes their tokens"""
 
 
 def collect(

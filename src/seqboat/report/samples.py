@@ -23,11 +23,11 @@ from seqboat.report.page import finite, visible
 from seqboat.tasks.base import IGNORE, Task
 
 PAGE_BYTES = 4_750_000
-"""Size that a page keeps below, if fewer weights can bring that about."""
+"""Size limit of a page, as far as leaving out weights can keep it."""
 KEPT = (128, 96, 64, 48, 32, 24, 20, 16, 14, 12, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0)
-"""How many weights of a query may be kept; the most that fits is taken."""
+"""How many weights of a query may be kept; the largest number that fits is used."""
 NOTHING = 0xFFFF
-"""Stands for "no token is wanted here"."""
+"""Means that there is no target."""
 TITLE = 48
 """Characters of a sample's text in the list of samples."""
 
@@ -42,11 +42,11 @@ class Sight(NamedTuple):
     after: Array
     """(active,): visible keys after it"""
     columns: Array
-    """(kept, active): place of the key among the visible ones, the largest weight first"""
+    """(kept, active): index of the key among the visible ones, the largest weight first"""
     fractions: Array
     """(kept, active) float32: its fraction of the total weight of the query"""
     sums: Array
-    """(active,) float32: what the weights add up to"""
+    """(active,) float32: sum of the weights"""
 
 
 class Sample(NamedTuple):
@@ -151,7 +151,7 @@ def spell_tokens(task: Task, ids: Array) -> list[str] | None:
 
 
 def label_name(task: Task, label: int) -> str:
-    """A class in words."""
+    """The name of a class."""
     return visible(task.labels[label]) if task.labels else str(label)
 
 
@@ -182,7 +182,7 @@ class _Pack:
 
 
 def _narrow(values: Array) -> Array:
-    """The same whole numbers in as few bytes as hold them all."""
+    """The same integers in the smallest type that holds them all."""
     most = int(values.max()) if values.size else 0
     return values.astype(np.uint8 if most < 1 << 8 else np.uint16 if most < 1 << 16 else np.uint32)
 
@@ -253,7 +253,7 @@ def pack_sample(sample: Sample, task: Task, keep: int) -> bytes:
 
 
 def _pack_next(pack: _Pack, found: SampleTrace, task: Task) -> None:
-    """What a language model expected after each token, and what came."""
+    """What a language model predicted after each token, and the target."""
     assert isinstance(found.label, np.ndarray)
     pack.text("next", _each_alone(task, found.ranked[:, 0]))
     pack.arrays["next_prob"] = to_bytes(found.probs[:, 0])
@@ -267,7 +267,7 @@ def _each_alone(task: Task, ids: Array) -> list[str]:
 
 
 def _scale_values(values: Array, centered: bool) -> Array:
-    """Real inputs as bytes: from their least to their greatest, or about 128 if zero must stay in the middle."""
+    """Real inputs as bytes: from minimum to maximum, or around 128 if zero must stay in the middle."""
     values = np.nan_to_num(values.astype(np.float64))
     if centered:
         return np.rint(128 + 127 * values / max(float(np.abs(values).max(initial=0)), 1e-12)).astype(np.uint8)
@@ -326,7 +326,7 @@ def coverage(samples: Sequence[Sample], keep: int) -> float:
 
 
 def explorer(samples: Sequence[Sample], task: Task, packed: PackedSamples) -> dict[str, Any]:
-    """What the page's script needs to know besides the samples themselves."""
+    """What the page's script needs besides the samples themselves."""
     layers = samples[0].trace.sequences[0].layers
     routed = [number for number, layer in enumerate(layers) if layer is not None]
     chosen = [

@@ -1,5 +1,5 @@
 "use strict";
-// Pictures of the page, drawn at the width there is. The numbers behind each are in the table below it.
+// Charts of the page, drawn at the available width. The numbers behind each are in the table below it.
 
 (() => {
   const TEXT = 12;

@@ -66,7 +66,7 @@
     if (keep) {
       const peak = layer.get("peak")[slot] / 65535, top = layer.get("top"), ratio = layer.get("ratio");
       for (let k = 0; k < Math.min(keep, end - first); k++) {
-        // columns lie one behind the other: the largest weight of all queries, then the second largest, ...
+        // columns are stored one after the other: the largest weight of all queries, then the second largest, ...
         const part = k ? (ratio[(k - 1) * count + slot] / 255) ** 2 : 1;
         if (part * peak <= 0) continue;
         weights.set(layer.positions[first + top[k * count + slot]], part * peak);
