@@ -307,6 +307,7 @@ def test_a_batch_that_does_not_fit_is_refused_with_its_estimate(capsys: pytest.C
     error = capsys.readouterr().err.strip()
     assert error.startswith("seqboat bench: error: nothing fits: seqboat at 1000000 x 4096 tokens")
     assert "lower-bound at 1000000 x 4096 tokens would need about 7.6 TiB" in error and "\n" not in error
+    assert error.endswith("; and 1 more")
 
 
 def test_memory_of_short_sequences_is_estimated_from_smaller_batches() -> None:

@@ -430,10 +430,10 @@ def test_a_page_goes_beside_its_run(pages: Pages, capsys: pytest.CaptureFixture[
     assert set(checkpoint.iterdir()) == files and describe_run(run)["step"] == 1
 
 
-def test_where_pages_go_by_default() -> None:
-    assert (
-        default_page([Path("runs/a")]) == default_page([Path("runs/a/step-20")]) == Path("runs/a/report.html")
-    )
+def test_where_pages_go_by_default(tmp_path: Path) -> None:
+    run = tmp_path / "a"
+    (run / "step-20").mkdir(parents=True)
+    assert default_page([run]) == default_page([run / "step-20"]) == run / "report.html"
     assert default_page([Path("a"), Path("b")]) == Path("compare.html")
     # never into the installed package
     assert default_page([find_run("enwik8-small")]) == Path("enwik8-small.html")

@@ -83,6 +83,8 @@ COLUMNS = (
     Column("ratio", lambda row: ratio_text(row.memory_ratio)),
 )
 """Of the tables, beside the row that they show."""
+FEW = 3
+"""Refusals that an error lists."""
 
 
 def print_layers(console: Console, rows: Sequence[LayerRow]) -> None:
@@ -129,7 +131,9 @@ def run_layers(
                 build(candidate, replace(setting, device="cpu", length=min(setting.length, SHORTEST)))
     plans = [_plan(candidates, setting, modes, memory, slowest, progress) for setting in settings]
     if not any(plan.runners for plan in plans):
-        raise ValueError("nothing fits: " + "; ".join(n for plan in plans for n in plan.refused.values()))
+        notes = [note for plan in plans for note in plan.refused.values()]
+        more = f"; and {len(notes) - FEW} more" if len(notes) > FEW else ""
+        raise ValueError(f"nothing fits: {'; '.join(notes[:FEW])}{more}")
     rows = []
     for mode in modes:
         # settings take turns as well: a machine that slows down must not slow the last length alone

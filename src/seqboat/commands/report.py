@@ -110,13 +110,12 @@ def run(options: argparse.Namespace) -> int:
 
 def default_page(runs: list[Path]) -> Path:
     """Beside the run; here if there are several, or if the run came with the package."""
-    from seqboat.report.run import folder_of
-    from seqboat.runs import MODELS
+    from seqboat.runs import Run
 
     if len(runs) > 1:
         return Path("compare.html")
-    folder = folder_of(runs[0])
-    return Path(f"{folder.name}.html") if folder.parent == MODELS else folder / "report.html"
+    run = Run(runs[0])
+    return Path(f"{run.folder.name}.html") if run.shipped else run.folder / "report.html"
 
 
 def check_page_path(page: Path, runs: list[Path]) -> None:

@@ -37,6 +37,7 @@ from seqboat.report.page import (
 )
 from seqboat.report.record import Numbers, describe_run
 from seqboat.report.samples import PAGE_BYTES, PackedSamples, Sample, collect_samples, explorer, pack_samples
+from seqboat.runs import Run
 from seqboat.tasks.base import Split, Task, draw_subset
 
 
@@ -81,19 +82,13 @@ def collect(
     examples = load_examples(run, split, limit, which, fields)
     measures = measure(examples, split, batch_size=batch_size, device=device, progress=progress)
     numbers["measures"] = replace(
-        measures, run=str(run), training=tuple(activation_curve(folder_of(run)))
+        measures, run=str(run), training=tuple(activation_curve(Run(run).folder))
     ).to_record()
     routed = any(layer is not None for layer in measures.layers)
     some = examples._replace(
         model=examples.model.cpu(), dataset=draw_subset(examples.dataset, max(samples, 1))
     )
     return Collected(numbers, collect_samples(some, samples) if routed else [], examples.task)
-
-
-def folder_of(run: Path | str) -> Path:
-    """The folder of a run, also if one of its checkpoints is named."""
-    path = Path(run)
-    return path.parent if path.name.startswith("step-") else path
 
 
 def report_page(found: Collected) -> str:

@@ -17,7 +17,6 @@ from seqboat.data.files import write_json
 from seqboat.paper.tables import Pictures, Record, Records
 from seqboat.paper.trials import Bench, Scale, Trial
 from seqboat.runs import Run
-from seqboat.training.checkpoint import Store
 from seqboat.training.loop import commit, versions
 
 OnProgress = Callable[[int, int], None]
@@ -51,8 +50,7 @@ class Job(NamedTuple):
 
     def about(self) -> dict[str, Any]:
         """What the run wrote down about itself."""
-        found: dict[str, Any] = json.loads((self.folder / "run.json").read_text(encoding="utf-8"))
-        return found
+        return Run(self.folder).about
 
     def origin(self) -> Record:
         """Where a record of the run comes from."""
@@ -173,13 +171,12 @@ def step_seconds(records: Sequence[Mapping[str, Any]]) -> float | None:
 
 def _test_score(run: Path, progress: OnProgress | None) -> dict[str, Any]:
     """The score of a run's best checkpoint on its test split, kept in the run's folder."""
-    best = Store(run).best()
-    path = run / TEST
+    source, path = Run(run), run / TEST
     if path.exists():
         known: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if best is not None and known.get("step") == best.step:
+        if known.get("step") == source.step:
             return known
-    score = Run(run).evaluate("test", progress=progress)
+    score = source.evaluate("test", progress=progress)
     score.pop("run")
     write_json(path, score)
     return score
