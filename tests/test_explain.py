@@ -203,7 +203,7 @@ def test_sound(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     assert "slow.wav: expected 16000 samples per second, got 8000" in message
     clip = write("fine.wav", 16000)
     store = SimpleNamespace(manifest={"extra": {"mean": 0.0, "std": 0.1}})
-    monkeypatch.setattr("seqboat.tasks.stored.Store.find", lambda *where: store)
+    monkeypatch.setattr("seqboat.tasks.stored.ArrayStore.find", lambda *where: store)
     for colour in ("never", "always"):
         lines = ANSI.sub("", out(capsys, str(run), "--wav", clip, "--color", colour)).splitlines()
         signal = next(line for line in lines if line.startswith("signal"))
@@ -231,7 +231,7 @@ def test_the_data_may_be_elsewhere(flag: str, tmp_path: Path, capsys: Any, monke
         asked.append(str(root))
         return store
 
-    monkeypatch.setattr("seqboat.tasks.stored.Store.find", find)
+    monkeypatch.setattr("seqboat.tasks.stored.ArrayStore.find", find)
     with wave.open(str(tmp_path / "clip.wav"), "wb") as clip:
         clip.setparams((1, 2, 16000, 0, "NONE", ""))
         clip.writeframes(bytes(32000))
