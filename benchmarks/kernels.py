@@ -47,10 +47,15 @@ def configure(recipe: str, kernel: str, seed: int, data_dir: Path) -> RunConfig:
     return override(config, arguments)
 
 
+def record_of(out: Path, recipe: str, kernel: str, seed: int) -> Path:
+    """Where the result of a run is written when it has finished."""
+    return out / f"{recipe}-{kernel}-{seed}" / "kernel.json"
+
+
 def run(recipe: str, kernel: str, seed: int, out: Path, data_dir: Path) -> dict[str, Any]:
     """Train one model, or continue; what its last evaluation says."""
-    folder = out / f"{recipe}-{kernel}-{seed}"
-    record = folder / "kernel.json"
+    record = record_of(out, recipe, kernel, seed)
+    folder = record.parent
     if record.is_file():
         found: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))
         return found
@@ -84,7 +89,7 @@ def commit() -> str:
     return head.stdout.strip() + ("+" if changed.returncode else "")
 
 
-def tabulate(results: list[dict[str, Any]], command: str) -> str:
+def tabulate(results: list[dict[str, Any]]) -> str:
     """The table, and how it was made."""
     seeds = sorted({result["seed"] for result in results})
     heads = [part for recipe in STEPS for part in (f"{recipe}: accuracy", "active", "processor min")]
@@ -93,12 +98,11 @@ def tabulate(results: list[dict[str, Any]], command: str) -> str:
         "|---|" + "---:|" * (1 + len(heads)),
     ]
     for kernel in SSMS:
-        cells: list[str] = []
+        sizes = [f"{r['parameters']:,}" for r in results if (r["kernel"], r["recipe"]) == (kernel, "recall")]
+        cells = sizes[:1] or ["not run"]
         for recipe in STEPS:
             mine = [r for r in results if (r["kernel"], r["recipe"]) == (kernel, recipe)]
             rates = [rate for r in mine for rate in r["activation"] if rate is not None]
-            if not cells and mine:
-                cells.append(f"{mine[0]['parameters']:,}")
             if not mine:
                 cells += ["not run"] * 3
                 continue
@@ -115,7 +119,7 @@ def tabulate(results: list[dict[str, Any]], command: str) -> str:
         "",
         f"Validation accuracy, fraction of active tokens (mean over layers) and processor time of whole runs, with "
         f"every kernel at its defaults. Schedules are shorter than the recipes' and equal for all: {schedule}. "
-        f"Seeds {', '.join(map(str, seeds))}; one thread; {machines}; commit {commits}. Made by `{command}`.",
+        f"Seeds {', '.join(map(str, seeds))}; one thread; {machines}; commit {commits}. Made by `python benchmarks/kernels.py`.",
     ]
     return "\n".join(lines)
 
@@ -141,6 +145,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--recipes", nargs="+", default=list(STEPS), choices=list(STEPS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--write", type=Path, help="page whose marked part is replaced with the table")
+    parser.add_argument(
+        "--finished", action="store_true", help="train nothing: tabulate the runs that are there"
+    )
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     results = [
@@ -148,8 +155,9 @@ def main(arguments: list[str] | None = None) -> None:
         for recipe in options.recipes
         for kernel in options.kernels
         for seed in options.seeds
+        if not options.finished or record_of(options.out, recipe, kernel, seed).is_file()
     ]
-    table = tabulate(results, f"python benchmarks/kernels.py --out {options.out}")
+    table = tabulate(results)
     print(table)
     if options.write is not None:
         insert(options.write, table)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from closeness import assert_same_numbers
 from seqboat.core.budget import BudgetConfig, RevivalConfig, allowance, at_least, first_come, largest
-from seqboat.core.losses import budget_loss
+from seqboat.core.losses import budget_loss, extra_loss
 from seqboat.core.padding import Aligned
 from seqboat.core.policy import Policy, override_activation, policies, update_budgets
 from seqboat.core.routers import (
@@ -726,3 +726,25 @@ def test_a_layer_inside_a_layer() -> None:
     with outer.override(active=True, confidence=1.0):
         y = outer(x).y
     torch.testing.assert_close(y, inner.mixer(x).y - x, rtol=0, atol=1e-10)
+
+
+class Penalized(nn.Linear):
+    """A module with a loss of its own."""
+
+    def auxiliary_loss(self) -> Tensor:
+        return self.weight.square().sum()
+
+
+def test_extra_loss_is_the_sum_of_all_kinds() -> None:
+    torch.manual_seed(0)
+    layer = SparseModularActivation(
+        {"ffn": Penalized(8, 8)}, 8, budget=BudgetConfig(target=0.1, target_by="loss")
+    )
+    out = layer(torch.randn(2, 6, 8))
+    mask = torch.ones(2, 6, dtype=torch.bool)
+    budget = budget_loss(layer, [out.routing], [mask])
+    ffn = layer.units["ffn"]
+    assert isinstance(ffn, Penalized) and budget is not None
+    torch.testing.assert_close(extra_loss(layer, [out.routing], [mask]), budget + ffn.auxiliary_loss())
+    torch.testing.assert_close(extra_loss(layer), ffn.auxiliary_loss())
+    assert extra_loss(nn.Linear(2, 2)) is None

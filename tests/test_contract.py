@@ -415,3 +415,10 @@ def test_modules_in_bfloat16(case: Case) -> None:
     # parameters themselves are rounded; only large inputs or states in bfloat16 would break this bound
     large = mixer((1e3 * x).bfloat16()).y
     assert large.isfinite().all()
+
+
+def test_every_mixer_says_what_distinguishes_it() -> None:
+    """The first line of a configuration is what `seqboat list mixers` prints."""
+    lines = [(config.__doc__ or "").splitlines()[0] for config in MIXERS.values()]
+    assert len(set(lines)) == len(lines)
+    assert not [line for line in lines if line.startswith("A layer of") or len(line) < 30]

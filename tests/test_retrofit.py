@@ -14,16 +14,11 @@ from torch import Tensor, nn
 
 from closeness import assert_same_numbers
 from seqboat.core.counts import activation
+from seqboat.core.losses import extra_loss
 from seqboat.core.routers import TemperedSoftmaxConfig
 from seqboat.core.sma import Routing
-from seqboat.retrofitting.unit import (
-    RateSchedule,
-    Retrofit,
-    SparseUnit,
-    find_modules,
-    load_retrofit,
-    retrofit,
-)
+from seqboat.retrofitting.model import RateSchedule, Retrofit, find_modules, load_retrofit, retrofit
+from seqboat.retrofitting.unit import SparseUnit
 
 transformers = pytest.importorskip("transformers", reason="needs the hf extra")
 
@@ -355,6 +350,10 @@ def test_training_reaches_the_rate(budget: Any, within: float) -> None:
     for name, rate in retrofitted.rates().items():
         assert abs(rate - 0.4) < within, (name, rate)
     assert float(retrofitted.loss()) < within**2
+    extra = extra_loss(model)
+    assert (extra is None) == (budget == "controller")
+    if extra is not None:
+        torch.testing.assert_close(extra, retrofitted.loss())
 
 
 def test_every_training_batch_meets_the_rate() -> None:

@@ -493,3 +493,21 @@ def test_errors() -> None:
         sma(x[:, 0])
     with pytest.raises(ValueError, match=r"(?i)module 'module' must return .*\(.*, 6\), got"):
         SparseModularActivation(nn.Linear(6, 1), 6, AlwaysActive(6))(x)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shape", [(0, 5, 8), (0, 0, 8), (2, 0, 8)])
+@pytest.mark.parametrize("unit", ["mixer", "padded"])
+def test_units_take_empty_batches(unit: str, shape: tuple[int, ...], causal: bool) -> None:
+    mixer = SeqBoatConfig(causal=causal).build(8)
+    module: nn.Module = MixerUnit(mixer)
+    if unit == "padded":
+        module = PaddedUnit(nn.Identity(), causal=causal, d_model=8)
+    sparse = SparseModularActivation({"unit": module}, 8)
+    x = torch.randn(shape, requires_grad=True)
+    out = sparse(x)
+    assert out.y.shape == shape
+    out.y.sum().backward()
+    assert all(parameter.grad is not None for parameter in sparse.parameters())
+    if causal:
+        assert sparse.step(torch.randn(shape[0], 8), out.state).y.shape == (shape[0], 8)

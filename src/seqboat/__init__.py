@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from seqboat.mixers.ssm.s5 import S5Config
     from seqboat.models.backbone import Backbone, BackboneConfig, Classifier, LanguageModel, Matcher
     from seqboat.models.compile import compile_model, compile_step
-    from seqboat.retrofitting.unit import RateSchedule, Retrofit, load_retrofit, retrofit
+    from seqboat.retrofitting.model import RateSchedule, Retrofit, load_retrofit, retrofit
 
 _HOMES = {
     "EMA": "mixers.ssm.ema",
@@ -69,9 +69,9 @@ _HOMES = {
     "Packed": "core.sma",
     "PackedModule": "core.sma",
     "PaddedUnit": "mixers.seqboat.units",
-    "RateSchedule": "retrofitting.unit",
+    "RateSchedule": "retrofitting.model",
     "RecurrentMixer": "mixers.base",
-    "Retrofit": "retrofitting.unit",
+    "Retrofit": "retrofitting.model",
     "RevivalConfig": "core.budget",
     "Routing": "core.sma",
     "S4DConfig": "mixers.ssm.s4d",
@@ -95,11 +95,11 @@ _HOMES = {
     "compress": "core.sma",
     "detach_state": "core.state",
     "extract": "core.sma",
-    "load_retrofit": "retrofitting.unit",
+    "load_retrofit": "retrofitting.model",
     "override_activation": "core.policy",
     "pack": "core.sma",
     "repeat_rows": "core.state",
-    "retrofit": "retrofitting.unit",
+    "retrofit": "retrofitting.model",
     "select_rows": "core.state",
     "set_training_step": "core.routers",
     "state_bytes": "core.state",

@@ -50,7 +50,7 @@ class Decisions(NamedTuple):
     """(time,): probability of activation; the paper's c where active"""
 
 
-class Entry(NamedTuple):
+class MemoryEntry(NamedTuple):
     """One activated token in the working memory."""
 
     slot: int
@@ -68,7 +68,7 @@ class LayerState(NamedTuple):
 
     ssm: Any
     """of the kernel: (dim, states), or, with a truncated kernel, the last inputs (truncation - 1, dim)"""
-    memory: list[Entry]
+    memory: list[MemoryEntry]
     """first in, first out: at most `window` entries, or all of them with span "full" """
     seen: int
     """tokens so far"""
@@ -195,7 +195,9 @@ def sees(query_slot: int, key_slot: int, config: GAUConfig, causal: bool) -> boo
     return abs(key_slot - query_slot) <= reach
 
 
-def attend(query: Tensor, own: Entry, visible: Sequence[Entry], params: Params, config: GAUConfig) -> Tensor:
+def attend(
+    query: Tensor, own: MemoryEntry, visible: Sequence[MemoryEntry], params: Params, config: GAUConfig
+) -> Tensor:
     """f(q . k * scale + bias) v over the visible entries, the query's own among them: (d_v,)."""
     if config.attention == "softmax":
         scale = 1 / math.sqrt(config.d_z)
@@ -233,7 +235,7 @@ def close(gate: Tensor, attended: Tensor, params: Params) -> Tensor:
     return params["out.weight"] @ (gate * attended) + params["out.bias"]
 
 
-def keep(memory: list[Entry], config: GAUConfig) -> list[Entry]:
+def keep(memory: list[MemoryEntry], config: GAUConfig) -> list[MemoryEntry]:
     """First in, first out: what the memory still holds."""
     return memory if config.span == "full" else memory[-config.window :]
 
@@ -245,8 +247,8 @@ def gau(
     config: GAUConfig,
     *,
     causal: bool,
-    memory: Sequence[Entry] = (),
-) -> tuple[Tensor, list[Entry]]:
+    memory: Sequence[MemoryEntry] = (),
+) -> tuple[Tensor, list[MemoryEntry]]:
     """Gated attention over the compressed sequence.
 
     Args:
@@ -265,7 +267,7 @@ def gau(
     for token, position in zip(tokens, positions, strict=True):
         query, key, value, gate = project(token, position, params, config)
         slot = entries[-1].slot + 1 if entries else 0
-        entries.append(Entry(slot, position, key, value))
+        entries.append(MemoryEntry(slot, position, key, value))
         queries.append(query)
         gates.append(gate)
     outputs = []
@@ -344,7 +346,7 @@ def decode_step(x: Tensor, params: Params, config: SeqBoatConfig, state: LayerSt
     out = params["linear.weight"] @ h + params["linear.bias"] + x
     if active:
         query, key, value, gate = project(h, seen, attention, config.gau)
-        own = Entry(queue[-1].slot + 1 if queue else 0, seen, key, value)
+        own = MemoryEntry(queue[-1].slot + 1 if queue else 0, seen, key, value)
         # before the oldest entry is dropped: a query sees itself and up to `window` tokens before it
         queue.append(own)
         visible = [entry for entry in queue if sees(own.slot, entry.slot, config.gau, causal=True)]

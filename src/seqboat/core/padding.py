@@ -1,9 +1,9 @@
-"""Padding: a masked batch is the same as its real tokens, moved to the front of each row.
+"""Padding: a masked batch is the same as its real tokens, moved to the front of each sequence.
 
-Padding tokens do not exist for any layer: they take no position, they do not decay a state, they are never
-routed. Whatever the pattern of the mask (left, right, interior), the real tokens are first moved to the
-front of their row, keeping their order, and results are moved back afterwards. A model does this once, on
-its token ids; a layer called on its own does it on its inputs.
+Padding does not exist for any layer: it takes no position, decays no state and is never routed. Whatever the
+pattern of the mask (left, right, interior), the real tokens are first moved to the front of their sequence, keeping
+their order, and results are moved back afterward. A model does this once, on its token ids; a layer called directly
+does it on its inputs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class Aligned(NamedTuple):
-    """A mask whose rows are known to hold their real tokens first; layers then move nothing."""
+    """A mask known to hold the real tokens of each sequence first; layers then move nothing."""
 
     mask: Tensor
     """(batch, time), True on real tokens"""
@@ -25,12 +25,12 @@ class Alignment(NamedTuple):
     """Where each token of a left-aligned batch came from."""
 
     order: Tensor
-    """(batch, time): index in the original row of the token at this place of the aligned row"""
+    """(batch, time): index in the original sequence of the token at this place"""
     mask: Tensor
-    """(batch, time): True on real tokens of the aligned rows"""
+    """(batch, time): True on the real tokens of the aligned sequences"""
 
     def pull(self, x: Tensor) -> Tensor:
-        """Move the real tokens of (batch, time, ...) to the front of their rows; padding becomes zero."""
+        """Move the real tokens of (batch, time, ...) to the front of their sequences; padding becomes zero."""
         trailing = (1,) * (x.dim() - 2)
         order = self.order.view(*self.order.shape, *trailing).expand_as(x)
         keep = self.mask.view(*self.mask.shape, *trailing)
@@ -43,17 +43,31 @@ class Alignment(NamedTuple):
         return torch.zeros_like(y).scatter(1, order, y)
 
 
+def front_places(chosen: Tensor) -> Tensor:
+    """Where each token goes when the chosen ones of a sequence move to its front; all keep their order.
+
+    >>> front_places(torch.tensor([[False, True, False, True]])).tolist()
+    [[2, 0, 3, 1]]
+
+    Args:
+        chosen: (batch, time) bool.
+    """
+    front = chosen.cumsum(dim=1)
+    # a token that stays behind comes after all the chosen ones, and after those before it that were not
+    behind = torch.arange(chosen.shape[1], device=chosen.device) - front + front[:, -1:]
+    return torch.where(chosen, front - 1, behind)
+
+
 def align(mask: Tensor) -> Alignment:
-    """Plan the move of the real tokens of every row to its front.
+    """Plan the move of the real tokens of every sequence to its front.
 
     >>> plan = align(torch.tensor([[False, True, False, True]]))
     >>> plan.pull(torch.tensor([[7, 8, 9, 10]])).tolist()
     [[8, 10, 0, 0]]
     """
-    order = torch.argsort(mask.logical_not(), dim=1, stable=True)
-    lengths = mask.sum(dim=1, keepdim=True)
     places = torch.arange(mask.shape[1], device=mask.device)
-    return Alignment(order, places < lengths)
+    order = torch.empty_like(mask, dtype=torch.int64).scatter_(1, front_places(mask), places.expand_as(mask))
+    return Alignment(order, places < mask.sum(dim=1, keepdim=True))
 
 
 def zero_padding(x: Tensor, mask: Tensor | None) -> Tensor:

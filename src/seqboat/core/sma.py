@@ -1,12 +1,12 @@
-"""Sparse modular activation, the idea alone: who is active, and how active tokens are packed.
+"""Sparse modular activation, the mechanism alone: which tokens are active, and how they are packed.
 
 Section 3.2 and listings 1 and 2 of the paper. Two forms of the same thing:
 
 - `compress` / `extract`: the paper's operators. Each sequence's active tokens move to the front of a batch
   that is padded to the longest of them.
-- `pack` / `Packed.take` / `Packed.add`: the active tokens of the whole batch as one array (tokens, dim), row
-  after row, with where they came from. No sequence pays for its batch mates, and nothing is padded.
-  `pack_modules` does so for several modules at once: module after module, row after row.
+- `pack` / `Packed.take` / `Packed.add`: the active tokens of the whole batch as one array (tokens, dim), sequence
+  after sequence, with where they came from. No sequence pays for its batch mates, and nothing is padded.
+  `pack_modules` does this for several modules at once, module after module.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from seqboat.core.padding import front_places
 from seqboat.ops.fused import take
 
 
@@ -43,7 +44,7 @@ def compress(x: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
         active: (batch, time) bool.
 
     Returns:
-        packed: (batch, slots, dim), zeros behind the last active token of a row.
+        packed: (batch, slots, dim), zeros after the last active token of a sequence.
         slot: (batch, time), where each position went; `slots` for inactive ones.
 
     >>> x = torch.arange(4.0).view(1, 4, 1)
@@ -53,7 +54,7 @@ def compress(x: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
     """
     slots = int(active.sum(dim=1).max()) if active.numel() else 0
     # every inactive position points at one spare slot past the end: cut off here, read as zero by extract
-    slot = torch.where(active, active.cumsum(dim=1) - 1, slots)
+    slot = torch.where(active, front_places(active), slots)
     packed = x.new_zeros(x.shape[0], slots + 1, x.shape[-1])
     packed = packed.scatter(1, slot[..., None].expand_as(x), x)
     return packed[:, :slots], slot
@@ -70,22 +71,22 @@ def extract(y: Tensor, slot: Tensor) -> Tensor:
 
 
 class Packed(NamedTuple):
-    """Where the tokens of a packed array came from; rows follow each other, tokens keep their order."""
+    """Where the tokens of a packed array came from; sequence after sequence, tokens in their order."""
 
     flat: Tensor
     """(tokens,): place in the flattened (batch * time) sequence"""
     row: Tensor
-    """(tokens,): row of the batch"""
+    """(tokens,): sequence of the batch"""
     position: Tensor
-    """(tokens,): position in the original sequence, counted from its very beginning"""
+    """(tokens,): position in the original sequence, counted from its beginning"""
     offsets: Tensor
-    """(batch + 1,): where each row begins in the packed array"""
+    """(batch + 1,): where each sequence begins in the packed array"""
     longest: int | None = None
-    """tokens of the longest row, where that is known already"""
+    """tokens of the longest sequence, where that is already known"""
 
     @property
     def slot(self) -> Tensor:
-        """(tokens,): place among the active tokens of the same row."""
+        """(tokens,): place among the active tokens of the same sequence."""
         places = torch.arange(self.flat.shape[0], device=self.flat.device)
         return places - self.offsets[self.row]
 
@@ -99,7 +100,7 @@ class Packed(NamedTuple):
 
     @property
     def slots(self) -> int:
-        """Tokens of the longest row."""
+        """Tokens of the longest sequence."""
         if self.longest is not None:
             return self.longest
         return int(self.offsets.diff().max()) if self.offsets.shape[0] > 1 else 0
@@ -110,7 +111,7 @@ def pack(active: Tensor, seen: Tensor | None = None) -> Packed:
 
     Args:
         active: (batch, time) bool.
-        seen: (batch,), tokens of each row before this call; none by default.
+        seen: (batch,), tokens of each sequence before this call; none by default.
 
     >>> packed = pack(torch.tensor([[False, True], [True, True]]))
     >>> packed.flat.tolist(), packed.row.tolist(), packed.offsets.tolist()
@@ -132,7 +133,7 @@ class Gathered(NamedTuple):
     parts: tuple[Packed, ...]
     """one per module"""
     flat: Tensor
-    """(tokens,): places of all of them in the flattened (batch * time) sequence; a token may come up several times"""
+    """(tokens,): places of all of them in the flattened (batch * time) sequence; a token may appear several times"""
     entry: Tensor
     """(tokens,): places in the flattened (batch * time * modules) decisions"""
 
@@ -147,7 +148,7 @@ def pack_modules(active: Tensor, seen: Tensor | None = None) -> Gathered:
 
     Args:
         active: (batch, time, modules) bool.
-        seen: (batch,), tokens of each row before this call; none by default.
+        seen: (batch,), tokens of each sequence before this call; none by default.
 
     >>> gathered = pack_modules(torch.tensor([[[False, True], [True, True]]]))
     >>> gathered.flat.tolist(), gathered.counts
@@ -166,11 +167,13 @@ def pack_modules(active: Tensor, seen: Tensor | None = None) -> Gathered:
     per_row = by_module.sum(dim=2)
     sizes = torch.stack([per_row.sum(dim=1), per_row.amax(dim=1)]) if batch else per_row.new_zeros(2, modules)
     counts, longest = sizes.tolist()
-    # with its size known, other devices need not be waited for again; on a CPU the plain form is the faster one
+    # with the size known, the host need not wait for another device again; on a CPU the plain form is faster
     listed = by_module.view(-1)
     index = listed.nonzero() if active.device.type == "cpu" else listed.nonzero_static(size=sum(counts))
     index = index.squeeze(1)
-    line = torch.div(index, max(time, 1), rounding_mode="floor")  # rows of all modules, one after the other
+    line = torch.div(
+        index, max(time, 1), rounding_mode="floor"
+    )  # sequences of all modules, one after the other
     module = torch.div(line, max(batch, 1), rounding_mode="floor")
     flat = index - module * (batch * time)
     row = line - module * batch
@@ -185,8 +188,8 @@ def pack_modules(active: Tensor, seen: Tensor | None = None) -> Gathered:
 class PackedModule(nn.Module, ABC):
     """A contextual module: it sees only its active tokens, and they see each other.
 
-    Modules that treat every token alone need none of this: any nn.Module on (tokens, dim) will do. A module that
-    is not causal needs `forward` alone, and may return its output without a state.
+    Token-wise modules need none of this: any nn.Module on (tokens, dim) will do. A module that is not causal only
+    needs `forward`, and may return its output without a state.
     """
 
     causal: bool = False
@@ -205,19 +208,19 @@ class PackedModule(nn.Module, ABC):
         """
 
     def make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> Any:
-        """The state before the first token; a size of zero stands for one that grows."""
+        """The state before the first token; a size of zero means that it grows."""
         raise NotImplementedError(f"{type(self).__name__} carries no state")
 
     def advance(
         self, tokens: Tensor, rows: Tensor, position: Tensor, state: Any, inplace: bool = False
     ) -> tuple[Tensor, Any]:
-        """Process one token of some rows.
+        """Process one token of some sequences.
 
         Args:
-            tokens: (active rows, dim).
-            rows: (active rows,), which rows of the batch they are.
-            position: (active rows,), their positions in the original sequence.
-            state: of all rows.
+            tokens: (active, dim).
+            rows: (active,), which sequences of the batch they belong to.
+            position: (active,), their positions in the original sequence.
+            state: of all sequences.
             inplace: whether the given state may be overwritten.
         """
         raise NotImplementedError(f"{type(self).__name__} carries no state")

@@ -1,7 +1,7 @@
 """States of recurrent layers: values with the batch first, nested in named tuples.
 
-Every tensor in a state has one entry per row of the batch in its first dimension, so that rows can be
-selected, reordered and repeated without knowing what kind of layer the state belongs to.
+The first dimension of every tensor is the batch, so that sequences can be selected, reordered and repeated without
+knowing what kind of layer the state belongs to.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def tensors(state: Any, name: str = "state") -> Iterator[tuple[str, Tensor]]:
 
 
 def rebuild(like: State, parts: Mapping[str, Tensor], name: str = "state") -> State:
-    """A state of the same kind as another one, out of tensors by their dotted names: the inverse of `tensors`.
+    """A state of the same kind as another one, from tensors by their dotted names: the inverse of `tensors`.
 
     >>> like = (torch.zeros(1), None)
     >>> rebuild(like, {"state.0": torch.ones(1)})
@@ -55,7 +55,7 @@ def rebuild(like: State, parts: Mapping[str, Tensor], name: str = "state") -> St
 
 
 def select_rows(state: State, rows: Tensor) -> State:
-    """The rows of a state, in this order, as often as they are named: for beam search and finished rows.
+    """The sequences of a state in this order, each as often as it is named: for beam search and finished sequences.
 
     >>> select_rows(torch.tensor([[1.0], [2.0]]), torch.tensor([1, 1, 0])).flatten().tolist()
     [2.0, 2.0, 1.0]
@@ -69,7 +69,7 @@ def select_rows(state: State, rows: Tensor) -> State:
 
 
 def _take_rows(part: Tensor, rows: Tensor) -> Tensor:
-    # rows on another device are checked there: looking at them here would make the host wait
+    # indices on another device are checked there: looking at them here would make the host wait
     if rows.device.type == "cpu" and rows.numel():
         last, wrong = len(part) - 1, rows[(rows < 0) | (rows >= len(part))]
         require(wrong.numel() == 0, f"rows must lie in 0..{last}, got {wrong[:1].tolist()}")
@@ -77,13 +77,13 @@ def _take_rows(part: Tensor, rows: Tensor) -> Tensor:
 
 
 def repeat_rows(state: State, times: int) -> State:
-    """Every row `times` times in a row, as `generate` with several beams expects."""
+    """Repeat every sequence `times` times, as `generate` with several beams expects."""
     check_positive("times", times)
     return map_state(lambda part: part.repeat_interleave(times, dim=0), state)
 
 
 def detach_state(state: State) -> State:
-    """Cut the graph: truncated back-propagation through time."""
+    """Detach from the graph: truncated backpropagation through time."""
     return map_state(lambda part: part.detach(), state)
 
 
@@ -93,7 +93,7 @@ def state_bytes(state: Any) -> int:
 
 
 def _fits(state: Any, like: Any, device: torch.device) -> bool:
-    """Whether a state has the parts of another one, with the same shapes (zero stands for any) and types."""
+    """Whether a state has the parts of another one, with the same shapes (zero matches any size) and types."""
     if isinstance(like, Tensor):
         if not isinstance(state, Tensor) or state.dtype != like.dtype or state.device != device:
             return False
@@ -118,7 +118,7 @@ def check_state(state: Any, like: Any, device: torch.device, what: str) -> None:
 
     Args:
         state: what the caller passed.
-        like: a fresh state; only its shapes and types are read; behind the batch, a size of zero stands for any.
+        like: a fresh state; only its shapes and types are read; after the batch, a size of zero matches any.
         device: where the state has to be.
         what: the name of the layer, for the message.
     """
@@ -127,7 +127,7 @@ def check_state(state: Any, like: Any, device: torch.device, what: str) -> None:
         f"state must be a {type(like).__name__} of this {what}, got {type(state).__name__}",
     )
     if _fits(state, like, device):
-        return  # a look at every step of decoding: names and messages only if something is wrong
+        return  # checked at every decoding step: names and messages only if something is wrong
     expected = dict(tensors(like))
     got = dict(tensors(state))
     require(

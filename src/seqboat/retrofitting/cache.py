@@ -1,7 +1,7 @@
 """A layer of transformers' cache that keeps the keys and values of activated tokens only.
 
-The rows of a batch, and the layers of a model, then hold different numbers of tokens. What a layer reports as its
-length is the number of tokens that went by, activated or not, so that positions and masks stay those of the original
+The sequences of a batch, and the layers of a model, then hold different numbers of tokens. What a layer reports as
+its length is the number of tokens so far, activated or not, so that positions and masks stay those of the original
 sequence. transformers comes with the `hf` extra.
 """
 
@@ -16,19 +16,19 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Encod
 from seqboat.checks import require
 
 
-class Visible(NamedTuple):
+class VisibleKeys(NamedTuple):
     """What the next call of attention will find in the cache."""
 
     position: Tensor
     """(batch, keys): places in the original sequence, padding counted"""
     real: Tensor
-    """(batch, keys) bool: rows with fewer tokens than others end early"""
+    """(batch, keys) bool: sequences with fewer tokens than others end early"""
 
 
 class SparseLayer(CacheLayerMixin):
-    """Keys and values of the activated tokens of one layer; each row is filled from the front.
+    """Keys and values of the activated tokens of one layer; each sequence is filled from the front.
 
-    Memory grows by doubling, and new tokens are written behind the old ones, so that a step of decoding costs no copy
+    Memory grows by doubling, and new tokens are written after the old ones, so that a step of decoding costs no copy
     of the past.
     """
 
@@ -42,7 +42,7 @@ class SparseLayer(CacheLayerMixin):
         self.seen = 0
         """tokens that went by, activated or not, padding included"""
         self.even: int | None = 0
-        """tokens that every row holds; None if rows differ"""
+        """tokens that every sequence holds; None if they differ"""
         self._count: Tensor | None = None
         self.position: Tensor | None = None
         """(batch, capacity): their places in the original sequence"""
@@ -51,7 +51,7 @@ class SparseLayer(CacheLayerMixin):
 
     @property
     def count(self) -> Tensor | None:
-        """(batch,): tokens that each row holds; None before the first one."""
+        """(batch,): tokens that each sequence holds; None before the first one."""
         if self.position is None or self.even is None:
             return self._count
         return torch.full((self.position.shape[0],), self.even, device=self.position.device)
@@ -76,14 +76,14 @@ class SparseLayer(CacheLayerMixin):
         Args:
             position: (batch, slots), places in the original sequence.
             real: (batch, slots) bool, real slots first; None if all are.
-            width: tokens of the longest row after the update.
-            even: whether every row will hold so many.
+            width: tokens of the longest sequence after the update.
+            even: whether every sequence will hold as many.
         """
         batch, slots = position.shape
         if self.position is None:
             self.position = position.new_zeros(batch, self._capacity(width))
         held = self.position.shape[0]
-        require(held == batch, f"the cache holds {held} rows, but {batch} rows came")
+        require(held == batch, f"the cache holds {held} sequences, but {batch} were given")
         if width >= self.position.shape[1]:
             self.position = _grow(self.position, 1, self._capacity(width))
             if self.keys is not None and self.values is not None:
@@ -92,7 +92,7 @@ class SparseLayer(CacheLayerMixin):
                 )
         self._width = width
         if even and real is None:
-            # then rows were even before: all write at the same places
+            # sequences were even before: all write at the same places
             self._slot = slice(width - slots, width)
             self.position[:, self._slot] = position
             self.even = width
@@ -106,12 +106,12 @@ class SparseLayer(CacheLayerMixin):
         self._count = count + (slots if real is None else real.sum(dim=1))
         self._slot, self.even = slot, width if even else None
 
-    def visible(self) -> Visible:
+    def visible(self) -> VisibleKeys:
         """What attention will find after the announced update."""
         count, width = self.count, self._width
         assert self.position is not None and count is not None
         kept = torch.arange(width, device=count.device) < count[:, None]
-        return Visible(self.position[:, :width], kept)
+        return VisibleKeys(self.position[:, :width], kept)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -123,7 +123,7 @@ class SparseLayer(CacheLayerMixin):
             value_states: the same.
 
         Returns:
-            Keys and values (batch, heads, tokens of the longest row, width).
+            Keys and values (batch, heads, tokens of the longest sequence, width).
         """
         assert self._slot is not None, "update without announce"
         if not self.is_initialized:

@@ -33,7 +33,7 @@ from seqboat.ops.precision import widen
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveSpanConfig(BlockConfig):
-    """A layer with learned spans, as in the small model of enwik8."""
+    """Adaptive Span: causal attention in which every head learns how far back it looks."""
 
     max_span: int = 8192
     """The largest distance that a head can see."""

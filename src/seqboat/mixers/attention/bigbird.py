@@ -32,7 +32,7 @@ from seqboat.ops.precision import widen
 
 @dataclass(frozen=True, kw_only=True)
 class BigBirdConfig(BlockConfig):
-    """A layer of BigBird, with the blocks of its base model."""
+    """BigBird: attention in blocks to neighbors, a few global blocks and a few random ones."""
 
     directions: ClassVar[tuple[Direction, ...]] = ("bidirectional",)
 

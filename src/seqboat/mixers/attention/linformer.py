@@ -28,7 +28,7 @@ SHARINGS = ("none", "heads", "keys")
 
 @dataclass(frozen=True, kw_only=True)
 class LinformerConfig(BlockConfig):
-    """A layer of Linformer."""
+    """Linformer: attention to a fixed number of learned projections of keys and values, in linear time."""
 
     directions: ClassVar[tuple[Direction, ...]] = ("bidirectional",)
 

@@ -34,7 +34,7 @@ from seqboat.ops.precision import widen
 
 @dataclass(frozen=True, kw_only=True)
 class LunaConfig(BlockConfig):
-    """A layer of Luna, by default of Luna-256."""
+    """Luna: attention through a second, short sequence of learned tokens, in linear time."""
 
     length: int = 256
     """Rows of the second sequence."""

@@ -39,7 +39,7 @@ from seqboat.ops.precision import wide_type
 
 @dataclass(frozen=True, kw_only=True)
 class MegaConfig:
-    """A layer of MEGA and its feed-forward block."""
+    """MEGA: a moving average feeds gated single-head attention over the whole sequence; feed-forward block."""
 
     ema: EMAConfig = EMAConfig()
     """The moving average."""
@@ -85,7 +85,7 @@ class MegaConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MegaChunkConfig(MegaConfig):
-    """MEGA-chunk, with the chunks of its experiments on long sequences."""
+    """MEGA-chunk: MEGA whose attention is limited to chunks of the sequence, in linear time."""
 
     chunk: int | None = 128
     """Tokens per chunk; None for attention among all tokens."""

@@ -39,7 +39,7 @@ RELU_EPSILON = 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class PerformerConfig(BlockConfig):
-    """A layer of Performer."""
+    """Performer: attention approximated by random features of queries and keys, in linear time."""
 
     kernel: FeatureKernel = "softmax"
     """What the features stand for: softmax attention, or ReLU of random projections."""

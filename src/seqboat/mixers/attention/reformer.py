@@ -48,7 +48,7 @@ NOWHERE = -(1 << 30)
 
 @dataclass(frozen=True, kw_only=True)
 class ReformerConfig(BlockConfig):
-    """A layer of Reformer, with the rounds of its model of enwik8."""
+    """Reformer: attention among tokens that locality-sensitive hashing puts in the same bucket."""
 
     hashes: int = 4
     """Rounds of hashing."""

@@ -40,7 +40,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
-    """A layer of the original Transformer."""
+    """Transformer: multi-head softmax attention over the whole sequence and a feed-forward block."""
 
     heads: int = 8
     """Attention heads, each of width d_model / heads."""

@@ -31,7 +31,7 @@ from seqboat.ops.precision import widen
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerXLConfig(BlockConfig):
-    """A layer of Transformer-XL, with the memory of its base model of enwik8."""
+    """Transformer-XL: causal attention over a segment and a memory of earlier ones, relative positions."""
 
     directions: ClassVar[tuple[Direction, ...]] = ("causal",)
 

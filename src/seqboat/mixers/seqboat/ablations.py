@@ -1,7 +1,7 @@
-"""The SeqBoat layer in the forms of the paper's ablations, appendix E.
+"""The SeqBoat layer in the variants of the paper's ablations, appendix E.
 
-Each form is a configuration whose defaults differ from SeqBoat's in what its row of the tables changes; `ablate`
-makes the same change to any other SeqBoat. One of them has a part that SeqBoat lacks, a feed-forward block behind
+Each variant is a configuration whose defaults differ from SeqBoat's in what its line of the tables changes; `ablate`
+makes the same change to any other SeqBoat. One of them has a part that SeqBoat lacks, a feed-forward block after
 each layer:
 
     y = SeqBoat(x),   out = y + W_2 SiLU(W_1 y + b_1) + b_2
@@ -31,31 +31,31 @@ from seqboat.mixers.ssm.s4d import S4DConfig
 
 @dataclass(frozen=True, kw_only=True)
 class SeqBoatFullConfig(SeqBoatConfig):
-    """SeqBoat-full: the chosen tokens attend to all others, without a working memory."""
+    """SeqBoat-full: active tokens attend to all other active ones, without a working memory."""
 
     gau: GAUConfig = GAUConfig(span="full")
-    """Attention among the chosen tokens."""
+    """Attention among the active tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SeqBoatFullAlwaysConfig(SeqBoatFullConfig):
-    """SeqBoat-full, always activated: every token attends to all others."""
+    """SeqBoat-full without routing: every token attends to all others."""
 
     router: RouterConfig = AlwaysActiveConfig()
-    """Who decides which tokens attend."""
+    """Decides which tokens attend."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SeqBoatFullGumbelConfig(SeqBoatFullConfig):
-    """SeqBoat-full with Gumbel softmax decisions."""
+    """SeqBoat-full whose router is a Gumbel softmax."""
 
     router: RouterConfig = GumbelConfig()
-    """Who decides which tokens attend."""
+    """Decides which tokens attend."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SeqBoatFullS4DConfig(SeqBoatFullConfig):
-    """SeqBoat-full with S4D in place of the moving average."""
+    """SeqBoat-full with S4D as its state-space kernel, in place of the moving average."""
 
     ssm: SSMConfig = S4DConfig()
     """The state-space layer that reads every token."""
@@ -63,42 +63,42 @@ class SeqBoatFullS4DConfig(SeqBoatFullConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SeqBoatSigmoidConfig(SeqBoatConfig):
-    """SeqBoat-Sigmoid: decisions by a sigmoid instead of the tempered softmax."""
+    """SeqBoat-Sigmoid: the router is a sigmoid instead of the tempered softmax."""
 
     router: RouterConfig = SigmoidConfig()
-    """Who decides which tokens attend."""
+    """Decides which tokens attend."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SeqBoatMoEConfig(SeqBoatConfig):
-    """SeqBoat-MoE: decisions by the routing of X-MoE, between attention and nothing."""
+    """SeqBoat-MoE: the router of X-MoE chooses between attention and nothing."""
 
     router: RouterConfig = XMoEConfig()
-    """Who decides which tokens attend."""
+    """Decides which tokens attend."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SeqBoatLocalConfig(SeqBoatConfig):
-    """SeqBoat-local: every token attends to those around it."""
+    """SeqBoat-local: no routing; every token attends to those around it."""
 
     router: RouterConfig = AlwaysActiveConfig()
-    """Who decides which tokens attend."""
+    """Decides which tokens attend."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SeqBoatLocal32Config(SeqBoatLocalConfig):
-    """SeqBoat-local32: every token attends to the 32 around it."""
+    """SeqBoat-local32: no routing; every token attends to the 32 around it."""
 
     gau: GAUConfig = GAUConfig(window=32)
-    """Attention among the chosen tokens."""
+    """Attention among the active tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SeqBoatChunkConfig(SeqBoatLocalConfig):
-    """SeqBoat-chunk: every token attends inside its chunk of the sequence."""
+    """SeqBoat-chunk: no routing; every token attends inside its chunk of the sequence."""
 
     gau: GAUConfig = GAUConfig(span="chunk")
-    """Attention among the chosen tokens."""
+    """Attention among the active tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,12 +106,12 @@ class SeqBoatMem32Config(SeqBoatConfig):
     """SeqBoat-mem32: a working memory of 32 tokens."""
 
     gau: GAUConfig = GAUConfig(window=32)
-    """Attention among the chosen tokens."""
+    """Attention among the active tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SeqBoatThenFFNConfig(SeqBoatConfig):
-    """SeqBoat-FFN: MEGA's feed-forward block behind each layer."""
+    """SeqBoat-FFN: SeqBoat with MEGA's feed-forward block after each layer."""
 
     d_ff: int | None = None
     """Hidden width of the block; twice the model's by default."""

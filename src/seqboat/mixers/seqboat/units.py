@@ -1,7 +1,7 @@
-"""Units: contextual modules for sparse activation, made of modules that know nothing of packing.
+"""Units: contextual modules for sparse activation, made from modules that know nothing of packing.
 
-`PaddedUnit` calls any module on padded rows of active tokens, `MixerUnit` a whole mixer with its state. Both keep the
-promise of `PackedModule`: all at once, in pieces and token by token give the same numbers.
+`PaddedUnit` calls any module on padded sequences of active tokens, `MixerUnit` a whole mixer with its state. Both
+keep the promise of `PackedModule`: all at once, in pieces and token by token give the same numbers.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from seqboat.core.state import tensors
 from seqboat.mixers.base import Mixer, RecurrentMixer
 
 
-class Rows(NamedTuple):
-    """Packed tokens laid out in rows."""
+class Padded(NamedTuple):
+    """Packed tokens as padded sequences."""
 
     tokens: Tensor
-    """(batch, slots, dim), zeros behind the last token of a row; at least one slot"""
+    """(batch, slots, dim), zeros after the last token of a sequence; at least one slot"""
     real: Tensor
     """(batch, slots) bool: True on tokens"""
     place: Tensor
     """(tokens,): where each packed token went, in the flattened (batch * slots)"""
 
 
-def lay_out(tokens: Tensor, packed: Packed, old: Tensor | None = None, kept: Tensor | None = None) -> Rows:
-    """Lay packed tokens out in rows, behind older ones.
+def unpack(tokens: Tensor, packed: Packed, old: Tensor | None = None, kept: Tensor | None = None) -> Padded:
+    """Packed tokens as padded sequences, after older ones.
 
     Args:
         tokens: (tokens, dim).
         packed: where they came from.
-        old: (batch, any, dim), older tokens of each row, first in their rows.
+        old: (batch, any, dim), older tokens of each sequence.
         kept: (batch,), how many of them there are.
     """
     batch = packed.offsets.shape[0] - 1
-    # a module may refuse an empty sequence: one slot of padding does not hurt
+    # a module may refuse an empty sequence: one slot of padding does no harm
     size = 0 if old is None else old.shape[1]
     columns = max(size + packed.slots, 1)
     before = packed.offsets.new_zeros(batch) if kept is None else kept
@@ -49,17 +49,17 @@ def lay_out(tokens: Tensor, packed: Packed, old: Tensor | None = None, kept: Ten
     base = tokens.new_zeros(batch, columns, tokens.shape[1])
     if old is not None:
         base = F.pad(old.to(tokens.dtype), (0, 0, 0, columns - size))
-    flat = base.reshape(batch * columns, -1).index_copy(0, place, tokens)
+    flat = base.reshape(batch * columns, tokens.shape[1]).index_copy(0, place, tokens)
     columns_of = torch.arange(columns, device=tokens.device)
     real = columns_of < (before + packed.offsets.diff())[:, None]
-    return Rows(flat.view(batch, columns, tokens.shape[1]), real, place)
+    return Padded(flat.view(batch, columns, tokens.shape[1]), real, place)
 
 
 class Replay(NamedTuple):
     """The active tokens that a padded module has to see again."""
 
     tokens: Tensor
-    """(batch, size, dim): oldest first, zeros behind the last one"""
+    """(batch, size, dim): oldest first, zeros after the last one"""
     total: Tensor
     """(batch,): tokens so far"""
 
@@ -68,7 +68,7 @@ Call = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
 class PaddedUnit(PackedModule):
-    """Any module on (batch, slots, dim), which sees the active tokens of each row side by side.
+    """Any module on (batch, slots, dim), which sees the active tokens of each sequence side by side.
 
     >>> attention = nn.MultiheadAttention(8, 2, batch_first=True)
     >>> unit = PaddedUnit(attention, lambda m, x, real: m(x, x, x, key_padding_mask=~real, need_weights=False)[0])
@@ -76,9 +76,9 @@ class PaddedUnit(PackedModule):
     Args:
         module: to call.
         call: calls it, on the tokens (batch, slots, dim) and where they are real (batch, slots); by default the
-            module gets the tokens alone, with zeros behind the last one of a row.
-        causal: whether no output depends on later tokens. Then the unit can go on later: it keeps the tokens that it
-            has seen, and shows them to the module again.
+            module gets the tokens alone, with zeros after the last one of a sequence.
+        causal: whether no output depends on later tokens. Then the unit can continue a sequence: it keeps the tokens
+            that it has seen, and shows them to the module again.
         context: how many earlier tokens an output may depend on, if that is bounded and the module does not count
             its tokens; None keeps all of them.
         d_model: width of the tokens; only needed to make a fresh state.
@@ -105,24 +105,22 @@ class PaddedUnit(PackedModule):
         self, tokens: Tensor, packed: Packed, state: Replay | None = None
     ) -> tuple[Tensor, Replay | None]:
         if not self.causal:
-            return self._run(lay_out(tokens, packed)), None
+            return self._run(unpack(tokens, packed)), None
         batch = packed.offsets.shape[0] - 1
         if state is None:
             state = self.make_state(batch, tokens.dtype, tokens.device)
         kept = state.total if self.context is None else state.total.clamp(max=self.context)
-        rows = lay_out(tokens, packed, state.tokens, kept)
-        return self._run(rows), self._remember(rows, kept, state, packed.offsets.diff())
+        padded = unpack(tokens, packed, state.tokens, kept)
+        return self._run(padded), self._remember(padded, kept, state, packed.offsets.diff())
 
-    def _run(self, rows: Rows) -> Tensor:
-        out = self.module(rows.tokens) if self._call is None else self._call(self.module, *rows[:2])
+    def _run(self, padded: Padded) -> Tensor:
+        out = self.module(padded.tokens) if self._call is None else self._call(self.module, *padded[:2])
         found = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
-        require(
-            found == tuple(rows.tokens.shape),
-            f"{type(self.module).__name__} must return (batch, slots, dim) = {tuple(rows.tokens.shape)}, got {found}",
-        )
-        return out.flatten(0, 1).index_select(0, rows.place)
+        wanted, name = tuple(padded.tokens.shape), type(self.module).__name__
+        require(found == wanted, f"{name} must return (batch, slots, dim) = {wanted}, got {found}")
+        return out.flatten(0, 1).index_select(0, padded.place)
 
-    def _remember(self, rows: Rows, kept: Tensor, state: Replay, new: Tensor) -> Replay:
+    def _remember(self, padded: Padded, kept: Tensor, state: Replay, new: Tensor) -> Replay:
         total = state.total + new
         size = self.context
         if size is None:
@@ -131,8 +129,8 @@ class PaddedUnit(PackedModule):
         first = (end - size).clamp(min=0)
         places = first[:, None] + torch.arange(size, device=total.device)
         inside = (places < end[:, None])[..., None]
-        places = places.clamp(max=rows.tokens.shape[1] - 1)[..., None]
-        tokens = rows.tokens.gather(1, places.expand(-1, -1, rows.tokens.shape[2]))
+        places = places.clamp(max=padded.tokens.shape[1] - 1)[..., None]
+        tokens = padded.tokens.gather(1, places.expand(-1, -1, padded.tokens.shape[2]))
         tokens = torch.where(inside, tokens, 0).to(state.tokens.dtype)
         return Replay(tokens, total)
 
@@ -151,18 +149,18 @@ class PaddedUnit(PackedModule):
 
 
 def single(rows: Tensor, position: Tensor, batch: int) -> Packed:
-    """One token of some rows, in packed form."""
+    """One token of some sequences, in packed form."""
     counts = torch.zeros(batch, dtype=torch.int64, device=rows.device).index_fill(0, rows, 1)
     return Packed(rows, rows, position, F.pad(counts.cumsum(dim=0), (1, 0)), min(len(rows), 1))
 
 
 class MixerUnit(PackedModule):
-    """A whole mixer, which sees the active tokens of each row as its sequence.
+    """A whole mixer, which sees the active tokens of each sequence as a sequence.
 
     Args:
         mixer: any; positions count active tokens.
-        change: whether to return only what the mixer adds to its input. A mixer has a residual connection of its
-            own; together with one around the sparse layer, a skipped token then passes unchanged.
+        change: whether to return only what the mixer adds to its input. A mixer has a residual connection inside;
+            with another one around the sparse layer, a skipped token then passes unchanged.
     """
 
     def __init__(self, mixer: Mixer, change: bool = True) -> None:
@@ -171,9 +169,9 @@ class MixerUnit(PackedModule):
         self.causal = mixer.causal and isinstance(mixer, RecurrentMixer)
 
     def forward(self, tokens: Tensor, packed: Packed, state: Any = None) -> tuple[Tensor, Any]:
-        rows = lay_out(tokens, packed)
-        y, after, _ = self.mixer(rows.tokens, Aligned(rows.real), state)
-        out = y.flatten(0, 1).index_select(0, rows.place)
+        padded = unpack(tokens, packed)
+        y, after, _ = self.mixer(padded.tokens, Aligned(padded.real), state)
+        out = y.flatten(0, 1).index_select(0, padded.place)
         return out - tokens if self.change else out, after
 
     def make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> Any:
@@ -186,7 +184,7 @@ class MixerUnit(PackedModule):
         assert isinstance(self.mixer, RecurrentMixer)
         batch = len(next(part for _, part in tensors(state)))
         x = tokens.new_zeros(batch, tokens.shape[1]).index_copy(0, rows, tokens)
-        awake = torch.zeros(batch, dtype=torch.bool, device=rows.device).index_fill(0, rows, True)
-        y, after, _ = self.mixer.advance(x, state, awake, inplace)
+        active = torch.zeros(batch, dtype=torch.bool, device=rows.device).index_fill(0, rows, True)
+        y, after, _ = self.mixer.advance(x, state, active, inplace)
         out = y.index_select(0, rows)
         return out - tokens if self.change else out, after

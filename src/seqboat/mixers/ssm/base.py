@@ -1,6 +1,6 @@
 """State-space layers, equation 2 of the paper: SSM(S) = K * S + D . S.
 
-`StateSpace` is what all of them share. `DiagonalSSM` is what MD-EMA and S4D share: kernels of the form
+`StateSpace` is the common part of all of them. `DiagonalSSM` is that of MD-EMA and S4D: kernels of the form
 K[l] = Re(sum_n read_n drive_n q_n^l). A subclass says what q, drive and read are; the class runs them over a sequence
 (scan or FFT), carries the state, and takes single steps.
 """
@@ -114,7 +114,7 @@ class DiagonalSSM(StateSpace):
         d_model: channels.
         d_state: real states per channel.
         causal: one direction, or else two whose outputs are added.
-        truncation: cut the kernel after so many taps.
+        truncation: number of taps after which the kernel is cut.
         method: "scan" in blocks, or "fft" with the whole kernel, which truncated kernels always use.
         block: tokens per block of the scan.
     """
@@ -143,17 +143,17 @@ class DiagonalSSM(StateSpace):
         """The layer's q, drive and read, in float32 at least."""
 
     def step_coefficients(self) -> tuple[Tensor, Tensor, Tensor]:
-        """q, drive and read of the first direction, (dim, states); subclasses may know a shorter way to q."""
+        """q, drive and read of the first direction, (dim, states); subclasses may compute q directly."""
         log_decay, drive, read = self.coefficients()
         return torch.exp(log_decay[0]), drive[0], read[0]
 
     def _between_steps(self, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """What depends on the weights alone, kept from one step of decoding to the next.
 
-        It is made anew if a weight was replaced or changed in place, and for every new sequence: changes through
+        It is made again if a weight was replaced or changed in place, and for every new sequence: changes through
         `.data` leave no trace.
         """
-        # the layer's own, without the walk through modules that it does not have
+        # most kernels have no submodules to walk through
         own = self.parameters() if self._modules else self._parameters.values()
         weights = [weight for weight in own if weight is not None]
         if (
@@ -222,7 +222,7 @@ class DiagonalSSM(StateSpace):
         return y
 
     def _fft(self, x: Tensor, mask: Tensor | None, state: SSMState | None) -> tuple[Tensor, Tensor | None]:
-        """The published way, with a table of (dim, states, time): kept as a second opinion."""
+        """The published method, with a table of (dim, states, time): kept to compare with."""
         y = self._convolve(x)
         if not self.causal:
             return y, None
@@ -277,13 +277,13 @@ class DiagonalSSM(StateSpace):
 def convolve_with_history(
     x: Tensor, kernel: Tensor, mask: Tensor | None, history: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Causal convolution of (batch, time, dim) with (dim, taps) that goes on from earlier inputs.
+    """Causal convolution of (batch, time, dim) with (dim, taps) that continues from earlier inputs.
 
     Args:
         x: the sequence, real tokens first.
         kernel: its taps.
         mask: (batch, time), True on real tokens.
-        history: (batch, taps - 1, dim), the inputs before; zeros by default.
+        history: (batch, taps - 1, dim), the inputs so far; zeros by default.
 
     Returns:
         y: (batch, time, dim).
@@ -296,13 +296,13 @@ def convolve_with_history(
 
 
 def joined_with(x: Tensor, history: Tensor | None, past: int) -> Tensor:
-    """(batch, past + time, dim): a sequence behind the inputs before it, zeros by default."""
+    """(batch, past + time, dim): a sequence after the inputs before it, zeros by default."""
     batch, _, dim = x.shape
     return torch.cat([x.new_zeros(batch, past, dim) if history is None else history, x], dim=1)
 
 
 def latest(joined: Tensor, mask: Tensor | None, past: int) -> Tensor:
-    """The last `past` inputs up to the last real token of every row.
+    """The last `past` inputs up to the last real token of every sequence.
 
     Args:
         joined: (batch, past + time, dim), from `joined_with`.
@@ -316,7 +316,7 @@ def latest(joined: Tensor, mask: Tensor | None, past: int) -> Tensor:
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    """The type that a recurrence on such inputs is computed in."""
+    """The type in which a recurrence on such inputs is computed."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -329,7 +329,7 @@ def as_complex(pairs: Tensor) -> Tensor:
 
 
 def complex_like(states: Tensor, log_decay: Tensor) -> Tensor:
-    """States in pairs of real numbers as complex ones, if those are."""
+    """States stored as pairs of real numbers, as complex ones if the decay is complex."""
     if not log_decay.is_complex():
         return states
     return torch.view_as_complex(states.contiguous().unflatten(-1, (states.shape[-1] // 2, 2)))

@@ -1,6 +1,6 @@
 """Multi-dimensional damped exponential moving average (MD-EMA), appendix A.3 of the paper.
 
-Each channel spreads over `d_state` averages with their own rates and reads them back:
+Each channel is spread over `d_state` averages with different rates, which are read back:
 
     p = sigmoid(delta),  q = 1 - p * sigmoid(alpha)
     z_t = p * beta * x_t + q * z_{t-1},   y_t = sum(gamma / sqrt(d_state) * z_t) + skip * x_t
@@ -20,12 +20,12 @@ from seqboat.ops.scan import BLOCK
 
 @dataclass(frozen=True, kw_only=True)
 class EMAConfig(SSMConfig):
-    """The paper's state-space layer."""
+    """The multi-dimensional damped moving average, the paper's state-space layer."""
 
     d_state: int = 16
     """Averages per channel (the paper's h)."""
     truncation: int | None = None
-    """Cut the kernel after so many taps."""
+    """Number of taps after which the kernel is cut."""
     method: Method = "scan"
     """Block scan, or the convolution by FFT."""
     block: int = BLOCK
@@ -49,7 +49,7 @@ class EMA(DiagonalSSM):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initial values, all truncated at two deviations.
+        """Initial values, all truncated at two standard deviations.
 
         delta, alpha   N(0, 0.2)
         beta           +1, -1, +1, ... over the states, plus N(0, 0.02)

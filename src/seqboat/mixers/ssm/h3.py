@@ -1,4 +1,4 @@
-"""H3 (Fu et al., 2023): two state-space layers and two products stand in for attention.
+"""H3 (Fu et al., 2023): two state-space layers and two products take the place of attention.
 
     Q, K, V = x W_q, x W_k, x W_v
     O       = Q * DiagSSM(ShiftSSM(K) * V),   y = x + O W_o,   y = y + W_2 GELU(W_1 y + b_1) + b_2
@@ -38,7 +38,7 @@ from seqboat.mixers.ssm.s4d import S4DConfig
 
 @dataclass(frozen=True, kw_only=True)
 class H3Config:
-    """A layer of H3 and its feed-forward block."""
+    """H3: a shift and a diagonal state-space layer, multiplied with queries, keys and values; feed-forward block."""
 
     shift: int = 64
     """Tokens that the shift layer remembers."""
@@ -49,7 +49,7 @@ class H3Config:
     d_ff: int | None = None
     """Hidden width of the feed-forward block; four times the model's by default."""
     causal: bool = True
-    """One direction, for language models; or else both."""
+    """Whether the layer reads from left to right only, for language models."""
     norm: NormName = "layer"
     """The norm of both blocks."""
     dropout: float = 0.0
@@ -69,7 +69,7 @@ class H3Config:
 
 @dataclass(frozen=True, kw_only=True)
 class H3HybridConfig(H3Config):
-    """H3 with attention in two layers of a stack: the second, and the second of its latter half."""
+    """H3 hybrid: H3 with attention in two layers of a stack, the second and the second of its latter half."""
 
     heads: int = 4
     """Attention heads, each of width d_model / heads, which is 64 in the published models."""
@@ -226,7 +226,7 @@ class H3(RecurrentMixer):
         return read.transpose(-1, -2).flatten(-2)
 
     def _spread(self, state: SSMState) -> SSMState:
-        """From one row per sequence to one per product, as the diagonal layer has them."""
+        """From one state per sequence to one per product, as the diagonal layer has them."""
         return SSMState(state.states.unflatten(1, (self.d_head**2, self.heads)).flatten(0, 1))
 
     def _gather(self, state: SSMState) -> SSMState:

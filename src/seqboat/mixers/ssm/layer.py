@@ -28,10 +28,10 @@ GATES = ("glu", "sigmoid")
 
 @dataclass(frozen=True, kw_only=True)
 class SSMLayerConfig:
-    """What layers with a state-space core have in common."""
+    """The options that all layers with a state-space core have."""
 
     causal: bool = False
-    """One direction, for language models; or else both."""
+    """Whether the layer reads from left to right only, for language models."""
     norm: NormName = "layer"
     """The norm of the layer."""
     prenorm: bool = True

@@ -6,7 +6,7 @@ are those of successive inputs up to an order; with w^(1)_t = u_t and w^(p)_t = 
     y_t = D u_t + sum_{p = 1 .. order} sum_l C Abar^l Bbar^p w^(p)_{t-l}                              kernel "kb"
     y_t = D u_t + sum_l C Abar^l Bbar u_{t-l} + sum_{p = 2 .. order} C Bbar^p w^(p)_t                 kernel "pb"
 
-"pb", the better one in its paper, does not remember the products. Abar is diagonal and the powers of Bbar are taken
+"pb", the better one in its paper, does not remember products. Abar is diagonal and the powers of Bbar are taken
 entry by entry, so that all orders share one state; besides it, the last order - 1 inputs are kept.
 """
 
@@ -41,12 +41,12 @@ LiquidKernel = Literal["kb", "pb"]
 
 @dataclass(frozen=True, kw_only=True)
 class LiquidS4Config(SSMConfig):
-    """A state-space layer with products of inputs."""
+    """A diagonal state-space layer that also responds to products of successive inputs."""
 
     d_state: int = 64
     """Real states per channel: d_state / 2 conjugate pairs."""
     order: int = 2
-    """Most inputs in a product; 1 leaves a linear layer."""
+    """Largest number of inputs in a product; 1 gives a linear layer."""
     kernel: LiquidKernel = "pb"
     """Whether the state remembers products (kb) or they act at once (pb)."""
     dt_min: float = 0.001
@@ -70,7 +70,7 @@ class LiquidS4Config(SSMConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class LiquidS4LayerConfig(SSMLayerConfig):
-    """A layer of a Liquid-S4 model."""
+    """Liquid-S4: a diagonal state-space kernel that also responds to products of successive inputs; no attention."""
 
     ssm: LiquidS4Config = LiquidS4Config()
     """The state-space core."""
@@ -88,8 +88,8 @@ class LiquidState(NamedTuple):
     """(batch, order - 1, dim), the last inputs, oldest first, zeros before the first token"""
 
 
-class Coefficients(NamedTuple):
-    """Of one direction; complex, in float32 at least."""
+class LiquidCoefficients(NamedTuple):
+    """The coefficients of one direction, complex, in float32 at least."""
 
     log_decay: Tensor
     """(dim, pairs): the logarithm of Abar"""
@@ -135,7 +135,7 @@ class LiquidS4(StateSpace):
     def extra_repr(self) -> str:
         return f"{self.d_model}, d_state={self.d_state}, order={self.order}, causal={self.causal}"
 
-    def coefficients(self, direction: int) -> Coefficients:
+    def coefficients(self, direction: int) -> LiquidCoefficients:
         """Abar, the powers of Bbar (zero-order hold) and C."""
         log_dt, log_real, imag, b, c = (
             part.to(at_least_float32(part.dtype))
@@ -146,7 +146,7 @@ class LiquidS4(StateSpace):
         drives = [torch.expm1(log_q) / poles * as_complex(b)]
         for _ in range(1, self.order):
             drives.append(drives[-1] * drives[0])
-        return Coefficients(log_q, torch.stack(drives), 2 * as_complex(c))
+        return LiquidCoefficients(log_q, torch.stack(drives), 2 * as_complex(c))
 
     def read(
         self, x: Tensor, mask: Tensor | None, state: LiquidState | None
@@ -154,14 +154,14 @@ class LiquidS4(StateSpace):
         y, after = self._direction(x, mask, state, 0)
         if self.causal:
             return y, after
-        # from the right: the padding of a row comes first then, and zeros leave a zero state
+        # from the right: the padding of a sequence comes first then, and zeros leave a zero state
         other, _ = self._direction(x.flip(1), None, None, 1)
         return y + other.flip(1), None
 
     def _direction(
         self, x: Tensor, mask: Tensor | None, state: LiquidState | None, direction: int
     ) -> tuple[Tensor, LiquidState]:
-        """One direction, forwards; the skip counts for the first."""
+        """One direction, from left to right; only the first one has the skip."""
         batch, time, dim = x.shape
         past = self.order - 1
         joined = joined_with(x, None if state is None else state.inputs, past)
@@ -171,7 +171,7 @@ class LiquidS4(StateSpace):
         log_decay, drive, read = self.coefficients(direction)
         skip = self.skip.to(x.dtype) if direction == 0 else torch.zeros_like(self.skip, dtype=x.dtype)
         remembered = self.order if self.config.kernel == "kb" else 1
-        # each order is a channel of its own, all with the same decay and read; the sum of their states is the state
+        # each order is a separate channel with the same decay and read; the sum of their states is the state
         decays, reads = (part.repeat(remembered, 1)[None] for part in (log_decay, read))
         skips = torch.cat([skip, skip.new_zeros(dim * (remembered - 1))])
         drives = drive[:remembered].flatten(0, 1)[None]

@@ -1,6 +1,6 @@
 """S4 (Gu et al., 2022): a state-space layer whose matrix is diagonal plus rank one, started at HiPPO-LegS.
 
-Each channel has x'(t) = A x(t) + B u(t), y = C x, with A = diag(poles) - P P*, discretised by the bilinear rule with
+Each channel has x'(t) = A x(t) + B u(t), y = C x, with A = diag(poles) - P P*, discretized by the bilinear rule with
 a learned step dt:
 
     Abar = (1 - dt/2 A)^-1 (1 + dt/2 A),   Bbar = (1 - dt/2 A)^-1 dt B,   kernel[l] = C Abar^l Bbar
@@ -13,7 +13,7 @@ with C~ = C (1 - Abar^length), where Woodbury's identity leaves four Cauchy prod
 
 (multiplied by 1 + z throughout, so that z = -1 is no special case). States are kept as one of each conjugate pair, a
 pair of real numbers each, in which Abar is a real matrix: its powers carry a state over a piece of the sequence. A
-single step needs no matrix, only the diagonal and the rank one.
+single step needs no matrix, only the diagonal and the rank-one part.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class S4Config(SSMConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class S4LayerConfig(SSMLayerConfig):
-    """A layer of an S4 model."""
+    """S4: a state-space kernel whose matrix is diagonal plus rank one (HiPPO-LegS); no attention."""
 
     ssm: S4Config = S4Config()
     """The state-space core."""
@@ -188,9 +188,9 @@ def _resolve(system: System, v: Tensor) -> Tensor:
     half = 0.5 * system.dt[:, None]
     inverse = 1 / (1 - half * system.poles)
     direction = inverse * system.p
-    share = half / (1 + half * _projection(system.p, direction))
+    factor = half / (1 + half * _projection(system.p, direction))
     v = inverse * v
-    return v - direction * (share * _projection(system.p, v))
+    return v - direction * (factor * _projection(system.p, v))
 
 
 def _step(system: System, z: Tensor) -> Tensor:
@@ -235,7 +235,7 @@ def _kernel(system: System, power: Tensor, size: int) -> Tensor:
         size: taps.
     """
     dt, poles, p, b, c = system
-    # C~ = C (1 - Abar^size): what the taps behind the last one would add
+    # C~ = C (1 - Abar^size): what the taps after the last one would add
     row = _read_row(c)
     row = row - product(power, row.permute(1, 2, 0)).permute(2, 0, 1)
     c = 0.5 * complex_like(row, poles).conj()
@@ -258,9 +258,9 @@ def _kernel(system: System, power: Tensor, size: int) -> Tensor:
     cauchy = -(torch.complex(torch.zeros_like(sin), sin) * first + cos * second).transpose(0, 1)
     directions = c.shape[0]
     cb, cp, pb, pp = cauchy.split([directions, directions, 1, 1])
-    share = dt[:, None] * cos
+    factor = dt[:, None] * cos
     phase = torch.polar(torch.ones_like(angle), -angle).to(cauchy.dtype)
-    spectrum = dt[:, None] * phase * (cb - share * cp * pb / (1 + share * pp))
+    spectrum = dt[:, None] * phase * (cb - factor * cp * pb / (1 + factor * pp))
     return torch.fft.irfft(spectrum, n=size) if size > 1 else spectrum.real
 
 
@@ -268,13 +268,13 @@ def _driven(x: Tensor, lengths: Tensor, drive: Tensor, powers: list[Tensor]) -> 
     """(dim, batch, states): the states after the last real token of sequences from their beginning.
 
     Args:
-        x: (batch, time, dim), zeros behind the last real token.
+        x: (batch, time, dim), zeros after the last real token.
         lengths: (batch,).
         drive: (dim, states).
         powers: of the matrix, up to PIECE at least.
     """
     batch, time, dim = x.shape
-    # the zeros move to the front, where they change nothing: every row ends with its last real token
+    # the zeros move to the front, where they change nothing: every sequence ends with its last real token
     places = (torch.arange(time, device=x.device) + lengths[:, None]) % max(time, 1)
     x = x.gather(1, places[..., None].expand(-1, -1, dim))
     pieces = -(-time // PIECE)
@@ -312,7 +312,7 @@ def _undriven(start: Tensor, time: int, row: Tensor, powers: list[Tensor]) -> Te
 
 
 def _decayed(start: Tensor, lengths: Tensor, powers: list[Tensor]) -> Tensor:
-    """An initial state (dim, batch, states) after so many tokens: the bits of the length say which powers."""
+    """An initial state (dim, batch, states) after `lengths` tokens: the bits of a length say which powers."""
     for bit, power in enumerate(powers):
         taken = ((lengths >> bit) & 1).bool()[:, None]
         start = torch.where(taken, product(start, power), start)

@@ -1,6 +1,6 @@
 """S4D: a diagonal state-space layer with complex states (Gu et al., 2022), the paper's alternative kernel.
 
-x'(t) = A x(t) + B u(t), y = Re(C x), with diagonal A = -exp(log_real) + i * imag, B = 1, discretised with a
+x'(t) = A x(t) + B u(t), y = Re(C x), with diagonal A = -exp(log_real) + i * imag, B = 1, discretized with a
 zero-order hold and a learned step dt per channel:
 
     q = exp(dt * A),   kernel[l] = 2 Re sum_n C_n (q_n - 1) / A_n q_n^l
@@ -48,7 +48,7 @@ class S4DConfig(SSMConfig):
     dt_max: float = 0.1
     """Largest initial step."""
     truncation: int | None = None
-    """Cut the kernel after so many taps."""
+    """Number of taps after which the kernel is cut."""
     method: Method = "scan"
     """Block scan, or the convolution by FFT."""
     block: int = BLOCK
@@ -60,7 +60,7 @@ class S4DConfig(SSMConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class S4DLayerConfig(SSMLayerConfig):
-    """A layer of an S4D model."""
+    """S4D: a diagonal state-space kernel with complex states in each channel; no attention."""
 
     ssm: S4DConfig = S4DConfig()
     """The state-space core."""

@@ -1,10 +1,10 @@
 """S5 (Smith et al., 2023): one state-space model with many inputs and outputs, run by a parallel scan.
 
-Where S4 gives each channel its own states, S5 has one diagonal system for all of them,
+S4 gives each channel separate states; S5 has one diagonal system for all channels,
 
     x'(t) = diag(poles) x(t) + B u(t),   y(t) = 2 Re(C x(t)) + D * u(t),   B: (states, d_model), C: (d_model, states)
 
-discretised with a zero-order hold and a learned step per state: s_t = q * s_{t-1} + (q - 1) / poles * (B u_t), with
+discretized with a zero-order hold and a learned step per state: s_t = q * s_{t-1} + (q - 1) / poles * (B u_t), with
 q = exp(dt * poles). The poles start as several copies of the normal part of HiPPO-LegS. The recurrence is computed in
 about 2 log2(time) parallel operations, on twice as many numbers as there are states over time.
 """
@@ -63,7 +63,7 @@ class S5Config(SSMConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class S5LayerConfig(SSMLayerConfig):
-    """A layer of an S5 model."""
+    """S5: one state-space system shared by all channels, run by a parallel scan; no attention."""
 
     ssm: S5Config = S5Config()
     """The state-space core."""
@@ -202,7 +202,7 @@ def parallel_scan(v: Tensor, q: Tensor, start: Tensor | None = None) -> Tensor:
 
 
 def _lecun_normal(values: Tensor, inputs: int) -> None:
-    """Deviation 1 / sqrt(inputs) after truncation at two deviations of the untruncated normal."""
-    # the standard normal truncated at two has this deviation
+    """Std 1 / sqrt(inputs) after truncation at two stds of the untruncated normal."""
+    # the standard normal truncated at two has this std
     std = 1 / (0.87962566103423978 * math.sqrt(inputs))
     nn.init.trunc_normal_(values, std=std, a=-2 * std, b=2 * std)

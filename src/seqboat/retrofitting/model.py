@@ -1,0 +1,403 @@
+"""Sparse activation for a model that exists already: chosen modules run only on the tokens that a router picks.
+
+The paper names this as the next step for its mechanism (section 6). `retrofit` changes a model in place: attention
+and feed-forward blocks of a decoder of transformers, or any modules of any model, keep their class, name and weights;
+each gets a router as a child module, `sparse`, and its `forward` goes through it. At first every token is
+active and the outputs are those of before, bit for bit. Then the budget is lowered (`Retrofit.set_rate`) while the
+model is tuned.
+
+- The output of an active token is not scaled: what a trained module returns keeps its size. The gradient reaches the
+  router as if it had been scaled by the probability (a straight-through estimate of the paper's confidence).
+- A token is active if its probability is at least a threshold, a number that belongs to the module. In training it is
+  the quantile of the batch that the budget asks for, so that every batch meets it; the running average of these
+  quantiles decides in evaluation, where a decision depends on nothing but the token.
+- Token-wise modules get the active tokens of the batch as one packed array. Modules that read a sequence get the
+  active tokens of each sequence moved to the front, with the positions and the mask of where they came from;
+  in cached generation the others leave no keys and values (`sparse_cache`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+
+from seqboat.checks import check_choice, check_positive, require
+from seqboat.core.budget import Steering
+from seqboat.core.routers import ROUTERS, RouterConfig, SigmoidConfig
+from seqboat.core.sma import Routing
+from seqboat.data.files import replacing, write_json
+from seqboat.retrofitting.unit import Call, Kind, SparseUnit
+
+CHILD = "sparse"
+"""Name under which a module holds its router."""
+FORMAT = 1
+"""Version of the saved files; a newer one is refused."""
+_PARTS: dict[str, tuple[Kind, tuple[str, ...]]] = {
+    "attention": ("sequence", ("self_attn", "attn", "attention", "self_attention")),
+    "mlp": ("tokens", ("mlp", "feed_forward", "ffn")),
+}
+"""What the parts of decoder layers are called in transformers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RateSchedule:
+    """The fraction of active tokens over training: `start`, then a linear ramp to `final`, then `final`.
+
+    >>> schedule = RateSchedule(final=0.5, begin=100, steps=200)
+    >>> [schedule(step) for step in (0, 100, 200, 300, 1000)]
+    [1.0, 1.0, 0.75, 0.5, 0.5]
+    """
+
+    final: float
+    """The fraction at the end."""
+    start: float = 1.0
+    """The fraction at the beginning."""
+    begin: int = 0
+    """The step at which it begins to move."""
+    steps: int
+    """Steps from start to final."""
+
+    def __post_init__(self) -> None:
+        check_fraction("start", self.start)
+        check_fraction("final", self.final)
+        check_positive("begin", self.begin, least=0)
+        check_positive("steps", self.steps)
+
+    def __call__(self, step: int) -> float:
+        done = min(max((step - self.begin) / self.steps, 0.0), 1.0)
+        return self.start + (self.final - self.start) * done
+
+
+def check_fraction(name: str, value: float) -> None:
+    """Refuse a fraction of tokens outside (0, 1]."""
+    require(0.0 < value <= 1.0, f"{name} must be in (0, 1], got {value!r}")
+
+
+class Retrofit:
+    """A model whose chosen modules run only on the tokens that routers pick; made by `retrofit`.
+
+    The model itself is used as before. This holds what is new: the budget, the statistics, the routers.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        kinds: Mapping[str, Kind],
+        d_model: int,
+        router: RouterConfig,
+        budget: Steering,
+    ) -> None:
+        self.model = model
+        self.kinds = dict(kinds)
+        self.d_model, self.router, self.budget = d_model, router, budget
+        self.units: dict[str, SparseUnit] = {}
+        """by the name of the module"""
+        self._frozen: list[nn.Parameter] = []
+        self._call = Call()
+        self._call.units = max(len(self.kinds), 1)
+        for name, kind in self.kinds.items():
+            owner = model.get_submodule(name)
+            weight = next(owner.parameters(), torch.empty(()))
+            unit = SparseUnit(owner, kind, router.build(d_model).to(weight.device), budget, self._call)
+            unit.to(weight.device).train(owner.training)
+            owner.add_module(CHILD, unit)
+            owner.forward = unit.forward
+            self.units[name] = unit
+        self._signature = inspect.signature(model.forward)
+        self._hook = model.register_forward_pre_hook(self._begin, with_kwargs=True)
+
+    @staticmethod
+    def of(model: nn.Module) -> Retrofit:
+        """What was done to a model: of a copy that has no other handle."""
+        for hook in model._forward_pre_hooks.values():
+            found = getattr(hook, "__self__", None)
+            if isinstance(found, Retrofit):
+                return found
+        raise ValueError(f"{type(model).__name__} is not retrofitted")
+
+    def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before the model runs: thresholds move, and the mask of padding is noted."""
+        for unit in self.units.values():
+            unit.follow()
+        given = self._signature.bind_partial(*args, **kwargs).arguments if args else kwargs
+        mask = given.get("attention_mask", given.get("kwargs", {}).get("attention_mask"))
+        tokens = given.get("input_ids")
+        tokens = given.get("inputs_embeds") if tokens is None else tokens
+        self._call.mask = None
+        if isinstance(mask, Tensor) and mask.dim() == 2 and isinstance(tokens, Tensor):
+            # in cached generation the mask covers the past too
+            mask = mask[:, mask.shape[1] - tokens.shape[1] :].bool()
+            self._call.real_count = int(mask.sum())
+            self._call.mask = mask if self._call.real_count < mask.numel() else None
+
+    @property
+    def rate(self) -> float:
+        """The fraction of tokens that every module may activate; 1 leaves the model as it was."""
+        return next(iter(self.units.values())).rate
+
+    def set_rate(self, rate: float) -> None:
+        """Change the fraction of active tokens that training aims at, or that `calibrate` sets."""
+        check_fraction("rate", rate)
+        for unit in self.units.values():
+            if unit.rate != rate:
+                # the last batch under the old rate still counts
+                unit.follow()
+                unit.updates.zero_()
+                unit.rate = rate
+
+    @torch.no_grad()
+    def calibrate(self, batches: Iterable[Mapping[str, Any]]) -> None:
+        """Set the thresholds for the current rate from data alone: nothing is learned.
+
+        Later modules see what earlier ones leave out, so several batches are needed until all have settled.
+
+        Args:
+            batches: keyword arguments of the model, one call each; it runs in evaluation mode.
+        """
+        was, self._call.tracking = self.model.training, True
+        self.model.eval()
+        try:
+            for batch in batches:
+                self.model(**batch)
+            for unit in self.units.values():
+                unit.follow()
+        finally:
+            self._call.tracking = False
+            self.model.train(was)
+
+    def loss(self) -> Tensor:
+        """Mean over modules of the squared distance of the last call's rates from the budget.
+
+        Add it to the loss of the task (times a weight, 1 or more) where the budget is "loss"; `seqboat.extra_loss`
+        of the model is the same. Its gradient reaches every token's probability, active or not.
+        """
+        for name, unit in self.units.items():
+            require(unit.routing is not None, f"{name} has not run yet: call the model before its loss")
+        return torch.stack([unit.rate_error() for unit in self.units.values()]).mean()
+
+    def rates(self) -> dict[str, float]:
+        """The fraction of tokens that each module activated since `reset_statistics`; padding does not count."""
+        return {name: unit.activated / max(unit.seen, 1) for name, unit in self.units.items()}
+
+    def reset_statistics(self) -> None:
+        """Reset the counts."""
+        for unit in self.units.values():
+            unit.activated = unit.seen = 0
+
+    def routings(self) -> dict[str, Routing]:
+        """The decisions of the last call, (batch, time, 1) each."""
+        return {
+            name: Routing(*(part[..., None] for part in unit.routing))
+            for name, unit in self.units.items()
+            if unit.routing is not None
+        }
+
+    def router_parameters(self) -> list[nn.Parameter]:
+        """What the retrofit added: parameters to tune alone, or with a separate learning rate."""
+        return [parameter for unit in self.units.values() for parameter in unit.parameters()]
+
+    def freeze(self) -> None:
+        """Keep everything but the routers as it is; `unfreeze` takes this back."""
+        mine = {id(parameter) for parameter in self.router_parameters()}
+        for parameter in self.model.parameters():
+            if id(parameter) not in mine and parameter.requires_grad:
+                parameter.requires_grad_(False)
+                self._frozen.append(parameter)
+
+    def unfreeze(self) -> None:
+        """Make trainable what `freeze` froze."""
+        for parameter in self._frozen:
+            parameter.requires_grad_(True)
+        self._frozen.clear()
+
+    def original_state_dict(self) -> dict[str, Tensor]:
+        """The model's weights without the routers: what a model of its class can load.
+
+        >>> retrofitted.model.save_pretrained(folder, state_dict=retrofitted.original_state_dict())  # doctest: +SKIP
+        """
+        added = tuple(f"{name}.{CHILD}." if name else f"{CHILD}." for name in self.units)
+        return {key: value for key, value in self.model.state_dict().items() if not key.startswith(added)}
+
+    def save(self, folder: str | Path) -> None:
+        """Write what the retrofit added, retrofit.json and retrofit.safetensors; the model is saved separately."""
+        from safetensors.torch import save_file
+
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {
+            f"{name}.{key}": value.contiguous()
+            for name, unit in self.units.items()
+            for key, value in unit.state_dict().items()
+        }
+        names = {config: name for name, config in ROUTERS.items()}
+        about = {
+            "format": FORMAT,
+            "kinds": self.kinds,
+            "rates": {name: unit.rate for name, unit in self.units.items()},
+            "d_model": self.d_model,
+            "router": {"name": names[type(self.router)], **asdict(self.router)},
+            "budget": self.budget,
+        }
+        with replacing(folder / "retrofit.safetensors") as stage:
+            save_file(tensors, stage)
+        write_json(folder / "retrofit.json", about, indent=2)
+
+    def undo(self) -> None:
+        """Give every module its own forward back and remove the routers; weights stay as they are now."""
+        self.unfreeze()
+        self._hook.remove()
+        for name, unit in self.units.items():
+            owner = self.model.get_submodule(name)
+            if unit._before is None:
+                del owner.forward
+            else:
+                owner.forward = unit._before
+            delattr(owner, CHILD)
+        self.units.clear()
+
+
+def retrofit(
+    model: nn.Module,
+    select: Sequence[str] | Mapping[str, Kind] = ("attention", "mlp"),
+    *,
+    d_model: int | None = None,
+    router: RouterConfig | None = None,
+    budget: Steering = "controller",
+) -> Retrofit:
+    """Make chosen modules of a model sparse, in place. At first all tokens are active, and nothing changes.
+
+    >>> model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)))
+    >>> sparse = retrofit(model, {"1": "tokens"}, d_model=8)
+    >>> sparse.set_rate(0.5)
+    >>> y = model(torch.randn(2, 5, 8))  # a training step: from here the threshold follows the rate
+    >>> sparse.rates().keys()
+    dict_keys(['1'])
+
+    Args:
+        model: a decoder of transformers, or any module.
+        select: parts of a decoder, any of "attention", "mlp", or "block" for whole layers; or patterns of names of
+            modules and how to run them: {"model.layers.[13].mlp": "tokens"}. "tokens" are token-wise
+            modules; "sequence" are causal modules of (batch, time, dim); "block" are such modules with their
+            residual connection inside, whose skipped tokens pass unchanged.
+        d_model: width of the tokens; by default what the model's configuration says.
+        router: decides; one logit per token by default.
+        budget: what keeps the fraction of active tokens: "controller" moves the thresholds in training, with "loss"
+            you add `Retrofit.loss` to the loss.
+    """
+    check_choice("budget", budget, get_args(Steering))
+    require(
+        not any(isinstance(part, SparseUnit) for part in model.modules()),
+        "model is retrofitted already: call undo() first",
+    )
+    kinds = find_modules(model, select)
+    config = getattr(model, "config", None)
+    if d_model is None:
+        d_model = getattr(config, "hidden_size", None)
+        require(d_model is not None, "d_model must be given: the model has no config.hidden_size")
+        assert d_model is not None
+    check_positive("d_model", d_model)
+    kernel = getattr(config, "_attn_implementation", None)
+    require(
+        kernel in (None, "eager", "sdpa") or all(kind == "tokens" for kind in kinds.values()),
+        f"the model's attention implementation must be eager or sdpa, got {kernel}",
+    )
+    return Retrofit(model, kinds, d_model, router or SigmoidConfig(), budget)
+
+
+def find_modules(model: nn.Module, select: Sequence[str] | Mapping[str, Kind]) -> dict[str, Kind]:
+    """Names of the modules that `retrofit` would wrap, and how they would be run."""
+    require(not isinstance(select, str), f"select must be a sequence or a mapping, got the string {select!r}")
+    found: dict[str, Kind] = {}
+    if isinstance(select, Mapping):
+        names = [name for name, _ in model.named_modules() if name]
+        for pattern, kind in select.items():
+            check_choice(f"select[{pattern!r}]", kind, get_args(Kind))
+            matches = [name for name in names if fnmatchcase(name, pattern)]
+            require(len(matches) > 0, f"select: no module of the model is called {pattern!r}")
+            found.update(dict.fromkeys(matches, kind))
+    else:
+        for part in select:
+            check_choice("select", part, (*_PARTS, "block"))
+        for path, layer in _decoder_layers(model):
+            if "block" in select:
+                found[path] = "block"
+            for part, (kind, _) in _PARTS.items():
+                if part in select:
+                    found[f"{path}.{_part(layer, part)}"] = kind
+        require(
+            len(found) > 0,
+            f"select: no decoder layers with attention and mlp found in {type(model).__name__}; "
+            "name modules by pattern",
+        )
+    for name, kind in found.items():
+        outer = [other for other in found if name.startswith(f"{other}.")]
+        require(not outer, f"select: {name} is inside {outer and outer[0]}, which is selected too")
+        _check_module(name, model.get_submodule(name), kind)
+    return found
+
+
+def _part(layer: nn.Module, part: str) -> str | None:
+    """The name of a part of a decoder layer."""
+    return next((name for name in _PARTS[part][1] if isinstance(getattr(layer, name, None), nn.Module)), None)
+
+
+def _decoder_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [
+        (f"{path}.{i}" if path else str(i), layer)
+        for path, layers in model.named_modules()
+        if isinstance(layers, nn.ModuleList)
+        for i, layer in enumerate(layers)
+        if all(_part(layer, part) is not None for part in _PARTS)
+    ]
+
+
+def _check_module(name: str, module: nn.Module, kind: Kind) -> None:
+    """Refuse modules that cannot be run on some of their tokens."""
+    if kind == "tokens":
+        return
+    for part in module.modules():
+        require(
+            getattr(part, "is_causal", True) is not False,
+            f"{name} must be causal to be run on a part of its tokens, but is_causal is False",
+        )
+        require(
+            getattr(part, "sliding_window", None) is None,
+            f"{name} has a sliding window, which counts positions that a sparse module leaves out",
+        )
+
+
+def load_retrofit(model: nn.Module, folder: str | Path) -> Retrofit:
+    """Retrofit a model with what `Retrofit.save` wrote, thresholds and rates included.
+
+    Args:
+        model: of the same class, with its own weights loaded already.
+        folder: that holds retrofit.json and retrofit.safetensors.
+    """
+    from safetensors.torch import load_file
+
+    folder = Path(folder)
+    file = folder / "retrofit.json"
+    require(file.is_file(), f"{folder} holds no retrofit.json")
+    about = json.loads(file.read_text(encoding="utf-8"))
+    require(about.get("format") == FORMAT, f"{file} has format {about.get('format')!r}, expected {FORMAT}")
+    settings = dict(about["router"])
+    router = ROUTERS[settings.pop("name")](**settings)
+    made = retrofit(model, about["kinds"], d_model=about["d_model"], router=router, budget=about["budget"])
+    tensors = load_file(folder / "retrofit.safetensors")
+    for name, unit in made.units.items():
+        own = {
+            key.removeprefix(f"{name}."): value
+            for key, value in tensors.items()
+            if key.startswith(f"{name}.")
+        }
+        unit.load_state_dict(own)
+        unit.rate = about["rates"][name]
+    return made

@@ -1,0 +1,106 @@
+"""The active tokens of each sequence in slots at its front, and the attention masks that belong to them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from seqboat.checks import require
+from seqboat.core.padding import align
+
+
+class Slots(NamedTuple):
+    """The active tokens of each sequence, moved to its front."""
+
+    place: Tensor
+    """(batch, slots): places in the sequence; after the last active token, places of inactive ones"""
+    real: Tensor | None
+    """(batch, slots) bool: False after the last active token of a sequence; None if there is no such slot"""
+
+    def take(self, x: Tensor) -> Tensor:
+        """(batch, slots, ...) of (batch or 1, time, ...)."""
+        x = x.expand(self.place.shape[0], *x.shape[1:])
+        index = self.place.view(*self.place.shape, *(1,) * (x.dim() - 2))
+        return x.gather(1, index.expand(-1, -1, *x.shape[2:]))
+
+    def put(self, y: Tensor, base: Tensor) -> Tensor:
+        """(batch, time, dim): `base`, with active tokens replaced by their slot of (batch, slots, dim)."""
+        index = self.place[..., None].expand_as(y)
+        if self.real is not None:
+            y = torch.where(self.real[..., None], y, base.gather(1, index))
+        return base.scatter(1, index, y)
+
+
+def find_slots(active: Tensor, per_sequence: Tensor, width: int, count: int) -> Slots:
+    """The slots of (batch, time) decisions.
+
+    Args:
+        active: the decisions.
+        per_sequence: (batch,), how many tokens of each sequence are active.
+        width: slots per sequence.
+        count: how many tokens are active in all.
+    """
+    order = align(active).order
+    if count == active.shape[0] * width:
+        return Slots(order[:, :width], None)
+    return Slots(order[:, :width], torch.arange(width, device=active.device) < per_sequence[:, None])
+
+
+def take_slots(slots: Slots, value: Any) -> Any:
+    """The slots' part of a (batch or 1, time, ...) tensor, or of each tensor of a tuple."""
+    return tuple(slots.take(part) for part in value) if isinstance(value, tuple) else slots.take(value)
+
+
+def slot_mask(mask: Any, x: Tensor, slots: Slots | None, layer: Any, longest: int, even: bool) -> Any:
+    """The mask of slots: (batch, 1, slots, keys), or None where order alone is enough.
+
+    Args:
+        mask: of tokens, (batch, heads or 1, time, seen + time), bool or added to scores; None is causal.
+        x: (batch, time, dim), the tokens.
+        slots: where they went; None if they stayed.
+        layer: of the cache, whose tokens come first; None without a cache.
+        longest: keys of the longest sequence.
+        even: whether all sequences are as long.
+    """
+    require(
+        mask is None or (isinstance(mask, Tensor) and mask.dim() == 4),
+        "attention_mask must be None or (batch, heads, queries, keys), as for the attention implementations "
+        f"eager and sdpa; got {describe(mask)}",
+    )
+    batch, time, _ = x.shape
+    place = torch.arange(time, device=x.device).expand(batch, time) if slots is None else slots.place
+    real = None if slots is None else slots.real
+    queries, keys, keep = place, place, real
+    if layer is not None:
+        past = layer.seen
+        queries = place + past
+        layer.announce(queries, real, longest, even)
+        if mask is None and time == 1 and even and slots is None:
+            return None  # one token per sequence, which sees all that its sequence holds
+        if past > 0:  # otherwise the keys are the slots themselves
+            keys, keep = layer.visible()
+    if mask is None:
+        if keys is place:
+            return None  # slots keep their order, and no real one sees those after it
+        assert keep is not None
+        visible = (keys[:, None, :] <= queries[:, :, None]) & keep[:, None, :]
+        return visible[:, None] if real is None else (visible | ~real[:, :, None])[:, None]
+    if slots is None and keys is place:
+        return mask
+    heads, columns = mask.shape[1], mask.shape[3]
+    mask = mask.expand(batch, heads, time, columns)
+    mask = mask.gather(2, place[:, None, :, None].expand(-1, heads, -1, columns))
+    mask = mask.gather(3, keys[:, None, None, :].expand(-1, heads, mask.shape[2], -1))
+    if keep is not None:
+        hidden = ~keep[:, None, None, :]
+        mask = mask.masked_fill(hidden, False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min)
+    if real is not None:
+        # a slot whose output is not used looks at everything: a softmax must not be empty
+        mask = mask.masked_fill(~real[:, None, :, None], True if mask.dtype == torch.bool else 0.0)
+    return mask
+
+
+def describe(value: Any) -> str:
+    return f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
