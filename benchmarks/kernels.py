@@ -119,7 +119,8 @@ def tabulate(results: list[dict[str, Any]]) -> str:
         "",
         f"Validation accuracy, fraction of active tokens (mean over layers) and processor time of whole runs, with "
         f"every kernel at its defaults. Schedules are shorter than the recipes' and equal for all: {schedule}. "
-        f"Seeds {', '.join(map(str, seeds))}; one thread; {machines}; commit {commits}. Made by `python benchmarks/kernels.py`.",
+        f"Seeds {', '.join(map(str, seeds))}; one thread; {machines}; commit {commits}. "
+        "Made by `python benchmarks/kernels.py`.",
     ]
     return "\n".join(lines)
 
