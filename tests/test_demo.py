@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,12 @@ import torch
 
 from seqboat import cli
 from seqboat.commands import demo
+from seqboat.recipes import RECIPES
+from seqboat.runs import Run
+from seqboat.tasks.base import SPLITS
 from seqboat.tasks.synthetic import listops
+from seqboat.tasks.synthetic.short_listops import ShortListOpsTaskConfig
+from seqboat.training import pace
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -26,23 +32,28 @@ def test_quick_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     lines = text.splitlines()
     assert any(line.startswith("test accuracy") for line in lines)
     assert any(line.split() == ["chance", "0.100"] for line in lines)
-    assert sum(line.startswith("  layer ") for line in lines) == demo.QUICK.num_layers
-    assert f"{demo.QUICK.steps}/{demo.QUICK.steps}" in text and "left" in text
+    assert sum(line.startswith("  layer ") for line in lines) == 2
+    assert "step 25/25" in text and "minutes are enough" not in text
     numbers = json.loads((tmp_path / "out" / "demo.json").read_text())
-    assert numbers["seed"] == 3 and numbers["updates"] == numbers["recipe"]["steps"] == demo.QUICK.steps
-    assert "out of time" not in text
-    assert len(numbers["activation_rate"]) == demo.QUICK.num_layers
+    assert numbers["seed"] == numbers["config"]["seed"] == numbers["config"]["task"]["seed"] == 3
+    assert numbers["steps"] == numbers["config"]["schedule"]["steps"] == 25
+    assert len(numbers["activation_rate"]) == 2
     assert f"{numbers['accuracy']:.3f}" in text and f"{numbers['most_common_value']:.3f}" in text
     picture = tmp_path / "out" / "demo.png"
     assert picture.read_bytes().startswith(PNG) and picture.stat().st_size < 200_000
-    assert {p.name for p in picture.parent.iterdir()} == {"demo.json", "demo.png"}
+    assert {p.name for p in picture.parent.iterdir()} == {"demo.json", "demo.png", "run"}
+    # what it left is an ordinary run
+    run = Run(tmp_path / "out" / "run")
+    scored = run.evaluate("test")
+    assert scored["recipe"] == "demo" and scored["accuracy"] == numbers["accuracy"]
+    assert scored["activation"] == pytest.approx(numbers["activation_rate"])
 
 
-def test_same_seed_same_numbers(tmp_path: Path):
+def test_same_seed_same_numbers_and_a_second_demo_replaces_the_first(tmp_path: Path):
     found = []
-    for name in ("one", "two"):
-        assert cli.main(["demo", "--quick", "--steps", "3", "--out", str(tmp_path / name)]) == 0
-        numbers = json.loads((tmp_path / name / "demo.json").read_text())
+    for _ in range(2):
+        assert cli.main(["demo", "--quick", "--steps", "3", "--out", str(tmp_path)]) == 0
+        numbers = json.loads((tmp_path / "demo.json").read_text())
         found.append({k: numbers[k] for k in ("accuracy", "activation_rate", "confidence")})
     assert found[0] == found[1]
 
@@ -72,16 +83,7 @@ def test_without_matplotlib_the_demo_says_so(
         "picture  none: it needs matplotlib: install seqboat with its extra 'report'"
         in capsys.readouterr().out
     )
-    assert {p.name for p in tmp_path.iterdir()} == {"demo.json"}
-
-
-def test_progress_on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("TTY_COMPATIBLE", "1")
-    monkeypatch.setenv("COLUMNS", "80")
-    with demo.reporter(steps=10) as report:
-        report(demo.Progress(0.5, 5, 1.25, 0.4, (0.0, 0.25), 61.0))
-    text = capsys.readouterr().out
-    assert "5/10" in text and "loss 1.25" in text and "25%" in text and "1:01 left" in text
+    assert {p.name for p in tmp_path.iterdir()} == {"demo.json", "run"}
 
 
 def test_interrupt_ends_without_a_traceback(tmp_path: Path):
@@ -108,24 +110,38 @@ def test_interrupt_ends_without_a_traceback(tmp_path: Path):
             process.kill()
     assert process.returncode == 130
     assert "Traceback" not in errors and "stopped" in errors
-    assert list(tmp_path.iterdir()) == []
+    assert "demo.json" not in {entry.name for entry in tmp_path.iterdir()}
 
 
-def test_time_limit_ends_training():
-    torch.manual_seed(0)
-    recipe = demo.replace(demo.QUICK, steps=1_000_000)
-    seen: list[demo.Progress] = []
-    expressions = listops.iterate(0, demo.task(recipe))
-    updates = demo.train(demo.build_model(recipe), expressions, recipe, 0.5 / 60, seen.append)
-    assert seen[-1].done == 1.0 and seen[-1].step == updates < recipe.steps
-    assert seen[-1].remaining == 0
+def test_minutes_shorten_the_schedule(monkeypatch: pytest.MonkeyPatch):
+    config = RECIPES["demo"]()
+    monkeypatch.setattr(pace, "step_seconds", lambda config: 0.5)
+    short = pace.fit_minutes(config, 2.0)
+    assert (short.schedule.steps, short.schedule.warmup_steps) == (240, 24)
+    assert short == config.replace(schedule={"steps": 240, "warmup_steps": 24})
+    assert pace.fit_minutes(config, 1e-6).schedule.steps == 1
+    assert pace.fit_minutes(config, 1e6) is config
+    with pytest.raises(ValueError, match="minutes must be positive, got 0"):
+        pace.fit_minutes(config, 0)
 
 
-def test_running_out_of_time_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_steps_are_timed():
+    config = RECIPES["demo"]().replace(
+        task=ShortListOpsTaskConfig(train_size=60, eval_size=4), training={"batch_size": 2}
+    )
+    begin = time.monotonic()
+    seconds = pace.step_seconds(config)
+    assert 0 < seconds * pace.TRIAL / 2 < time.monotonic() - begin
+
+
+def test_a_short_time_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(pace, "step_seconds", lambda config: 0.12)
     arguments = ["demo", "--quick", "--steps", "1000000", "--minutes", "0.01", "--out", str(tmp_path)]
     assert cli.main(arguments) == 0
-    updates = json.loads((tmp_path / "demo.json").read_text())["updates"]
-    assert f"out of time: {updates:,} of 1,000,000 updates in 0.01 minutes" in capsys.readouterr().out
+    assert json.loads((tmp_path / "demo.json").read_text())["steps"] == 5
+    assert "0.01 minutes are enough for 5 of 1,000,000 steps (--minutes)" in capsys.readouterr().out
 
 
 def test_threads_are_given_back():
@@ -140,39 +156,22 @@ def test_threads_are_given_back():
         torch.set_num_threads(before)
 
 
-def test_batches_hold_new_expressions_of_about_one_length():
-    torch.manual_seed(0)
-    stream = listops.iterate(1, demo.task(demo.QUICK))
-    drawn = [batch for batch, _ in zip(demo.batches(stream, size=8, pool=4), range(8), strict=False)]
-    rows = [tuple(row[keep].tolist()) for b in drawn for row, keep in zip(b.ids, b.mask, strict=True)]
-    assert len(set(rows)) == len(rows) == 64
-    padding = 1 - sum(int(b.mask.sum()) for b in drawn) / sum(b.mask.numel() for b in drawn)
-    shuffled = max(len(row) for row in rows) * len(rows)
-    assert padding < 0.5 * (1 - sum(map(len, rows)) / shuffled)
-
-
-def test_evaluation_counts_every_token_once():
-    """Against the same numbers from one batch of everything, without the sorting and the averages."""
-    torch.manual_seed(0)
-    recipe = demo.replace(demo.QUICK, test_count=450)
-    model = demo.build_model(recipe)
-    test = listops.generate(recipe.test_count, 0, demo.task(recipe))
-    result = demo.evaluate(model, test, recipe)
-    batch = demo.to_batch(test)
-    with torch.no_grad():
-        out = model(batch.ids, batch.mask)
-    assert result.accuracy == float((out.logits.argmax(1) == batch.values).double().mean())
-    assert result.majority == np.unique([e.value for e in test], return_counts=True)[1].max() / len(test)
-    for layer, routing in enumerate(out.routings):
-        assert routing is not None
-        active = routing.active[..., 0] & batch.mask
-        assert result.rates[layer] == pytest.approx(float(active.sum() / batch.mask.sum()), rel=1e-5)
-        share = active.sum(1) / batch.mask.sum(1)
-        assert result.deviations[layer] == pytest.approx(float(share.std(unbiased=False)), rel=1e-4)
-        if active.any():
-            assert result.confidence[layer] == pytest.approx(
-                float(routing.probs[..., 0][active].mean()), rel=1e-5
-            )
+def test_expressions_are_in_one_split_only():
+    task = ShortListOpsTaskConfig(train_size=300, eval_size=50, seed=1).build()
+    drawn = {split: [task.dataset(split)[i] for i in range(50)] for split in SPLITS}
+    texts = [tuple(example.inputs.tolist()) for examples in drawn.values() for example in examples]
+    assert len(set(texts)) == len(texts) == 150
+    for example in drawn["test"]:
+        tokens = listops.decode(example.inputs.tolist())
+        assert 10 <= len(tokens) <= 100
+        assert task.show(example) == f"{' '.join(tokens)} -> {example.target}"
+    # more training examples leave the others as they are
+    larger = ShortListOpsTaskConfig(train_size=900, eval_size=50, seed=1).build()
+    for split in SPLITS:
+        for i in range(50):
+            one, two = drawn[split][i], larger.dataset(split)[i]
+            assert one.target == two.target and np.array_equal(one.inputs, two.inputs)
+    assert task.dataset("val").lengths().tolist() == [len(example.inputs) for example in drawn["val"]]
 
 
 def test_figure_colours_confidence_and_leaves_the_rest_white():
@@ -202,7 +201,7 @@ def test_figure_colours_confidence_and_leaves_the_rest_white():
 
 @pytest.mark.slow
 def test_the_demo_learns(tmp_path: Path):
-    """Far above the most common value (about 0.12) with a third of the updates."""
+    """Far above the most common value (about 0.12) with a third of the steps."""
     assert cli.main(["demo", "--steps", "800", "--minutes", "60", "--out", str(tmp_path)]) == 0
     numbers = json.loads((tmp_path / "demo.json").read_text())
     assert numbers["accuracy"] > 0.4 > 2 * numbers["most_common_value"]

@@ -31,6 +31,7 @@ RECIPES: dict[str, Callable[..., RunConfig]] = {
     "speech-small": speech.speech_small,
     "enwik8": enwik8.enwik8,
     "enwik8-small": enwik8.enwik8_small,
+    "demo": diagnostics.demo,
     "recall": diagnostics.recall,
     "copy": diagnostics.copy,
     "classify": your_data.classify,

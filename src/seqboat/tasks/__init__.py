@@ -11,6 +11,7 @@ from seqboat.tasks.synthetic.copy import CopyTaskConfig
 from seqboat.tasks.synthetic.listops import ListOpsTaskConfig
 from seqboat.tasks.synthetic.pathfinder import PathfinderTaskConfig, PathXTaskConfig
 from seqboat.tasks.synthetic.recall import RecallTaskConfig
+from seqboat.tasks.synthetic.short_listops import ShortListOpsTaskConfig
 from seqboat.tasks.text import TextTaskConfig
 
 TASKS = {
@@ -22,6 +23,7 @@ TASKS = {
     "pathx": PathXTaskConfig,
     "speech": SpeechTaskConfig,
     "enwik8": Enwik8TaskConfig,
+    "listops-drawn": ShortListOpsTaskConfig,
     "recall": RecallTaskConfig,
     "copy": CopyTaskConfig,
     "classify": ClassifyTaskConfig,
@@ -47,6 +49,7 @@ __all__ = [
     "PathfinderTaskConfig",
     "RecallTaskConfig",
     "RetrievalTaskConfig",
+    "ShortListOpsTaskConfig",
     "SpeechTaskConfig",
     "Split",
     "Task",
