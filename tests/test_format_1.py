@@ -27,7 +27,7 @@ from seqboat.training.evaluate import Streaming
 OLD = Path(__file__).parent / "fixtures" / "format-1"
 EXPECTED: dict[str, Any] = json.loads((OLD / "expected.json").read_text())
 # float32 sums in another order, on another processor
-CLOSE = {"rel": 1e-5, "abs": 1e-5}
+CLOSE: dict[str, Any] = {"rel": 1e-5, "abs": 1e-5}
 
 
 @pytest.mark.parametrize("expected", EXPECTED["eval"], ids=lambda record: str(record["run"]))

@@ -246,7 +246,7 @@ def draw(path: Path, run: Any, measures: Measures) -> None:
     confidence = np.stack([layer.confidence for layer in layers])
     caption = f"one expression worth {shown.target}; the model says {sample.prediction}; white: not activated"
     found = [layer for layer in measures.layers if layer is not None]
-    rates, stds = [layer.counts.rate for layer in found], [layer.rate.std for layer in found]
+    rates, stds = [layer.counts.rate or 0.0 for layer in found], [layer.rate.std for layer in found]
     save_figure(demo_figure(rates, stds, tokens, confidence, caption), path)
     print(f"picture  {path}")
 
