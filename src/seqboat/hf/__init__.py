@@ -26,15 +26,18 @@ from transformers import (
 )
 
 from seqboat.hf.cache import SeqBoatCache
-from seqboat.hf.configuration import SeqBoatConfig
+from seqboat.hf.configuration import SeqBoatModelConfig
 from seqboat.hf.model import SeqBoatForCausalLM, SeqBoatForSequenceClassification, SeqBoatModel
 from seqboat.hf.tokenizer import byte_tokenizer
 
-AutoConfig.register("seqboat", SeqBoatConfig)
-AutoModel.register(SeqBoatConfig, SeqBoatModel)
-AutoModelForCausalLM.register(SeqBoatConfig, SeqBoatForCausalLM)
-AutoModelForSequenceClassification.register(SeqBoatConfig, SeqBoatForSequenceClassification)
-AutoTokenizer.register(SeqBoatConfig, fast_tokenizer_class=PreTrainedTokenizerFast)
+AutoConfig.register("seqboat", SeqBoatModelConfig)
+AutoModel.register(SeqBoatModelConfig, SeqBoatModel)
+AutoModelForCausalLM.register(SeqBoatModelConfig, SeqBoatForCausalLM)
+AutoModelForSequenceClassification.register(SeqBoatModelConfig, SeqBoatForSequenceClassification)
+AutoTokenizer.register(SeqBoatModelConfig, fast_tokenizer_class=PreTrainedTokenizerFast)
+
+SeqBoatConfig = SeqBoatModelConfig
+"""The former name; `seqboat.SeqBoatConfig` is the configuration of a layer."""
 
 __all__ = [
     "SeqBoatCache",
@@ -42,5 +45,6 @@ __all__ = [
     "SeqBoatForCausalLM",
     "SeqBoatForSequenceClassification",
     "SeqBoatModel",
+    "SeqBoatModelConfig",
     "byte_tokenizer",
 ]

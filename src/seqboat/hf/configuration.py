@@ -7,12 +7,12 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from seqboat.mixers.seqboat.layer import SeqBoatConfig as SeqBoatLayerConfig
+from seqboat.mixers.seqboat.layer import SeqBoatConfig
 from seqboat.models.backbone import BackboneConfig, MixerConfig
 from seqboat.training.config import part_from_dict, to_dict
 
 
-class SeqBoatConfig(PreTrainedConfig):
+class SeqBoatModelConfig(PreTrainedConfig):
     """A stack of mixers over a vocabulary.
 
     A mixer is given by its configuration or as a dictionary with its `name` (`seqboat list mixers`); fields that
@@ -50,7 +50,7 @@ class SeqBoatConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         mixer: Any = self.mixer
         if mixer is None:
-            mixer = SeqBoatLayerConfig(causal=True)
+            mixer = SeqBoatConfig(causal=True)
         if not dataclasses.is_dataclass(mixer):
             mixer = part_from_dict(MixerConfig, mixer, "mixer")
         # every field is written down: a default that changes one day must not change this model
@@ -58,7 +58,7 @@ class SeqBoatConfig(PreTrainedConfig):
         self.backbone()
 
     @classmethod
-    def from_backbone(cls, config: BackboneConfig, **changes: Any) -> SeqBoatConfig:
+    def from_backbone(cls, config: BackboneConfig, **changes: Any) -> SeqBoatModelConfig:
         """The configuration of a backbone that reads tokens.
 
         Args:

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import GenerationConfig
 
 from seqboat.checks import require
-from seqboat.hf.configuration import SeqBoatConfig
+from seqboat.hf.configuration import SeqBoatModelConfig
 from seqboat.hf.model import SeqBoatForCausalLM, SeqBoatForSequenceClassification, SeqBoatPreTrainedModel
 from seqboat.hf.tokenizer import PAD, byte_tokenizer
 from seqboat.models.backbone import BackboneConfig, Classifier, LanguageModel, MixerConfig
@@ -44,10 +44,12 @@ def to_transformers(model: nn.Module, **settings: Any) -> SeqBoatPreTrainedModel
     assert isinstance(model, LanguageModel | Classifier)
     backbone = model.backbone.config
     if isinstance(model, LanguageModel):
-        ours = SeqBoatForCausalLM(SeqBoatConfig.from_backbone(backbone, **settings))
+        ours = SeqBoatForCausalLM(SeqBoatModelConfig.from_backbone(backbone, **settings))
     else:
         labels = {} if "id2label" in settings else {"num_labels": model.head.out.out_features}
-        ours = SeqBoatForSequenceClassification(SeqBoatConfig.from_backbone(backbone, **labels, **settings))
+        ours = SeqBoatForSequenceClassification(
+            SeqBoatModelConfig.from_backbone(backbone, **labels, **settings)
+        )
         ours.head.load_state_dict(model.head.state_dict())
     ours.to(model.backbone.embedding.weight.dtype)
     ours.model.backbone.load_state_dict(model.backbone.state_dict())

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -34,9 +36,10 @@ from seqboat.core.nn import masked_mean
 from seqboat.core.padding import align
 from seqboat.data.files import digest_of, write_json
 from seqboat.hf.cache import SeqBoatCache
-from seqboat.hf.configuration import SeqBoatConfig
+from seqboat.hf.configuration import SeqBoatModelConfig
 from seqboat.mixers.base import MixerOutput
-from seqboat.models.backbone import Backbone, Head
+from seqboat.models.backbone import Backbone, BackboneConfig, Head
+from seqboat.models.limits import build_within
 from seqboat.tasks.base import IGNORE
 
 CHECKSUMS = "sha256.json"
@@ -45,7 +48,7 @@ CHECKSUMS = "sha256.json"
 
 @contextmanager
 def keep_hidden(backbone: Backbone, kept: list[Tensor]) -> Iterator[None]:
-    """Append the input of the first layer and the output of every layer, real tokens first in each row."""
+    """Append the input of the first layer and the output of every layer, real tokens first in each sequence."""
 
     def keep_input(_: nn.Module, inputs: tuple[Any, ...]) -> None:
         kept.append(inputs[0])
@@ -109,8 +112,8 @@ def next_token_loss(
 ) -> Tensor:
     """Cross-entropy of each token given those before it, in float32 at least; 0 where nothing is scored.
 
-    Neither padding nor the token after padding is scored, whatever their labels: the loss of a row does not depend on
-    where it is padded.
+    Neither padding nor the token after padding is scored, whatever their labels: the loss of a sequence does not
+    depend on where it is padded.
 
     Args:
         logits: (batch, time, vocab).
@@ -132,21 +135,47 @@ def next_token_loss(
     return total / torch.as_tensor(count, device=total.device).clamp(min=1)
 
 
-def check_weights(folder: Path) -> None:
-    """Refuse weights in a folder that cannot be read, or whose bytes are not those that were saved."""
+class WeightsSize(NamedTuple):
+    """How large a model is, as the headers of its weights say."""
+
+    folder: Path
+    elements: int
+    tensors: int
+
+
+_loading: ContextVar[WeightsSize | None] = ContextVar("loading", default=None)
+"""The weights that a model is being built for."""
+
+
+def check_weights(folder: Path) -> WeightsSize | None:
+    """Refuse files in a folder that cannot be read, or weights whose bytes are not those that were saved.
+
+    Returns:
+        How large the model in them is; None if the folder holds no safetensors file.
+    """
+    config = folder / "config.json"
+    if config.is_file():
+        try:
+            json.loads(config.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{config} is damaged: {error}") from error
+    elements = tensors = 0
     expected: dict[str, str] = {}
     sums = folder / CHECKSUMS
     if sums.is_file():
         try:
             expected = dict(json.loads(sums.read_text(encoding="utf-8")))
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"{sums} is damaged: {error}") from error
     for name in sorted(expected):
         require((folder / name).is_file(), f"{folder / name} is missing: {sums} names it")
     for path in sorted(folder.glob("*.safetensors")):
+        require(path.is_file(), f"{path} is not a regular file")
         try:
-            with safe_open(path, framework="pt"):
-                pass
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118 - not a dictionary
+                    elements += math.prod(file.get_slice(name).get_shape())
+                    tensors += 1
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
         if path.name in expected:
@@ -155,6 +184,7 @@ def check_weights(folder: Path) -> None:
                 f"{path} is not what was saved: its sha256 differs from the one in {sums} "
                 f"(delete {sums.name} if you changed the weights on purpose)",
             )
+    return WeightsSize(folder, elements, tensors) if tensors else None
 
 
 def write_checksums(folder: Path) -> None:
@@ -166,7 +196,7 @@ def write_checksums(folder: Path) -> None:
 class SeqBoatPreTrainedModel(PreTrainedModel):
     """What the models share: loading, saving, starting values of what a file does not hold."""
 
-    config_class = SeqBoatConfig
+    config_class = SeqBoatModelConfig
     base_model_prefix = "model"
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
@@ -180,7 +210,7 @@ class SeqBoatPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """Starting values of a new head and of new rows of the embedding; everything else starts by itself.
 
-        Linear       N(0, 0.02), truncated at two deviations, biases 0
+        Linear       N(0, 0.02), truncated at two standard deviations, biases 0
         Embedding    N(0, 1 / hidden_size)
         """
         if isinstance(module, nn.Linear):
@@ -196,9 +226,14 @@ class SeqBoatPreTrainedModel(PreTrainedModel):
     ) -> Any:
         """As the library's, but strict: local weights are checked, and all of the stack must be there."""
         place = pretrained_model_name_or_path
+        size = None
         if place is not None and Path(place).is_dir():
-            check_weights(Path(place) / (kwargs.get("subfolder") or ""))
-        model, info = super().from_pretrained(place, *args, output_loading_info=True, **kwargs)
+            size = check_weights(Path(place) / (kwargs.get("subfolder") or ""))
+        token = _loading.set(size)
+        try:
+            model, info = super().from_pretrained(place, *args, output_loading_info=True, **kwargs)
+        finally:
+            _loading.reset(token)
         # a head may be new, as in fine-tuning
         missing = sorted(key for key in info["missing_keys"] if not key.startswith("head."))
         require(
@@ -223,15 +258,25 @@ class SeqBoatPreTrainedModel(PreTrainedModel):
         backbone.config = dataclasses.replace(backbone.config, vocab=value.weight.shape[0])
 
 
+def build_backbone(config: BackboneConfig) -> Backbone:
+    """A backbone; while weights are being loaded, none that is far larger than they are."""
+    size = _loading.get()
+    if size is None:
+        return Backbone(config)
+    return build_within(
+        lambda: Backbone(config), size.elements, config.num_layers, size.tensors, str(size.folder)
+    )
+
+
 class SeqBoatModel(SeqBoatPreTrainedModel):
     """The stack without a head."""
 
-    def __init__(self, config: SeqBoatConfig) -> None:
+    def __init__(self, config: SeqBoatModelConfig) -> None:
         super().__init__(config)
         # the library makes models without memory before it loads them, but some mixers draw numbers as they are made
         meta = torch.get_default_device().type == "meta"
         with torch.device("cpu") if meta else nullcontext():
-            self.backbone = Backbone(config.backbone())
+            self.backbone = build_backbone(config.backbone())
         self.post_init()
 
     @can_return_tuple
@@ -250,7 +295,7 @@ class SeqBoatModel(SeqBoatPreTrainedModel):
         Args:
             input_ids: (batch, time).
             attention_mask: (batch, time), or with the positions in the cache before it; 1 on real tokens.
-            past_key_values: to go on from; it is changed.
+            past_key_values: to continue from; it is changed.
             inputs_embeds: (batch, time, hidden_size) instead of input_ids.
             use_cache: whether to return a cache; only causal models have one.
             output_hidden_states: whether to return the inputs and outputs of all layers.
@@ -324,7 +369,7 @@ class SeqBoatForCausalLM(SeqBoatPreTrainedModel, GenerationMixin):
     # the loss takes num_items_in_batch: accumulated micro-batches average over tokens
     accepts_loss_kwargs = True
 
-    def __init__(self, config: SeqBoatConfig) -> None:
+    def __init__(self, config: SeqBoatModelConfig) -> None:
         super().__init__(config)
         self.model = SeqBoatModel(config)
         require(self.model.backbone.causal, "a language model needs causal mixers: set causal in mixer")
@@ -419,7 +464,7 @@ class SeqBoatForCausalLM(SeqBoatPreTrainedModel, GenerationMixin):
 class SeqBoatForSequenceClassification(SeqBoatPreTrainedModel):
     """One label for a sequence: the mean over its real tokens through one hidden layer."""
 
-    def __init__(self, config: SeqBoatConfig) -> None:
+    def __init__(self, config: SeqBoatModelConfig) -> None:
         super().__init__(config)
         self.model = SeqBoatModel(config)
         width = config.hidden_size
@@ -436,7 +481,7 @@ class SeqBoatForSequenceClassification(SeqBoatPreTrainedModel):
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
     ) -> SequenceClassifierOutput:
-        """Score the labels of each row; see `SeqBoatModel.forward`.
+        """Score the labels of each sequence; see `SeqBoatModel.forward`.
 
         Args:
             labels: (batch,) classes; or values, or (batch, num_labels) of 0 and 1, as `config.problem_type` says.

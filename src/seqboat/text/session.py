@@ -246,8 +246,36 @@ def load_session(path: Path | str, model: LanguageModel) -> Session:
         said["model"] == fingerprint(model),
         f"{path} is the state of another model: only the model that wrote it can go on from it",
     )
-    batch = len(parts["session.logits"])
-    like = start(model, batch)
-    session = rebuild(like, {name: part.to(like.logits.device) for name, part in parts.items()}, "session")
-    check_state(session.state, like.state, like.logits.device, "model")
+    try:
+        return _rebuild(parts, model)
+    except (ValueError, KeyError, IndexError) as error:
+        raise ValueError(f"{path} does not fit this model: {error}") from error
+
+
+def _rebuild(parts: Mapping[str, Tensor], model: LanguageModel) -> Session:
+    """A session from its tensors, all of which must be what reading a text could have left."""
+    logits = parts.get("session.logits")
+    vocab = model.backbone.config.vocab
+    require(
+        logits is not None and logits.dim() == 2 and logits.shape[0] > 0 and logits.shape[1] == vocab,
+        f"logits must have shape (batch, {vocab})",
+    )
+    assert logits is not None
+    like = start(model, len(logits))
+    device = like.logits.device
+    session: Session = rebuild(like, {name: part.to(device) for name, part in parts.items()}, "session")
+    check_state(session, like, device, "model")
+    expected = dict(tensors(like, "session"))
+    for name, part in tensors(session, "session"):
+        fresh = expected[name]
+        if (
+            not part.is_floating_point()
+            and not part.is_complex()
+            and part.dtype != torch.bool
+            and part.numel()
+        ):
+            # counters start at zero and places without a token are -1: nothing ever goes below its first value
+            least = min(0, int(fresh.min())) if fresh.numel() else 0
+            require(int(part.min()) >= least, f"{name} must be at least {least}, got {int(part.min())}")
+    require(int(session.tail.max()) < len(session.used[0]), f"tail must hold token ids below {vocab}")
     return session

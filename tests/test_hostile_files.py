@@ -1,0 +1,136 @@
+"""Files that somebody made on purpose: refused in one line that names them, before memory or time is spent."""
+
+from __future__ import annotations
+
+import json
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from lm_runs import write_lm_run
+from seqboat.core.state import tensors
+from seqboat.models.backbone import LanguageModel
+from seqboat.runs import Run
+from seqboat.text import session as sessions
+from seqboat.text.session import Session, load_session, read, save_session, start
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_lm_run(tmp_path_factory.mktemp("hostile"))
+
+
+@pytest.fixture(scope="module")
+def model(run: Path) -> LanguageModel:
+    return Run(run).language_model
+
+
+# generation states
+
+
+def reseal(path: Path, session: Session, model: LanguageModel, **changes: torch.Tensor) -> None:
+    """Write a session with some tensors replaced, and a hash that fits."""
+    parts = {name: part.clone() for name, part in tensors(session, "session")}
+    parts |= {name: part for name, part in changes.items() if part is not None}
+    save_file(parts, path, sessions._seal(sessions.fingerprint(model), parts))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("session.state.seen", lambda t: t - 100, "session.state.seen must be at least 0, got -92"),
+        ("session.tail", lambda t: t - 300, "session.tail must be at least -1"),
+        ("session.tail", lambda t: t + 300, "tail must hold token ids below 256"),
+        ("session.logits", lambda t: t[:, :100].clone(), r"logits must have shape \(batch, 256\)"),
+        ("session.logits", lambda t: t[:0].clone(), r"logits must have shape \(batch, 256\)"),
+        ("session.used", lambda t: t[:, :100].clone(), "used must have shape"),
+    ],
+)
+def test_resealed_states_are_refused(
+    name: str, change: Any, message: str, model: LanguageModel, tmp_path: Path
+) -> None:
+    session = read(model, start(model), [b"The boat"])
+    parts = dict(tensors(session, "session"))
+    reseal(tmp_path / "state", session, model, **{name: change(parts[name])})
+    with pytest.raises(ValueError, match=f"state does not fit this model: .*{message}"):
+        load_session(tmp_path / "state", model)
+
+
+def test_a_resealed_state_that_is_whole_loads(model: LanguageModel, tmp_path: Path) -> None:
+    session = read(model, start(model, 2), [b"The boat", b"x"])
+    reseal(tmp_path / "state", session, model)
+    again = load_session(tmp_path / "state", model)
+    assert torch.equal(again.logits, session.logits) and torch.equal(again.tail, session.tail)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device"])
+def test_what_is_no_regular_file_is_no_state(kind: str, model: LanguageModel, tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    if kind == "fifo":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    with pytest.raises(ValueError, match="state is not a file"):
+        load_session(path, model)
+    save_session(tmp_path / "good", start(model), model)
+    assert load_session(tmp_path / "good", model).batch == 1
+
+
+# folders of transformers
+
+
+@pytest.fixture
+def exported(run: Path, tmp_path: Path) -> Path:
+    pytest.importorskip("transformers")
+    from seqboat.hf.export import export_run
+
+    return export_run(run, tmp_path / "exported").folder
+
+
+HUGE = [
+    ({"num_hidden_layers": 10**9}, "exported: the configuration asks for 1,000,000,000 layers"),
+    ({"hidden_size": 20_000}, "exported: the configuration asks for a model far larger than its weights"),
+    ({"vocab_size": 10**12}, "exported: the configuration asks for a model far larger than its weights"),
+]
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
+@pytest.mark.parametrize(("changes", "message"), HUGE)
+def test_a_configuration_cannot_ask_for_more_than_its_weights(
+    changes: dict[str, int], message: str, exported: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    path = exported / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(ValueError, match=message):
+        AutoModelForCausalLM.from_pretrained(exported)
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
+def test_nested_and_irregular_files_are_named(exported: Path) -> None:
+    from seqboat.hf import SeqBoatForCausalLM
+
+    config = (exported / "config.json").read_text()
+    (exported / "config.json").write_text('{"a":' * 100_000 + "1" + "}" * 100_000)
+    with pytest.raises(ValueError, match=r"config.json is damaged"):
+        SeqBoatForCausalLM.from_pretrained(exported)
+    (exported / "config.json").write_text(config)
+    (exported / "sha256.json").unlink()
+    (exported / "model.safetensors").unlink()
+    os.mkfifo(exported / "model.safetensors")
+    with pytest.raises(ValueError, match=r"model.safetensors is not a regular file"):
+        SeqBoatForCausalLM.from_pretrained(exported)
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
+def test_the_configuration_has_a_name_of_its_own() -> None:
+    import seqboat
+    from seqboat import hf
+
+    assert hf.SeqBoatConfig is hf.SeqBoatModelConfig is not seqboat.SeqBoatConfig
