@@ -47,6 +47,7 @@ from seqboat.tasks.prepare import prepare
 from seqboat.tasks.speech import SAMPLES, WORDS, random_parts, read_wav, speaker_part
 from seqboat.tasks.synthetic.listops import Expression, encode, generate, write_table
 from seqboat.tasks.synthetic.listops import ListOpsConfig as DrawnListOps
+from seqboat.tasks.synthetic.short_listops import ShortListOpsTaskConfig
 
 FAKE = bytes(np.random.default_rng(1).integers(32, 127, 20_000, dtype=np.uint8))
 
@@ -152,6 +153,7 @@ def user_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def build(name: str, root: Path, user_files: Path) -> Task:
     special = {
         "image": lambda: ImageTaskConfig(data_dir=str(root), holdout=5),
+        "listops-drawn": lambda: ShortListOpsTaskConfig(train_size=40, eval_size=20),
         "recall": lambda: RecallTaskConfig(train_size=20, eval_size=5),
         "copy": lambda: CopyTaskConfig(train_size=20, eval_size=5),
         "classify": lambda: ClassifyTaskConfig(train=str(user_files / "rows.csv")),
