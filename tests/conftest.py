@@ -17,15 +17,6 @@ def fixtures() -> Path:
     return REPOSITORY / "tests" / "fixtures"
 
 
-@pytest.fixture(scope="session")
-def shared() -> Path:
-    """The folder `shared` beside the repository, which holds data too large for it."""
-    folder = REPOSITORY.parent / "shared"
-    if not folder.is_dir():
-        pytest.skip("no folder 'shared' beside the repository")
-    return folder
-
-
 @pytest.fixture(scope="session", autouse=bool(os.environ.get("SEQBOAT_TEST_ODD_OFFSETS")))
 def _odd_offsets() -> Iterator[None]:
     """With SEQBOAT_TEST_ODD_OFFSETS=1 every weight lies at an odd offset in memory."""

@@ -337,7 +337,11 @@ def test_threshold_cap_and_mask(tmp_path: Path) -> None:
         samples = trace(examples.model, "classify", examples.batch(range(4)))
     layers: list[Any] = [sample.sequences[0].layers[1] for sample in samples]
     probs = [layer.probs for layer in layers]
-    middle = float(np.median(np.concatenate(probs)))
+    # in the widest gap of the middle half: the last bits of a probability that is computed again may differ
+    ranked = np.sort(np.concatenate(probs))
+    quarter = len(ranked) // 4
+    gap = quarter + int(np.diff(ranked[quarter:-quarter]).argmax())
+    middle = float(ranked[gap : gap + 2].mean())
     for active, prob in zip(active_of(run, Control(off="1", threshold=middle)), probs, strict=True):
         np.testing.assert_array_equal(active[1], prob > np.float32(middle))
     for active in active_of(run, Control(threshold=0.0, cap=0.25)):

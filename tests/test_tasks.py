@@ -768,7 +768,10 @@ def test_text_files_are_joined_in_order(tmp_path: Path) -> None:
 SHARED = Path(__file__).parents[2] / "shared" / "data"
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason="the real data sets are not here")
+@pytest.mark.skipif(
+    not SHARED.is_dir(),
+    reason="the real recordings are not here: no folder shared/data beside the repository",
+)
 def test_speakers_are_in_the_parts_that_the_authors_put_them_in() -> None:
     rows = (SHARED / "speech_commands_sc10" / "index.tsv").read_text().splitlines()[1:]
     for row in rows:
