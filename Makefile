@@ -9,8 +9,8 @@ EXTRAS := cli,train,report,image,hf,dev
 # another torch than the pinned one: make test TORCH=2.10.0, or TORCH=newest
 TORCH ?=
 
-.PHONY: demo test test-all test-peers check lint format types docs glance diagrams bench reproduce-small audit dist \
-	release clean
+.PHONY: demo test test-all test-peers test-machines check lint format types docs glance diagrams bench \
+	reproduce-small audit dist release clean
 
 demo: $(READY)
 	$(BIN)/seqboat demo
@@ -37,6 +37,10 @@ COMPARISONS := \
 test-peers: $(PEERS)/.ready
 	OMP_NUM_THREADS=1 $(PEERS)/$(SCRIPTS)/pytest -rs --junit-xml=$(PEERS)/comparisons.xml $(COMPARISONS)
 	@! grep --quiet "<skipped" $(PEERS)/comparisons.xml || { echo "comparisons were skipped"; exit 1; }
+
+# parts of the suite under other instruction sets, threads, users, locales and paths; continues where it was stopped
+test-machines: $(READY)
+	$(BIN)/python tests/machines.py --page docs/machines.md
 
 check: lint types test
 

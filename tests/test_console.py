@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from seqboat.data.files import write_json
 from seqboat.training import checkpoint as ck
 
 EVIL = "\x1b]0;owned\x07\u202egood\x9b2J"
+# the same as the name of a file, also in a locale without UTF-8
+NAME = os.fsdecode(EVIL.encode())
 HIDDEN = set("\x1b\x07\u202e\x9b\r")
 SMALL = [
     "--model.d_model=8",
@@ -61,12 +64,12 @@ def reviews(folder: Path) -> Path:
             (folder / part / sentiment).mkdir(parents=True)
             for i in range(12):
                 (folder / part / sentiment / f"{i}_1.txt").write_text(f"{EVIL} {i}", encoding="utf-8")
-    (folder / "train" / "pos" / f"{EVIL}.txt").write_bytes(b"\xff")
+    (folder / "train" / "pos" / f"{NAME}.txt").write_bytes(b"\xff")
     return folder
 
 
 def test_data_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source, data = reviews(tmp_path / f"aclImdb{EVIL}"), str(tmp_path / "data")
+    source, data = reviews(tmp_path / f"aclImdb{NAME}"), str(tmp_path / "data")
     assert main(["data", "prepare", "text", "--from", str(source), "--data-dir", data]) == 0
     assert "owned" in shown(capsys)  # the name of the skipped member
     assert main(["data", "show", "text", "--data-dir", data]) == 0
@@ -74,7 +77,7 @@ def test_data_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert main(["data", "list", "--data-dir", data]) == 0
     assert "owned" in shown(capsys)  # the name of the source
     assert (
-        main(["data", "prepare", "text", "--from", str(tmp_path / EVIL), "--data-dir", data, "--force"]) == 2
+        main(["data", "prepare", "text", "--from", str(tmp_path / NAME), "--data-dir", data, "--force"]) == 2
     )
     assert "owned" in shown(capsys)
 
@@ -100,7 +103,7 @@ def test_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     reseal(run / "step-1", versions={"torch": EVIL})
     assert main(["train", "--resume", "--out", str(run)]) == 0
     assert "written with torch" in shown(capsys)
-    (run / "step-2" / EVIL).write_text("x")
+    (run / "step-2" / NAME).write_text("x")
     (run / "best").write_text("step-2\n")
     with pytest.warns(UserWarning, match="owned") as caught:
         assert main(["eval", str(run)]) == 0
