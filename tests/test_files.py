@@ -50,6 +50,12 @@ def test_json_and_checksums(tmp_path: Path) -> None:
     assert digest_of(path, "md5") == hashlib.md5(path.read_bytes()).hexdigest()
 
 
+def test_names_of_files_that_are_not_text(tmp_path: Path) -> None:
+    name = os.fsdecode(b"caf\xe9")
+    write_json(tmp_path / "file.json", {"source": name})
+    assert json.loads((tmp_path / "file.json").read_text(encoding="utf-8")) == {"source": name}
+
+
 def test_two_runs_in_one_folder(tmp_path: Path) -> None:
     with Lock(tmp_path):
         with pytest.raises(ValueError, match=rf"is in use by another run .*\"pid\": {os.getpid()}"):

@@ -97,8 +97,10 @@ def split_fields(arguments: Sequence[str], known: Iterable[str]) -> tuple[list[s
 
 
 def one_line(error: Exception) -> str:
-    """The message of an error, which may have been written over several lines."""
-    return " ".join(str(error).split())
+    """The message of an error in one line, without control codes from a file."""
+    from seqboat.data.console import printable
+
+    return printable(" ".join(str(error).split()))
 
 
 class OutputError(Exception):

@@ -32,6 +32,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from seqboat.checks import check_choice, require
+from seqboat.data.console import printable
 from seqboat.models.backbone import Classifier, LanguageModel, Matcher
 from seqboat.models.limits import build_within
 from seqboat.tasks.base import BYTES, Split, Task
@@ -142,7 +143,7 @@ class Run:
             if replaced and (failure or said) and not self._is_checkpoint and attempt + 1 < ATTEMPTS:
                 continue
             for line in said:
-                warnings.warn(line, stacklevel=5)
+                warnings.warn(printable(line), stacklevel=5)
             if failure is not None:
                 raise failure
             break

@@ -107,7 +107,11 @@ def write_text(path: Path, text: str) -> None:
 
 def write_json(path: Path, content: object, *, indent: int = 1, sort_keys: bool = False) -> None:
     """Replace a file by this content as JSON."""
-    write_text(path, json.dumps(content, indent=indent, ensure_ascii=False, sort_keys=sort_keys) + "\n")
+    text = json.dumps(content, indent=indent, ensure_ascii=False, sort_keys=sort_keys)
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        # bytes of a file name that are not text in this locale
+        text = json.dumps(content, indent=indent, sort_keys=sort_keys)
+    write_text(path, text + "\n")
 
 
 class InUse(ValueError):
