@@ -20,7 +20,9 @@ import tarfile
 import threading
 import time
 import tracemalloc
+import wave
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -32,7 +34,7 @@ import pytest
 
 from seqboat.cli import main
 from seqboat.data import sources
-from seqboat.data.download import DownloadError, Remote, download
+from seqboat.data.download import DownloadError, RemoteFile, download
 from seqboat.data.sources import Source, read_file
 from seqboat.data.store import MANIFEST, ArrayStore, ArrayWriter, MissingData, Prepared, Skips, Staging
 from seqboat.tasks.prepare import DATASETS, find_dataset, prepare
@@ -483,6 +485,28 @@ class Server:
         except OSError:
             pass
 
+    def drips(self, handler: BaseHTTPRequestHandler) -> None:
+        """Sends a byte now and then, never long enough apart for a time-out."""
+        start = self.start_of(handler)
+        self.send(
+            handler, 206 if start else 200, b"", length=len(CONTENT) - start, Content_Range=f"bytes {start}-"
+        )
+        self.trickle(handler, CONTENT[start:])
+
+    def stammers(self, handler: BaseHTTPRequestHandler) -> None:
+        """Sends its headers byte by byte."""
+        self.trickle(handler, b"HTTP/1.0 200 OK\r\n" + b"X-Header: and so on\r\n" * 90)
+
+    @staticmethod
+    def trickle(handler: BaseHTTPRequestHandler, content: bytes) -> None:
+        try:
+            for place in range(200):
+                handler.wfile.write(content[place : place + 1])
+                handler.wfile.flush()
+                time.sleep(0.05)
+        except OSError:
+            pass
+
     def missing(self, handler: BaseHTTPRequestHandler) -> None:
         handler.send_error(404)
 
@@ -505,11 +529,13 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 def remote(
     server: Server, *paths: str, digest: str | None = DIGEST, size: int | None = len(CONTENT)
-) -> Remote:
-    return Remote(name="file.bin", urls=tuple(f"{server.url}/{p}" for p in paths), bytes=size, digest=digest)
+) -> RemoteFile:
+    return RemoteFile(
+        name="file.bin", urls=tuple(f"{server.url}/{p}" for p in paths), bytes=size, digest=digest
+    )
 
 
-def get(what: Remote, folder: Path) -> bytes:
+def get(what: RemoteFile, folder: Path) -> bytes:
     arrived: list[int] = []
     path = download(what, folder, arrived.append, attempts=3, pause=0.001, timeout=5)
     assert sum(arrived) > 0
@@ -582,6 +608,18 @@ def test_what_no_mirror_has_is_said_and_nothing_is_left(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("way", "message"), [("drips", "only .* bytes in"), ("stammers", "no answer within")]
+)
+def test_a_mirror_that_sends_byte_by_byte_is_given_up(
+    server: Server, tmp_path: Path, way: str, message: str
+) -> None:
+    began = time.monotonic()
+    with pytest.raises(DownloadError, match=message):
+        download(remote(server, way), tmp_path, attempts=2, pause=0.01, timeout=0.3)
+    assert time.monotonic() - began < 8
+
+
 def test_without_a_hash_only_the_same_file_is_continued(server: Server, tmp_path: Path) -> None:
     (tmp_path / ".file.bin.part").write_bytes(bytes(1000))
     assert get(remote(server, "good", digest=None, size=None), tmp_path) == CONTENT
@@ -599,7 +637,7 @@ def test_an_unknown_host_is_not_asked_again(
 
     monkeypatch.setattr(socket, "getaddrinfo", fails)
     with pytest.raises(DownloadError, match=r"https://nowhere\.invalid/a: unknown host"):
-        download(Remote(name="a", urls=("https://nowhere.invalid/a",)), tmp_path)
+        download(RemoteFile(name="a", urls=("https://nowhere.invalid/a",)), tmp_path)
     assert asked == ["nowhere.invalid"]
 
 
@@ -618,7 +656,7 @@ def test_a_failed_download_says_what_to_get_by_hand(
 
 def test_only_web_addresses_are_opened(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not a web address: file:///etc/passwd"):
-        download(Remote(name="x", urls=("file:///etc/passwd",)), tmp_path)
+        download(RemoteFile(name="x", urls=("file:///etc/passwd",)), tmp_path)
 
 
 def test_preparing_from_a_download(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -645,7 +683,7 @@ def test_list_says_what_is_missing_and_how_to_get_it(
     assert main(["data", "list", "--data-dir", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     for name, info in DATASETS.items():
-        assert name in out and info.licence in out
+        assert name in out and info.license in out
     assert "aclImdb_v1.tar.gz" in out and "seqboat data prepare text --from PATH" in out
 
     arguments = ["--data-dir", str(tmp_path)]
@@ -807,3 +845,160 @@ def test_the_data_folder_is_in_the_current_one_by_default(tmp_path: Path) -> Non
     with inside(tmp_path):
         assert main(["data", "prepare", "listops-small", "--count", "30,3,3"]) == 0
     assert (tmp_path / "data" / "listops-small" / MANIFEST).exists()
+
+
+# bad records
+
+
+def wav(samples: int = 16_000) -> bytes:
+    whole = io.BytesIO()
+    with wave.open(whole, "wb") as file:
+        file.setparams((1, 2, 16_000, samples, "NONE", ""))
+        file.writeframes(np.arange(samples, dtype="<i2").tobytes())
+    return whole.getvalue()
+
+
+def test_a_wav_with_a_wrong_chunk_size_is_named_and_left_out(tmp_path: Path) -> None:
+    folder = tmp_path / "speech"
+    for word in ("yes", "no"):
+        (folder / word).mkdir(parents=True)
+        for i in range(10):
+            (folder / word / f"{i:08x}_nohash_0.wav").write_bytes(wav())
+    good = wav()
+    for name, place, value in (("a", 16, 0xFFFFFFF0), ("b", 40, 0x7FFFFFFF)):
+        bad = good[:place] + struct.pack("<I", value) + good[place + 4 :]
+        (folder / "yes" / f"{name}_nohash_0.wav").write_bytes(bad)
+    store = prepare("speech", str(folder), tmp_path / "data")
+    assert store.manifest["skipped"] == 2
+    for skip in store.manifest["skipped_records"]:
+        assert skip["record"].startswith("yes/") and len(skip["reason"]) > 15
+    with pytest.raises(ValueError, match=r"speech, yes/a_nohash_0.wav: "):
+        prepare("speech", str(folder), tmp_path / "data", strict=True, force=True)
+
+
+def png(width: int, height: int, color: bool = False) -> bytes:
+    image = pytest.importorskip("PIL.Image")
+    small = io.BytesIO()
+    image.new("RGB" if color else "L", (min(width, 32), min(height, 32))).save(small, "PNG")
+    content = bytearray(small.getvalue())
+    content[16:24] = struct.pack(">II", width, height)
+    content[29:33] = struct.pack(">I", zlib.crc32(content[12:29]))
+    return bytes(content)
+
+
+def test_huge_and_colored_images_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "pathfinder32" / "curv_contour_length_14"
+    (folder / "imgs" / "0").mkdir(parents=True)
+    (folder / "metadata").mkdir()
+    lines = []
+    for i in range(30):
+        sides = {7: (60_000, 60_000), 8: (10_000, 10_000)}.get(i, (32, 32))
+        (folder / "imgs" / "0" / f"{i}.png").write_bytes(png(*sides, color=i in (3, 4)))
+        lines.append(f"imgs/0 {i}.png {i} {i % 2}")
+    (folder / "metadata" / "0.npy").write_text("\n".join(lines))
+    where = ["--from", str(tmp_path / "pathfinder32"), "--data-dir", str(tmp_path / "data")]
+    assert main(["data", "prepare", "pathfinder", *where]) == 0
+    error = capsys.readouterr().err
+    assert error.count("2 images are in color and were converted to gray") == 1
+    assert "2 records were left out" in error and "imgs/0/7.png, image: expected 32 x 32 pixels" in error
+
+
+def test_a_codec_error_in_retrieval_costs_one_pair(tmp_path: Path) -> None:
+    for name in ("train", "eval", "test"):
+        lines = [f"1.0\t{i}\t{i + 1}\tb'one {i}'\tb'two {i}'" for i in range(20)]
+        lines[5] = "1.0\t5\t6\tb'broken \\x1'\tb'two'"
+        (tmp_path / f"new_aan_pairs.{name}.tsv").write_text("\n".join(lines))
+    store = prepare("retrieval", str(tmp_path), tmp_path / "data")
+    assert store.manifest["counts"] == {"train": 19, "val": 19, "test": 19}
+    (first, *_) = store.manifest["skipped_records"]
+    assert first["record"] == "line 6" and "not a Python bytes literal" in first["reason"]
+
+
+def test_errors_inside_a_reader_name_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from seqboat.tasks import text
+
+    folder = tmp_path / "aclImdb" / "train" / "pos"
+    folder.mkdir(parents=True)
+    (folder / "0_9.txt").write_text("good")
+
+    def fail(content: bytes) -> str:
+        raise IndexError("list index out of range")
+
+    monkeypatch.setattr(text, "bad_text", fail)
+    with pytest.raises(ValueError, match=r"aclImdb, train/pos/0_9.txt: IndexError: list index out of range"):
+        prepare("text", str(tmp_path / "aclImdb"), tmp_path / "data")
+
+
+def test_arrays_that_are_smaller_than_they_claim(tmp_path: Path) -> None:
+    from seqboat.tasks.image import load_npy
+
+    whole = io.BytesIO()
+    np.save(whole, np.arange(6, dtype=np.int16).reshape(2, 3, order="F"))
+    path = tmp_path / "a.npy"
+    path.write_bytes(whole.getvalue())
+    np.testing.assert_array_equal(load_npy(path), np.load(path))
+    for content in (
+        whole.getvalue().replace(b"(2, 3)", b"(99999999999999, 3)"),
+        whole.getvalue()[:-1],
+        whole.getvalue().replace(b"'<i2'", b"'|O' "),
+        b"not an array",
+    ):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"a.npy is not an array of numbers"):
+            load_npy(path)
+
+
+def test_a_file_with_the_name_of_the_published_one_must_be_it(tmp_path: Path) -> None:
+    path = tmp_path / "aclImdb_v1.tar.gz"
+    with tarfile.open(path, "w:gz") as archive:
+        add(archive, "aclImdb/train/pos/0_9.txt")
+    with pytest.raises(ValueError, match=r"expected 84,125,825: it is not the published file; rename it"):
+        prepare("text", str(path), tmp_path / "data")
+    path.rename(tmp_path / "mine.tar.gz")
+    with pytest.raises(ValueError, match="holds no test reviews"):
+        prepare("text", str(tmp_path / "mine.tar.gz"), tmp_path / "data")
+
+
+def test_what_is_listed_can_be_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = ["--data-dir", str(tmp_path)]
+    for name in ("listops-small", "pathfinder16"):
+        assert main(["data", "prepare", name, "--count", "20,5,5", "--workers", "1", *data]) == 0
+        capsys.readouterr()
+        assert main(["data", "show", name, *data]) == 0
+        assert "->" in capsys.readouterr().out
+    assert main(["data", "show", "nope", *data]) == 2
+    assert "no task 'nope' to show: there are listops, text" in capsys.readouterr().err
+    assert main(["data", "show", "text", *data]) == 2
+    assert "seqboat data prepare text" in capsys.readouterr().err
+
+
+ORPHANS = """
+import os, sys, time
+from functools import partial
+from pathlib import Path
+from seqboat.data.shards import make_parts
+
+def sleep(folder, part, advance):
+    (folder / str(os.getpid())).touch()
+    time.sleep(60)
+
+if __name__ == "__main__":
+    make_parts(partial(sleep, Path(sys.argv[1])), range(2), 2, print)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc")
+def test_workers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
+    script, pids = tmp_path / "orphans.py", tmp_path / "pids"
+    script.write_text(ORPHANS)
+    pids.mkdir()
+    with subprocess.Popen([sys.executable, str(script), str(pids)]) as process:
+        deadline = time.monotonic() + 120
+        while len(list(pids.iterdir())) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        process.kill()
+    workers = [path.name for path in pids.iterdir()]
+    deadline = time.monotonic() + 5
+    while any(Path("/proc", pid).exists() for pid in workers) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(workers) == 2 and not any(Path("/proc", pid).exists() for pid in workers)

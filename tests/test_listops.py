@@ -153,7 +153,7 @@ def test_prepared_blocks_are_the_expressions_of_the_seed(
     def run(folder: Path, workers: int) -> dict[str, str]:
         told: list[int] = []
         with Staging(folder, "listops", {"seed": 3}) as staging:
-            made = listops.prepare_drawn(staging, counts, 3, COMMON, workers, told.append)
+            made = listops.prepare_drawn(staging, counts, 3, workers, told.append, COMMON)
             staging.finish("a test", made)
         assert sum(told) >= 450
         store = ArrayStore.find(folder, "listops")
@@ -190,7 +190,7 @@ def test_a_configuration_with_too_few_expressions(tmp_path: Path, monkeypatch: p
     with pytest.raises(ValueError, match="no more than 400 distinct"):
         listops.generate(401, config=tiny)
     with pytest.raises(ValueError, match="no more than 400 distinct"), Staging(tmp_path, "tiny") as staging:
-        listops.prepare_drawn(staging, {"train": 401}, 0, tiny, 1, lambda count: None)
+        listops.prepare_drawn(staging, {"train": 401}, 0, 1, lambda count: None, tiny)
     assert not list(tmp_path.iterdir())
 
 

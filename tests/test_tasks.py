@@ -338,7 +338,7 @@ def test_listops_is_read_as_published(root: Path, tmp_path: Path, capsys: pytest
 def test_drawn_listops_are_the_first_of_the_seed(tmp_path: Path) -> None:
     store = prepare("listops-small", "generate", tmp_path, counts=(6, 2, 2), seed=3)
     task = ListOpsTaskConfig(data_dir=str(tmp_path), store="listops-small").build()
-    from seqboat.tasks.prepare import LISTOPS_SMALL
+    from seqboat.tasks.synthetic.listops import LISTOPS_SMALL
 
     wanted = generate(10, seed=3, config=LISTOPS_SMALL)
     got = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
 
-    shown = verbs.add_parser("list", help="what is there, what is missing, sizes and licences")
+    shown = verbs.add_parser("list", help="what is there, what is missing, sizes and licenses")
     shown.add_argument("--json", action="store_true", help="for programs")
 
     made = verbs.add_parser("prepare", help="make a data set ready for training")
@@ -75,7 +76,7 @@ def _list(options: argparse.Namespace) -> int:
             {
                 "name": name,
                 "title": info.title,
-                "licence": info.licence,
+                "license": info.license,
                 "state": "ready" if store is not None else "broken" if problem else "missing",
                 "bytes": info.size if store is None else store.bytes,
                 "counts": None if store is None else store.manifest["counts"],
@@ -91,7 +92,7 @@ def _list(options: argparse.Namespace) -> int:
     for row in rows:
         about = "" if row["state"] == "ready" else "about "
         print(f"{row['name']:14} {row['state']:8} {about + format_bytes(row['bytes']):>14}  {row['title']}")
-        print(f"{'':38} licence: {row['licence']}")
+        print(f"{'':38} license: {row['license']}")
         if row["state"] == "ready":
             print(
                 f"{'':38} {_counted(row['counts'])}; from {printable(row['source'])}; "
@@ -146,6 +147,8 @@ def _prepare(options: argparse.Namespace) -> int:
             print(f"{store.folder} is already there ({counted}); --force makes it again")
             continue
         print(f"{store.folder}: {counted}; {format_bytes(store.bytes)}")
+        for note in manifest.get("notes", ()):
+            print(printable(note), file=sys.stderr)
         if manifest["skipped"]:
             print(f"{manifest['skipped']} records were left out:", file=sys.stderr)
             for skip in manifest["skipped_records"]:
@@ -170,14 +173,17 @@ def _verify(options: argparse.Namespace) -> int:
 
 def _show(options: argparse.Namespace) -> int:
     from seqboat.tasks import TASKS
+    from seqboat.tasks.prepare import DATASETS
     from seqboat.tasks.stored import StoredTaskConfig
 
-    config = TASKS.get(options.task)
-    if config is None or getattr(config, "own_data", False):
-        known = [name for name, make in TASKS.items() if not getattr(make, "own_data", False)]
-        raise ValueError(f"no task {options.task!r} to show: there are {', '.join(known)}")
-    where = {"data_dir": options.data_dir} if issubclass(config, StoredTaskConfig) else {}
-    task = config(**where).build()
+    configs = {name: make() for name, make in TASKS.items() if not getattr(make, "own_data", False)}
+    configs |= {name: info.task for name, info in DATASETS.items()}
+    if options.task not in configs:
+        raise ValueError(f"no task {options.task!r} to show: there are {', '.join(configs)}")
+    config = configs[options.task]
+    if isinstance(config, StoredTaskConfig):
+        config = replace(config, data_dir=options.data_dir)
+    task = config.build()
     dataset = task.dataset(options.split)
     if not 0 <= options.index < len(dataset):
         raise ValueError(f"--index must be from 0 to {len(dataset) - 1}, got {options.index}")

@@ -8,12 +8,14 @@ from __future__ import annotations
 import http.client
 import os
 import socket
+import threading
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from seqboat.checks import require
 from seqboat.data.console import Advance
@@ -23,10 +25,12 @@ from seqboat.data.store import free_bytes
 from seqboat.version import __version__
 
 CHUNK = 1 << 18
+MIN_RATE = 1000
+"""Bytes per second below which a connection is given up."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Remote:
+class RemoteFile:
     """A file that can be had from several places."""
 
     name: str
@@ -43,11 +47,15 @@ class DownloadError(Exception):
     """No mirror had the file; the message says what each of them did."""
 
 
+class _Slow(ConnectionError):
+    """A connection that brings next to nothing."""
+
+
 class _Wrong(Exception):
     """A mirror offers something else: there is no use in asking it again."""
 
 
-def check_file(path: Path, remote: Remote) -> None:
+def check_file(path: Path, remote: RemoteFile) -> None:
     """Refuse a file that is not the expected one."""
     size = path.stat().st_size
     require(
@@ -61,7 +69,7 @@ def check_file(path: Path, remote: Remote) -> None:
 
 
 def download(
-    remote: Remote,
+    remote: RemoteFile,
     folder: Path,
     advance: Advance = lambda count: None,
     *,
@@ -77,7 +85,8 @@ def download(
         advance: told about the bytes that arrive.
         attempts: connections to each mirror that bring nothing new, before the next mirror is asked.
         pause: seconds before the second connection, doubled for each further one.
-        timeout: seconds after which a silent connection is given up.
+        timeout: seconds after which a connection is given up that is silent, or brings less than MIN_RATE bytes
+            per second.
 
     Raises:
         DownloadError: if no mirror has the right file.
@@ -101,7 +110,7 @@ def download(
 
 
 def _from_mirror(
-    url: str, remote: Remote, part: Path, advance: Advance, attempts: int, pause: float, timeout: float
+    url: str, remote: RemoteFile, part: Path, advance: Advance, attempts: int, pause: float, timeout: float
 ) -> str | None:
     """Fill the part from one mirror; returns what went wrong, or None."""
     failures = 0
@@ -125,13 +134,13 @@ def _from_mirror(
             if isinstance(error, urllib.error.URLError) and isinstance(error.reason, socket.gaierror):
                 return f"unknown host: {error.reason}"
             arrived = part.stat().st_size if part.exists() else 0
-            failures = 1 if arrived > before else failures + 1
+            failures = 1 if arrived > before and not isinstance(error, _Slow) else failures + 1
             if failures >= attempts:
                 return f"{type(error).__name__}: {error}"
             time.sleep(min(pause * 2 ** (failures - 1), 60))
 
 
-def _fetch(url: str, remote: Remote, part: Path, advance: Advance, timeout: float) -> None:
+def _fetch(url: str, remote: RemoteFile, part: Path, advance: Advance, timeout: float) -> None:
     """One connection: append what is missing."""
     have = part.stat().st_size if part.exists() else 0
     if have and have == remote.bytes:
@@ -148,7 +157,7 @@ def _fetch(url: str, remote: Remote, part: Path, advance: Advance, timeout: floa
     else:
         headers.pop("If-Range", None)
     try:
-        response = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=timeout)
+        response = _open(urllib.request.Request(url, headers=headers), timeout)
     except urllib.error.HTTPError as error:
         if error.code == 416 and have:
             # the part is as long as the file or longer: begin anew
@@ -169,7 +178,8 @@ def _fetch(url: str, remote: Remote, part: Path, advance: Advance, timeout: floa
         if remote.digest is None and not have:
             tag_file.write_text(f"{url} {response.headers.get('ETag', '')}")
         with open(part, "ab" if have else "wb") as file:
-            while chunk := response.read(CHUNK):
+            began, since = time.monotonic(), 0
+            while chunk := response.read1(CHUNK):
                 if have == 0 and looks_like_html(chunk):
                     raise _Wrong("sent a web page instead of the file")
                 have += len(chunk)
@@ -177,10 +187,39 @@ def _fetch(url: str, remote: Remote, part: Path, advance: Advance, timeout: floa
                     raise _Wrong(f"sent more than the {limit:,} bytes expected")
                 file.write(chunk)
                 advance(len(chunk))
+                since += len(chunk)
+                if (waited := time.monotonic() - began) >= timeout:
+                    if since < MIN_RATE * waited:
+                        raise _Slow(f"only {since:,} bytes in {waited:.0f} seconds")
+                    began, since = time.monotonic(), 0
             file.flush()
             os.fsync(file.fileno())
         if have < (end or remote.bytes or 0):
             raise ConnectionError(f"connection closed after {have:,} of {end or remote.bytes:,} bytes")
+
+
+def _open(request: urllib.request.Request, timeout: float) -> Any:
+    """Send a request; its answer must begin within twice the time-out, also if it comes byte by byte."""
+    answer: list[Any] = []
+
+    def ask() -> None:
+        try:
+            answer.append(urllib.request.urlopen(request, timeout=timeout))
+        except Exception as error:
+            answer.append(error)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(2 * timeout)
+    if not answer:
+        raise _Slow(f"no answer within {2 * timeout:.0f} seconds")
+    found = answer.pop()
+    if not isinstance(found, Exception):
+        return found
+    try:
+        raise found
+    finally:
+        del found  # the error would keep itself, and its connection, alive through this frame
 
 
 def _starts_at(content_range: str | None, start: int) -> bool:

@@ -7,6 +7,7 @@ holds must not depend on who makes it, so that any number of processes makes the
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,7 +35,7 @@ def _share(make: Make, parts: Sequence[int], workers: int, advance: Advance) -> 
     processes, pipes = [], list[Connection]()
     for worker in range(workers):
         receiver, sender = context.Pipe(duplex=False)
-        arguments = (make, parts[worker::workers], sender, os.getpid())
+        arguments = (make, parts[worker::workers], sender)
         process = context.Process(target=_work, args=arguments, daemon=True)
         process.start()
         sender.close()
@@ -62,14 +63,21 @@ def _share(make: Make, parts: Sequence[int], workers: int, advance: Advance) -> 
             process.join()
 
 
-def _work(make: Make, parts: Sequence[int], sender: Any, parent: int) -> None:
-    def advance(count: int) -> None:
-        if os.getppid() != parent:
-            raise SystemExit  # the run that wanted this is gone
-        sender.send(count)
-
+def _work(make: Make, parts: Sequence[int], sender: Any) -> None:
+    threading.Thread(target=_watch_parent, daemon=True).start()
     try:
         for part in parts:
-            make(part, advance)
+            make(part, sender.send)
     except ValueError as error:
         sender.send(error)
+
+
+def _watch_parent() -> None:
+    """End this process at once when the one that started it is gone, killed for example."""
+    import multiprocessing
+    from multiprocessing.connection import wait
+
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)

@@ -69,6 +69,8 @@ class Source:
             path.is_dir() or path.is_file(), f"{path} is not a file or a folder: it is a pipe or a device"
         )
         self.path = path
+        self.current = ""
+        """name of the member that was given last"""
 
     def __str__(self) -> str:
         return str(self.path)
@@ -80,16 +82,12 @@ class Source:
 
     def members(self, wanted: Callable[[str], bool] = lambda name: True) -> Iterator[Member]:
         """All files whose name is wanted: sorted by name in a folder, in the archive's order in an archive."""
-        kind = self.kind()
+        kinds = {"folder": self._folder, "zip": self._zip, "tar": self._tar, "file": self._file}
         with naming(self.path):
-            if kind == "folder":
-                yield from self._folder(wanted)
-            elif kind == "zip":
-                yield from self._zip(wanted)
-            elif kind == "tar":
-                yield from self._tar(wanted)
-            elif wanted(self.path.name):
-                yield Member(self.path.name, self.path.read_bytes)
+            for member in kinds[self.kind()](wanted):
+                self.current = member.name
+                yield member
+        self.current = ""
 
     def kind(self) -> str:
         """folder, zip, tar or file: detected from the content, not from the name."""
@@ -104,6 +102,10 @@ class Source:
         with open_stream(self.path) as stream:
             head = stream.read(512)
         return "tar" if _is_tar_header(head) else "file"
+
+    def _file(self, wanted: Callable[[str], bool]) -> Iterator[Member]:
+        if wanted(self.path.name):
+            yield Member(self.path.name, self.path.read_bytes)
 
     def _folder(self, wanted: Callable[[str], bool]) -> Iterator[Member]:
         for path in sorted(self.path.rglob("*")):

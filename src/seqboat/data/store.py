@@ -208,6 +208,7 @@ class Staging:
             "skipped_records": skips.listed,
             "arrays": arrays,
             "extra": dict(made.extra),
+            "notes": list(made.notes),
         }
         write_json(self.folder / MANIFEST, manifest, sort_keys=True)
         flush_folder(self.folder)
@@ -340,6 +341,8 @@ class Prepared(NamedTuple):
     """examples per split"""
     extra: Mapping[str, object] = MappingProxyType({})
     """more for the manifest, such as the mean of the training part"""
+    notes: tuple[str, ...] = ()
+    """what a user should know about the data"""
 
 
 class RaggedWriter:

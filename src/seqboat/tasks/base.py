@@ -122,7 +122,7 @@ class Loss(NamedTuple):
         return self.total / self.scored.clamp_min(1)
 
 
-class Output(Protocol):
+class HasLogits(Protocol):
     """What a task needs of a model's output."""
 
     @property
@@ -229,7 +229,7 @@ class Task(ABC):
             return inputs, None
         return inputs, torch.arange(time) < sizes[:, None]
 
-    def loss(self, output: Output, batch: Batch) -> Loss:
+    def loss(self, output: HasLogits, batch: Batch) -> Loss:
         """Cross-entropy summed over the scored targets, in float32 at least."""
         logits, targets = _flatten(output.logits, batch.targets)
         logits = logits if logits.dtype == torch.float64 else logits.float()
@@ -237,7 +237,7 @@ class Task(ABC):
         return Loss(total, (targets != IGNORE).sum())
 
     @torch.no_grad()
-    def score(self, output: Output, batch: Batch) -> dict[str, Tensor]:
+    def score(self, output: HasLogits, batch: Batch) -> dict[str, Tensor]:
         """Each metric as a float64 tensor (sum, count); add these over batches and over processes."""
         logits, targets = _flatten(output.logits, batch.targets)
         total, scored = self.loss(output, batch)

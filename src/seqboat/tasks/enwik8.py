@@ -10,16 +10,18 @@ its first is a target exactly once.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from seqboat.checks import check_positive, require
+from seqboat.data.download import RemoteFile
 from seqboat.data.sources import Source, read_file
 from seqboat.data.store import Prepared, Skips, Staging
 from seqboat.tasks.base import Dataset, Split
 from seqboat.tasks.segments import LongTextTask
-from seqboat.tasks.stored import StoredTask, StoredTaskConfig
+from seqboat.tasks.stored import DatasetInfo, StoredTask, StoredTaskConfig
 
 SIZE = 100_000_000
 SHA256 = "2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8"
@@ -42,6 +44,10 @@ class Enwik8TaskConfig(StoredTaskConfig):
 
     def build(self) -> Enwik8Task:
         return Enwik8Task(self)
+
+    @classmethod
+    def datasets(cls) -> Mapping[str, DatasetInfo]:
+        return DATASETS
 
 
 class Enwik8Task(StoredTask, LongTextTask):
@@ -83,3 +89,23 @@ def prepare(source: Source, staging: Staging, skips: Skips) -> Prepared:
     return Prepared(
         {split: round(end * SIZE) - round(start * SIZE) for split, (start, end) in BORDERS.items()}
     )
+
+
+DATASETS = {
+    "enwik8": DatasetInfo(
+        task=Enwik8TaskConfig(),
+        title="the first 100,000,000 bytes of English Wikipedia",
+        license="CC BY-SA and GFDL",
+        size=100_000_000,
+        get="enwik8.zip from https://mattmahoney.net/dc/textdata.html",
+        folders=("enwik8",),
+        remote=RemoteFile(
+            name="enwik8.zip",
+            urls=("https://mattmahoney.net/dc/enwik8.zip", "https://data.deepai.org/enwik8.zip"),
+            bytes=36_445_475,
+            digest="sha256:547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc",
+        ),
+        read=prepare,
+    ),
+}
+"""Data sets of this task, by the names of their prepared folders."""

@@ -8,6 +8,8 @@
 from __future__ import annotations
 
 import io
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seqboat.checks import check_positive, require
+from seqboat.data.download import RemoteFile
 from seqboat.data.sources import Source, read_file
 from seqboat.data.store import ArrayStore, Prepared, Skips, Staging
 from seqboat.tasks.base import Dataset, Example, Split
-from seqboat.tasks.stored import StoredTask, StoredTaskConfig, hold_out
+from seqboat.tasks.stored import DatasetInfo, StoredTask, StoredTaskConfig, hold_out
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 PARTS = {"train": tuple(f"data_batch_{i}.bin" for i in range(1, 6)), "test": ("test_batch.bin",)}
@@ -50,6 +53,10 @@ class ImageTaskConfig(StoredTaskConfig):
 
     def build(self) -> ImageTask:
         return ImageTask(self)
+
+    @classmethod
+    def datasets(cls) -> Mapping[str, DatasetInfo]:
+        return DATASETS
 
 
 class PixelDataset(Dataset):
@@ -186,13 +193,25 @@ def _npy(folder: Path, stem: str) -> Path | None:
 
 def load_npy(path: Path) -> NDArray[Any]:
     """An array from a file that may be compressed; pickled objects are refused."""
-    content = read_file(path)
+    return parse_npy(read_file(path), path)
+
+
+def parse_npy(content: bytes, name: object) -> NDArray[Any]:
+    """An array from the content of an .npy file, after a check that the content is as large as its header says."""
+    stream = io.BytesIO(content)
     try:
-        array: NDArray[Any] = np.load(io.BytesIO(content), allow_pickle=False)
-    except (ValueError, EOFError) as error:
+        version = np.lib.format.read_magic(stream)
+        header = {1: np.lib.format.read_array_header_1_0, 2: np.lib.format.read_array_header_2_0}[version[0]]
+        shape, fortran, dtype = header(stream)
+        start = stream.tell()
+        require(
+            not dtype.hasobject and math.prod(shape) * dtype.itemsize == len(content) - start, "wrong size"
+        )
+        array = np.frombuffer(content, dtype, offset=start)
+        return array.reshape(shape, order="F" if fortran else "C")
+    except (ValueError, EOFError, KeyError, TypeError, OverflowError, RecursionError, MemoryError) as error:
         # NumPy's own message advises to allow pickles
-        raise ValueError(f"{path} is not an array of numbers in NumPy's format, or cut short") from error
-    return array
+        raise ValueError(f"{name} is not an array of numbers in NumPy's format, or cut short") from error
 
 
 def _prepare_gray(folder: Path, staging: Staging, skips: Skips) -> Prepared:
@@ -220,3 +239,26 @@ def _prepare_gray(folder: Path, staging: Staging, skips: Skips) -> Prepared:
         staging.put(f"{part}.labels", labels[good].astype(np.uint8))
         counts[part] = int(good.sum())
     return Prepared(counts)
+
+
+DATASETS = {
+    "image": DatasetInfo(
+        task=ImageTaskConfig(),
+        title="CIFAR-10 in gray: 60,000 images of 32 x 32 pixels, ten classes",
+        license="no license stated; cite Krizhevsky (2009)",
+        size=61_500_000,
+        get="cifar-10-binary.tar.gz (the binary version) from https://www.cs.toronto.edu/~kriz/cifar.html",
+        folders=("cifar-10-batches-bin", "cifar10_gray"),
+        remote=RemoteFile(
+            name="cifar-10-binary.tar.gz",
+            urls=(
+                "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
+                "https://storage.googleapis.com/s4tf-hosted-binaries/datasets/CIFAR10/cifar-10-binary.tar.gz",
+            ),
+            bytes=170_052_171,
+            digest="sha256:c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd",
+        ),
+        read=prepare,
+    ),
+}
+"""Data sets of this task, by the names of their prepared folders."""

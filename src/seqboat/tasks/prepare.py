@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from seqboat.checks import check_positive, require
-from seqboat.data.console import Advance, format_bytes, progress
-from seqboat.data.download import DownloadError, Remote, download
+from seqboat.data.console import format_bytes, progress
+from seqboat.data.download import DownloadError, check_file, download
 from seqboat.data.sources import Source
 from seqboat.data.store import (
     MANIFEST,
     ArrayStore,
     MissingData,
-    Prepared,
     Skips,
     Staging,
     free_bytes,
     restore,
     used_bytes,
 )
-from seqboat.tasks import enwik8, image, retrieval, speech, text
+from seqboat.tasks import TASKS
 from seqboat.tasks.base import SPLITS
-from seqboat.tasks.synthetic import curves, listops, pathfinder
+from seqboat.tasks.stored import DatasetInfo, StoredTaskConfig
 
 DOWNLOADS = "downloads"
 """Folder in the data folder for files as they are distributed."""
@@ -32,203 +30,16 @@ DOWNLOADS = "downloads"
 EXPANSION = 20
 """Prepared arrays take at most so many times what the files as distributed do, packed or not."""
 
-LRA = Remote(name="lra_release.gz", urls=("https://storage.googleapis.com/long-range-arena/lra_release.gz",))
-
-Read = Callable[[Source, Staging, Skips], Prepared]
-Draw = Callable[[Staging, Mapping[str, int], int, int, Advance], Prepared]
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataInfo:
-    """A data set that can be prepared."""
-
-    title: str
-    """What it is, in one line."""
-    licence: str
-    """What its owners say about its use."""
-    size: int
-    """Bytes of the prepared arrays, about."""
-    get: str
-    """What to get by hand, and from where."""
-    folders: tuple[str, ...] = ()
-    """Names under which it is found inside a folder of data sets."""
-    remote: Remote | None = None
-    """What is downloaded."""
-    read: Read | None = None
-    """Turns files as they are distributed into arrays."""
-    draw: Draw | None = None
-    """Makes the data."""
-    settings: object = None
-    """What is drawn; another setting makes another plan."""
-    counts: tuple[int, int, int] | None = None
-    """Examples that are made by default, for train, val and test."""
-
-
-def _draw_listops(config: listops.ListOpsConfig) -> Draw:
-    def draw(
-        staging: Staging, counts: Mapping[str, int], seed: int, workers: int, advance: Advance
-    ) -> Prepared:
-        return listops.prepare_drawn(staging, counts, seed, config, workers, advance)
-
-    return draw
-
-
-def _draw_curves(config: curves.PathfinderConfig) -> Draw:
-    def draw(
-        staging: Staging, counts: Mapping[str, int], seed: int, workers: int, advance: Advance
-    ) -> Prepared:
-        return pathfinder.prepare_drawn(staging, counts, seed, config, workers, advance)
-
-    return draw
-
-
-def _read_curves(size: int) -> Read:
-    def read(source: Source, staging: Staging, skips: Skips) -> Prepared:
-        return pathfinder.prepare_published(source, staging, skips, size)
-
-    return read
-
-
-LISTOPS = listops.ListOpsConfig()
-LISTOPS_SMALL = listops.ListOpsConfig(max_depth=5, max_arguments=5, longer_than=9, shorter_than=129)
-_LRA_PAGE = "lra_release.gz (7.7 GB) from https://github.com/google-research/long-range-arena"
-_FREE = "free to make"
-
 DATASETS = {
-    "listops": DataInfo(
-        title="nested list operations of 500 to 2,000 tokens, ten classes",
-        licence=_FREE,
-        size=100_000_000,
-        get=f"nothing, it is made; or basic_train.tsv, basic_val.tsv and basic_test.tsv of {_LRA_PAGE}",
-        folders=("listops-1000", "listops"),
-        remote=LRA,
-        read=listops.prepare,
-        draw=_draw_listops(LISTOPS),
-        settings=LISTOPS,
-        counts=(96_000, 2_000, 2_000),
-    ),
-    "listops-small": DataInfo(
-        title="list operations of 10 to 128 tokens, for trials",
-        licence=_FREE,
-        size=2_300_000,
-        get="nothing, it is made",
-        draw=_draw_listops(LISTOPS_SMALL),
-        settings=LISTOPS_SMALL,
-        counts=(40_000, 2_000, 2_000),
-    ),
-    "text": DataInfo(
-        title="50,000 film reviews, positive or negative (Maas et al., 2011)",
-        licence="no licence stated; cite the paper",
-        size=66_000_000,
-        get="aclImdb_v1.tar.gz from https://ai.stanford.edu/~amaas/data/sentiment/",
-        folders=("aclImdb", "imdb"),
-        remote=Remote(
-            name="aclImdb_v1.tar.gz",
-            urls=(
-                "https://ai.stanford.edu/~amaas/data/sentiment/aclImdb_v1.tar.gz",
-                "https://bj.bcebos.com/dataset/imdb%2FaclImdb_v1.tar.gz",
-                "https://d2l-data.s3-accelerate.amazonaws.com/aclImdb_v1.tar.gz",
-            ),
-            bytes=84_125_825,
-            digest="md5:7c2ac02c03563afcf9b574c7e56c153a",
-        ),
-        read=text.prepare,
-    ),
-    "retrieval": DataInfo(
-        title="pairs of papers, citing or not (in LRA: of the ACL Anthology Network)",
-        licence="none stated; the texts belong to their authors",
-        size=250_000_000,
-        get=f"new_aan_pairs.train.tsv, .eval.tsv and .test.tsv (folder tsv_data) of {_LRA_PAGE}",
-        folders=("tsv_data", "peerread_citation_pairs"),
-        remote=LRA,
-        read=retrieval.prepare,
-    ),
-    "image": DataInfo(
-        title="CIFAR-10 in gray: 60,000 images of 32 x 32 pixels, ten classes",
-        licence="no licence stated; cite Krizhevsky (2009)",
-        size=61_500_000,
-        get="cifar-10-binary.tar.gz (the binary version) from https://www.cs.toronto.edu/~kriz/cifar.html",
-        folders=("cifar-10-batches-bin", "cifar10_gray"),
-        remote=Remote(
-            name="cifar-10-binary.tar.gz",
-            urls=(
-                "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
-                "https://storage.googleapis.com/s4tf-hosted-binaries/datasets/CIFAR10/cifar-10-binary.tar.gz",
-            ),
-            bytes=170_052_171,
-            digest="sha256:c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd",
-        ),
-        read=image.prepare,
-    ),
-    "pathfinder": DataInfo(
-        title="200,000 images of 32 x 32 pixels: two dots on one dashed curve?",
-        licence=_FREE,
-        size=205_000_000,
-        get=f"nothing, it is made; or the folder pathfinder32 of {_LRA_PAGE}",
-        folders=("pathfinder32", "pathfinder"),
-        remote=LRA,
-        read=_read_curves(32),
-        draw=_draw_curves(curves.PATHFINDER),
-        settings=curves.PATHFINDER,
-        counts=(160_000, 20_000, 20_000),
-    ),
-    "pathfinder16": DataInfo(
-        title="images of 16 x 16 pixels of the same kind, for trials",
-        licence=_FREE,
-        size=11_400_000,
-        get="nothing, it is made",
-        draw=_draw_curves(curves.PATHFINDER16),
-        settings=curves.PATHFINDER16,
-        counts=(40_000, 2_000, 2_000),
-    ),
-    "pathx": DataInfo(
-        title="200,000 images of 128 x 128 pixels of the same kind",
-        licence=_FREE,
-        size=3_280_000_000,
-        get=f"nothing, it is made; or the folder pathfinder128 of {_LRA_PAGE}",
-        folders=("pathfinder128", "pathx"),
-        remote=LRA,
-        read=_read_curves(128),
-        draw=_draw_curves(curves.PATHX),
-        settings=curves.PATHX,
-        counts=(160_000, 20_000, 20_000),
-    ),
-    "speech": DataInfo(
-        title="Speech Commands: one second of one of ten words, 16,000 samples (Warden, 2018)",
-        licence="CC BY 4.0",
-        size=1_120_000_000,
-        get="speech_commands_v0.02.tar.gz from https://download.tensorflow.org/data/speech_commands_v0.02.tar.gz",
-        folders=("speech_commands_v0.02", "speech_commands_sc10"),
-        remote=Remote(
-            name="speech_commands_v0.02.tar.gz",
-            urls=(
-                "https://storage.googleapis.com/download.tensorflow.org/data/speech_commands_v0.02.tar.gz",
-                "https://download.tensorflow.org/data/speech_commands_v0.02.tar.gz",
-            ),
-            bytes=2_428_923_189,
-            digest="sha256:af14739ee7dc311471de98f5f9d2c9191b18aedfe957f4a6ff791c709868ff58",
-        ),
-        read=speech.prepare,
-    ),
-    "enwik8": DataInfo(
-        title="the first 100,000,000 bytes of English Wikipedia",
-        licence="CC BY-SA and GFDL",
-        size=100_000_000,
-        get="enwik8.zip from https://mattmahoney.net/dc/textdata.html",
-        folders=("enwik8",),
-        remote=Remote(
-            name="enwik8.zip",
-            urls=("https://mattmahoney.net/dc/enwik8.zip", "https://data.deepai.org/enwik8.zip"),
-            bytes=36_445_475,
-            digest="sha256:547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc",
-        ),
-        read=enwik8.prepare,
-    ),
+    name: info
+    for config in TASKS.values()
+    if issubclass(config, StoredTaskConfig)
+    for name, info in config.datasets().items()
 }
 """Every data set by the name of its prepared folder."""
 
 
-def find_dataset(name: str) -> DataInfo:
+def find_dataset(name: str) -> DatasetInfo:
     """A data set by name; a wrong name is answered with the nearest right one."""
     import difflib
 
@@ -292,6 +103,7 @@ def prepare(
                 raise DownloadError(f"{error}; {hint}") from None
     else:
         path = _locate(Path(origin), info)
+        _check_published(path, info)
         _check_room(name, root, min(info.size, EXPANSION * used_bytes(path)))
     require(info.read is not None, f"{name} is not distributed: use --from generate")
     assert info.read is not None
@@ -300,16 +112,22 @@ def prepare(
         source = Source(path)
         try:
             made = info.read(source, staging, skips)
-        except ValueError as error:
-            if not skips.count:
-                raise
-            # what is missing may be what was left out
-            raise ValueError(
-                f"{error}; {skips.count} records were left out, the first: {skips.first}"
-            ) from error
+        except (ValueError, LookupError, ArithmeticError, TypeError) as error:
+            raise ValueError(_explain(error, source, skips)) from error
         skips.check(sum(made.counts.values()))
         staging.finish(source.label, made, skips)
     return ArrayStore.find(root, name)
+
+
+def _explain(error: Exception, source: Source, skips: Skips) -> str:
+    """What went wrong, with the file it went wrong in."""
+    message = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    if str(source) not in message:
+        message = f"{source}, {source.current}: {message}" if source.current else f"{source}: {message}"
+    # what is missing may be what was left out
+    return message + (
+        f"; {skips.count} records were left out, the first: {skips.first}" if skips.count else ""
+    )
 
 
 def check_folder(root: Path) -> None:
@@ -323,7 +141,7 @@ def check_folder(root: Path) -> None:
     )
 
 
-def _locate(path: Path, info: DataInfo) -> Path:
+def _locate(path: Path, info: DatasetInfo) -> Path:
     """The data set itself, where the path is a folder of several."""
     if not path.exists():
         raise MissingData(f"{path} does not exist; get {info.get}, and name the file or folder with --from")
@@ -333,8 +151,19 @@ def _locate(path: Path, info: DataInfo) -> Path:
     return path
 
 
+def _check_published(path: Path, info: DatasetInfo) -> None:
+    """Refuse a file that has the name of the published one, but not its content."""
+    if info.remote is None or path.name != info.remote.name or not path.is_file():
+        return
+    Source(path).kind()  # a web page or an empty file has a better message
+    try:
+        check_file(path, info.remote)
+    except ValueError as error:
+        raise ValueError(f"{error}: it is not the published file; rename it to use it all the same") from None
+
+
 def _generate(
-    name: str, info: DataInfo, root: Path, counts: tuple[int, ...] | None, seed: int, workers: int | None
+    name: str, info: DatasetInfo, root: Path, counts: tuple[int, ...] | None, seed: int, workers: int | None
 ) -> ArrayStore:
     require(info.draw is not None, f"{name} cannot be generated: get {info.get}")
     assert info.draw is not None and info.counts is not None

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -24,7 +24,7 @@ from seqboat.data.sources import Source, read_file
 from seqboat.data.store import ArrayStore, Prepared, RaggedWriter, Skips, Staging
 from seqboat.data.tables import bad_text
 from seqboat.tasks.base import BYTES, SPLITS, Dataset, Example, Split
-from seqboat.tasks.stored import StoredTask, StoredTaskConfig, ragged
+from seqboat.tasks.stored import LRA_FILE, LRA_PAGE, DatasetInfo, StoredTask, StoredTaskConfig, ragged
 
 LRA_NAMES = {"train": "new_aan_pairs.train", "val": "new_aan_pairs.eval", "test": "new_aan_pairs.test"}
 KEEP = 16_384
@@ -45,6 +45,10 @@ class RetrievalTaskConfig(StoredTaskConfig):
 
     def build(self) -> RetrievalTask:
         return RetrievalTask(self)
+
+    @classmethod
+    def datasets(cls) -> Mapping[str, DatasetInfo]:
+        return DATASETS
 
 
 class PairDataset(Dataset):
@@ -147,7 +151,11 @@ def _read_lra(source: Source, documents: _Documents, skips: Skips) -> Pairs:
                 skips.add(member.name, where, f"expected 5 fields, got {len(fields)}")
                 continue
             label = _label(fields[0])
-            texts = [_unquote(field) for field in fields[3:]]
+            try:
+                texts = [_unquote(field) for field in fields[3:]]
+            except UnicodeError as error:
+                skips.add(member.name, where, f"not a Python bytes literal: {error}")
+                continue
             problem = next((p for p in map(bad_text, texts) if p), None)
             if label is None:
                 skips.add(member.name, where, f"label must be 0 or 1, got {fields[0][:20]!r}")
@@ -165,7 +173,7 @@ def _read_compact(folder: Path, documents: _Documents, skips: Skips) -> Pairs:
         try:
             record = json.loads(line)
             key, text = int(record["id"]), record["text"].encode()
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             skips.add(path.name, f"line {number}", "not a JSON object with id and text")
             continue
         if problem := bad_text(text):
@@ -181,7 +189,7 @@ def _read_compact(folder: Path, documents: _Documents, skips: Skips) -> Pairs:
                 if fields[0] == b"label":
                     continue
                 label = _label(fields[0])
-                ids = [int(field) if field.isdigit() else -1 for field in fields[1:3]]
+                ids = [int(field) if field.isdigit() and len(field) < 19 else -1 for field in fields[1:3]]
                 if label is None:
                     skips.add(table.name, where, f"label must be 0 or 1, got {fields[0][:20]!r}")
                 elif len(ids) != 2 or not all(i in numbers for i in ids):
@@ -210,3 +218,18 @@ def _unquote(field: bytes) -> bytes:
         inner = field[2:-1].decode("ascii", errors="replace")
         return inner.encode("latin-1", errors="replace").decode("unicode_escape").encode("latin-1", "replace")
     return field
+
+
+DATASETS = {
+    "retrieval": DatasetInfo(
+        task=RetrievalTaskConfig(),
+        title="pairs of papers, citing or not (in LRA: of the ACL Anthology Network)",
+        license="none stated; the texts belong to their authors",
+        size=250_000_000,
+        get=f"new_aan_pairs.train.tsv, .eval.tsv and .test.tsv (folder tsv_data) of {LRA_PAGE}",
+        folders=("tsv_data", "peerread_citation_pairs"),
+        remote=LRA_FILE,
+        read=prepare,
+    ),
+}
+"""Data sets of this task, by the names of their prepared folders."""

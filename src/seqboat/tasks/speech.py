@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import hashlib
 import io
+import struct
 import wave
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -21,11 +23,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seqboat.checks import check_choice, check_positive, require
-from seqboat.data.sources import Source
+from seqboat.data.download import RemoteFile
+from seqboat.data.sources import Source, read_file
 from seqboat.data.store import ArrayStore, ArrayWriter, Prepared, Skips, Staging
 from seqboat.tasks.base import SPLITS, Dataset, Example, Split, Subset
 from seqboat.tasks.image import load_npy
-from seqboat.tasks.stored import StoredTask, StoredTaskConfig
+from seqboat.tasks.stored import DatasetInfo, StoredTask, StoredTaskConfig
 
 WORDS = ("yes", "no", "up", "down", "left", "right", "on", "off", "stop", "go")
 RATE = 16_000
@@ -51,6 +54,10 @@ class SpeechTaskConfig(StoredTaskConfig):
 
     def build(self) -> SpeechTask:
         return SpeechTask(self)
+
+    @classmethod
+    def datasets(cls) -> Mapping[str, DatasetInfo]:
+        return DATASETS
 
 
 class ClipDataset(Dataset):
@@ -202,22 +209,27 @@ def read_wav(content: bytes) -> NDArray[np.int16]:
             require(rate == RATE, f"expected {RATE} samples per second, got {rate}")
             require(count > 0, "no samples")
             data = clip.readframes(count)
-    except (wave.Error, EOFError) as error:
-        raise ValueError(f"not a WAV file: {str(error) or 'cut short'}") from None
+    except (wave.Error, EOFError, RuntimeError, OverflowError, struct.error) as error:
+        # a chunk of a wrong size is a RuntimeError without a message
+        raise ValueError(f"not a WAV file: {str(error) or 'cut short, or a chunk of a wrong size'}") from None
     require(len(data) == 2 * count, f"cut short: {len(data) // 2} of {count} samples")
     return np.frombuffer(data, "<i2")
 
 
+def _is_number(field: str) -> bool:
+    return field.isascii() and field.isdigit() and len(field) < 10
+
+
 def _read_compact(folder: Path, clips: ArrayWriter, skips: Skips) -> tuple[list[int], list[int], int]:
     """Clips as `[2, n, 16000]` bytes: high and low byte of the zigzag-coded difference of neighbouring samples."""
-    index = (folder / "index.tsv").read_text(encoding="utf-8").splitlines()
+    index = read_file(folder / "index.tsv").decode("utf-8", errors="replace").splitlines() or [""]
     want = ["row", "split", "label", "word"]
     require(index[0].split("\t")[:4] == want, f"{folder / 'index.tsv'}: first line must begin with {want}")
     by_split: dict[str, dict[int, tuple[int, int]]] = {split: {} for split in SPLITS}
     for number, line in enumerate(index[1:], start=2):
-        row, split, label = line.split("\t")[:3]
-        if split not in by_split or not label.isdigit() or int(label) >= len(WORDS):
-            skips.add("index.tsv", f"line {number}", f"no such split or label: {split}, {label}")
+        row, split, label = [*line.split("\t"), "", "", ""][:3]
+        if split not in by_split or not _is_number(row) or not _is_number(label) or int(label) >= len(WORDS):
+            skips.add("index.tsv", f"line {number}", f"no such row, split or label: {line[:80]!r}")
         else:
             by_split[split][int(row)] = (number, int(label))
     labels, parts = [], []
@@ -239,3 +251,26 @@ def _read_compact(folder: Path, clips: ArrayWriter, skips: Skips) -> tuple[list[
         labels += [by_split[split][row][1] for row in rows]
         parts += [i] * len(rows)
     return labels, parts, 0
+
+
+DATASETS = {
+    "speech": DatasetInfo(
+        task=SpeechTaskConfig(),
+        title="Speech Commands: one second of one of ten words, 16,000 samples (Warden, 2018)",
+        license="CC BY 4.0",
+        size=1_120_000_000,
+        get="speech_commands_v0.02.tar.gz from https://download.tensorflow.org/data/speech_commands_v0.02.tar.gz",
+        folders=("speech_commands_v0.02", "speech_commands_sc10"),
+        remote=RemoteFile(
+            name="speech_commands_v0.02.tar.gz",
+            urls=(
+                "https://storage.googleapis.com/download.tensorflow.org/data/speech_commands_v0.02.tar.gz",
+                "https://download.tensorflow.org/data/speech_commands_v0.02.tar.gz",
+            ),
+            bytes=2_428_923_189,
+            digest="sha256:af14739ee7dc311471de98f5f9d2c9191b18aedfe957f4a6ff791c709868ff58",
+        ),
+        read=prepare,
+    ),
+}
+"""Data sets of this task, by the names of their prepared folders."""

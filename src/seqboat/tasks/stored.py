@@ -7,6 +7,7 @@ Splits, subsets and hold-outs are numbers of rows, so that one prepared folder s
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,17 @@ import torch
 from numpy.typing import NDArray
 
 from seqboat.checks import check_positive, require
-from seqboat.data.store import ArrayStore
+from seqboat.data.console import Advance
+from seqboat.data.download import RemoteFile
+from seqboat.data.sources import Source
+from seqboat.data.store import ArrayStore, Prepared, Skips, Staging
 from seqboat.tasks.base import Dataset, Example, Split, Subset, Task, draw_subset
+
+LRA_FILE = RemoteFile(
+    name="lra_release.gz", urls=("https://storage.googleapis.com/long-range-arena/lra_release.gz",)
+)
+LRA_PAGE = "lra_release.gz (7.7 GB) from https://github.com/google-research/long-range-arena"
+FREE = "free to make"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +47,43 @@ class StoredTaskConfig:
         for name in ("train_size", "eval_size"):
             if getattr(self, name) is not None:
                 check_positive(name, getattr(self, name))
+
+    @classmethod
+    def datasets(cls) -> Mapping[str, DatasetInfo]:
+        """Data sets that the task can use, by the names of their prepared folders."""
+        return {}
+
+
+Read = Callable[[Source, Staging, Skips], Prepared]
+Draw = Callable[[Staging, Mapping[str, int], int, int, Advance], Prepared]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetInfo:
+    """A data set that can be prepared."""
+
+    task: StoredTaskConfig
+    """Settings of the task that reads it."""
+    title: str
+    """What it is, in one line."""
+    license: str
+    """What its owners say about its use."""
+    size: int
+    """Bytes of the prepared arrays, about."""
+    get: str
+    """What to get by hand, and from where."""
+    folders: tuple[str, ...] = ()
+    """Names under which it is found inside a folder of data sets."""
+    remote: RemoteFile | None = None
+    """What is downloaded."""
+    read: Read | None = None
+    """Turns files as they are distributed into arrays."""
+    draw: Draw | None = None
+    """Makes the data."""
+    settings: object = None
+    """What is drawn; another setting makes another plan."""
+    counts: tuple[int, int, int] | None = None
+    """Examples that are made by default, for train, val and test."""
 
 
 def ragged(store: ArrayStore, name: str, index: int, max_length: int) -> NDArray[Any]:

@@ -13,17 +13,19 @@ validates on the test part; `holdout` keeps back training reviews instead.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from seqboat.checks import check_positive, require
+from seqboat.data.download import RemoteFile
 from seqboat.data.sources import Source, read_file
 from seqboat.data.store import Prepared, RaggedWriter, Skips, Staging
 from seqboat.data.tables import bad_text
 from seqboat.tasks.base import BYTES, Dataset, Example, Split
-from seqboat.tasks.stored import RaggedDataset, StoredTask, StoredTaskConfig, hold_out
+from seqboat.tasks.stored import DatasetInfo, RaggedDataset, StoredTask, StoredTaskConfig, hold_out
 
 PARTS = ("train", "test")
 
@@ -44,6 +46,10 @@ class TextTaskConfig(StoredTaskConfig):
 
     def build(self) -> TextTask:
         return TextTask(self)
+
+    @classmethod
+    def datasets(cls) -> Mapping[str, DatasetInfo]:
+        return DATASETS
 
 
 class TextTask(StoredTask):
@@ -131,7 +137,7 @@ def _read_jsonl(folder: Path, skips: Skips) -> Records:
             try:
                 record = json.loads(line)
                 label, text = record["label"], record["text"].encode()
-            except (ValueError, KeyError, TypeError, AttributeError):
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 skips.add(path.name, where, "not a JSON object with label and text")
                 continue
             if label not in (0, 1):
@@ -141,3 +147,27 @@ def _read_jsonl(folder: Path, skips: Skips) -> Records:
             else:
                 records[part].append((f"{number:09d}", int(label), text))
     return records
+
+
+DATASETS = {
+    "text": DatasetInfo(
+        task=TextTaskConfig(),
+        title="50,000 film reviews, positive or negative (Maas et al., 2011)",
+        license="no license stated; cite the paper",
+        size=66_000_000,
+        get="aclImdb_v1.tar.gz from https://ai.stanford.edu/~amaas/data/sentiment/",
+        folders=("aclImdb", "imdb"),
+        remote=RemoteFile(
+            name="aclImdb_v1.tar.gz",
+            urls=(
+                "https://ai.stanford.edu/~amaas/data/sentiment/aclImdb_v1.tar.gz",
+                "https://bj.bcebos.com/dataset/imdb%2FaclImdb_v1.tar.gz",
+                "https://d2l-data.s3-accelerate.amazonaws.com/aclImdb_v1.tar.gz",
+            ),
+            bytes=84_125_825,
+            digest="md5:7c2ac02c03563afcf9b574c7e56c153a",
+        ),
+        read=prepare,
+    ),
+}
+"""Data sets of this task, by the names of their prepared folders."""

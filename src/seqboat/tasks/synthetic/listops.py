@@ -36,7 +36,15 @@ from seqboat.data.shards import make_parts
 from seqboat.data.sources import Source
 from seqboat.data.store import Prepared, RaggedWriter, Skips, Staging
 from seqboat.tasks.base import SPLITS, Dataset, Example, Split
-from seqboat.tasks.stored import RaggedDataset, StoredTask, StoredTaskConfig
+from seqboat.tasks.stored import (
+    FREE,
+    LRA_FILE,
+    LRA_PAGE,
+    DatasetInfo,
+    RaggedDataset,
+    StoredTask,
+    StoredTaskConfig,
+)
 
 DIGITS = tuple("0123456789")
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
@@ -331,6 +339,10 @@ class ListOpsTaskConfig(StoredTaskConfig):
     def build(self) -> ListOpsTask:
         return ListOpsTask(self)
 
+    @classmethod
+    def datasets(cls) -> Mapping[str, DatasetInfo]:
+        return DATASETS
+
 
 class ListOpsTask(StoredTask):
     """The value of an expression."""
@@ -388,9 +400,9 @@ def prepare_drawn(
     staging: Staging,
     counts: Mapping[str, int],
     seed: int,
-    config: ListOpsConfig,
     workers: int,
     advance: Advance,
+    config: ListOpsConfig,
 ) -> Prepared:
     """Make the first expressions of a seed, the splits one after the other; finished blocks are kept.
 
@@ -469,3 +481,34 @@ def _first_seen(files: Sequence[Path]) -> list[set[int]]:
 def _read_blocks(files: Sequence[Path], fresh: Sequence[set[int]]) -> Iterator[tuple[NDArray[np.uint8], int]]:
     for file, rows in zip(files, fresh, strict=True):
         yield from (pair for row, pair in enumerate(_read_block(file)) if row in rows)
+
+
+LISTOPS = ListOpsConfig()
+LISTOPS_SMALL = ListOpsConfig(max_depth=5, max_arguments=5, longer_than=9, shorter_than=129)
+
+DATASETS = {
+    "listops": DatasetInfo(
+        task=ListOpsTaskConfig(),
+        title="nested list operations of 500 to 2,000 tokens, ten classes",
+        license=FREE,
+        size=100_000_000,
+        get=f"nothing, it is made; or basic_train.tsv, basic_val.tsv and basic_test.tsv of {LRA_PAGE}",
+        folders=("listops-1000", "listops"),
+        remote=LRA_FILE,
+        read=prepare,
+        draw=partial(prepare_drawn, config=LISTOPS),
+        settings=LISTOPS,
+        counts=(96_000, 2_000, 2_000),
+    ),
+    "listops-small": DatasetInfo(
+        task=ListOpsTaskConfig(store="listops-small"),
+        title="list operations of 10 to 128 tokens, for trials",
+        license=FREE,
+        size=2_300_000,
+        get="nothing, it is made",
+        draw=partial(prepare_drawn, config=LISTOPS_SMALL),
+        settings=LISTOPS_SMALL,
+        counts=(40_000, 2_000, 2_000),
+    ),
+}
+"""Data sets of this task, by the names of their prepared folders."""

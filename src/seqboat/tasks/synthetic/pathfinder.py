@@ -13,6 +13,7 @@ drawn by `curves`. Pathfinder has 32 x 32 pixels, Path-X 128 x 128, and pathfind
 from __future__ import annotations
 
 import io
+import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -29,9 +30,17 @@ from seqboat.data.shards import make_parts
 from seqboat.data.sources import Source
 from seqboat.data.store import ArrayWriter, Prepared, Skips, Staging
 from seqboat.tasks.base import SPLITS, Dataset, Example, Split
-from seqboat.tasks.image import PixelDataset, check_image, draw, to_sequence
-from seqboat.tasks.stored import StoredTask, StoredTaskConfig, shuffled_rows
-from seqboat.tasks.synthetic.curves import PathfinderConfig, make_image
+from seqboat.tasks.image import PixelDataset, check_image, draw, parse_npy, to_sequence
+from seqboat.tasks.stored import (
+    FREE,
+    LRA_FILE,
+    LRA_PAGE,
+    DatasetInfo,
+    StoredTask,
+    StoredTaskConfig,
+    shuffled_rows,
+)
+from seqboat.tasks.synthetic.curves import PATHFINDER, PATHFINDER16, PATHX, PathfinderConfig, make_image
 
 SHARD = 500
 """Images per unit of parallel and interruptible work."""
@@ -56,6 +65,10 @@ class PathfinderTaskConfig(StoredTaskConfig):
     def build(self) -> PathfinderTask:
         return PathfinderTask(self)
 
+    @classmethod
+    def datasets(cls) -> Mapping[str, DatasetInfo]:
+        return DATASETS
+
 
 @dataclass(frozen=True, kw_only=True)
 class PathXTaskConfig(PathfinderTaskConfig):
@@ -65,6 +78,10 @@ class PathXTaskConfig(PathfinderTaskConfig):
 
     def build(self) -> PathXTask:
         return PathXTask(self)
+
+    @classmethod
+    def datasets(cls) -> Mapping[str, DatasetInfo]:
+        return PATHX_DATASETS
 
 
 class PathfinderTask(StoredTask):
@@ -122,9 +139,9 @@ def prepare_drawn(
     staging: Staging,
     counts: Mapping[str, int],
     seed: int,
-    config: PathfinderConfig,
     workers: int,
     advance: Advance,
+    config: PathfinderConfig,
 ) -> Prepared:
     """Make images, the splits one after the other; finished parts of an interrupted run are kept."""
     folder = staging.folder / "shards"
@@ -174,7 +191,7 @@ def prepare_published(source: Source, staging: Staging, skips: Skips, size: int)
     Splits are 80/10/10 at random, drawn with torch's generator and seed 42, as published.
     """
     unsorted = staging.scratch("unsorted", np.uint8, (size, size))
-    labels = _read_published(source, unsorted, skips, size)
+    labels, notes = _read_published(source, unsorted, skips, size)
     unsorted.close()
     pixels = np.load(unsorted.path, mmap_mode="r")
     order = shuffled_rows(len(labels), 42)
@@ -189,10 +206,13 @@ def prepare_published(source: Source, staging: Staging, skips: Skips, size: int)
             images.append(pixels[row][None])
         staging.put(f"{split}.labels", labels[rows])
         counts[str(split)] = len(rows)
-    return Prepared(counts)
+    return Prepared(counts, notes=notes)
 
 
-def _read_published(source: Source, pixels: ArrayWriter, skips: Skips, size: int) -> NDArray[np.uint8]:
+def _read_published(
+    source: Source, pixels: ArrayWriter, skips: Skips, size: int
+) -> tuple[NDArray[np.uint8], tuple[str, ...]]:
+    """Append the images to `pixels`; returns their labels, and notes for the user."""
     from PIL import Image, UnidentifiedImageError
 
     images: dict[str, Callable[[], bytes]] = {}
@@ -216,6 +236,7 @@ def _read_published(source: Source, pixels: ArrayWriter, skips: Skips, size: int
         f"{source} holds no pathfinder{size} images: expected curv_contour_length_14/imgs/*/*.png and metadata/*.npy",
     )
     labels: list[int] = []
+    in_color = 0
     for name in names:
         root = name.rpartition("metadata/")[0]
         for number, fields in enumerate(_metadata(name, tables_read[name]), start=1):
@@ -228,8 +249,11 @@ def _read_published(source: Source, pixels: ArrayWriter, skips: Skips, size: int
                 skips.add(name, where, f"no image {path}")
                 continue
             try:
-                with Image.open(io.BytesIO(images[path]()), formats=["PNG"]) as image:
-                    require(image.size == (size, size), f"expected {size} x {size} pixels, got {image.size}")
+                content = images[path]()
+                # before the library looks at it: it would allocate, or refuse in its own way, a huge one
+                require(png_size(content) == (size, size), f"expected {size} x {size} pixels")
+                with Image.open(io.BytesIO(content), formats=["PNG"]) as image:
+                    in_color += image.mode not in ("L", "1")
                     pixels.append(np.asarray(image.convert("L"))[None])
             except (ValueError, OSError, SyntaxError, UnidentifiedImageError) as error:
                 skips.add(path, "image", str(error))
@@ -238,16 +262,68 @@ def _read_published(source: Source, pixels: ArrayWriter, skips: Skips, size: int
     require(
         len(labels) >= 10, f"{source} holds {len(labels)} usable images, expected at least 10 to split them"
     )
-    return np.array(labels, np.uint8)
+    note = f"{in_color:,} images are in color and were converted to gray: published ones are gray"
+    return np.array(labels, np.uint8), (note,) if in_color else ()
+
+
+def png_size(content: bytes) -> tuple[int, int]:
+    """Width and height, as the header of a PNG image says."""
+    require(content[:8] == b"\x89PNG\r\n\x1a\n" and content[12:16] == b"IHDR", "not a PNG image")
+    require(len(content) >= 24, "cut short")
+    width, height = struct.unpack(">II", content[16:24])
+    return width, height
 
 
 def _metadata(name: str, content: bytes) -> Iterator[list[str]]:
     """The fields of each image; the files are called .npy, but those of LRA are text."""
     if content.startswith(np.lib.format.MAGIC_PREFIX):
-        try:
-            rows = np.load(io.BytesIO(content), allow_pickle=False)
-        except ValueError as error:
-            raise ValueError(f"{name} is not a table of strings: {error}") from None
+        rows = parse_npy(content, name)
+        require(rows.ndim == 2, f"{name} is not a table of strings: it has {rows.ndim} axes")
         yield from ([str(field) for field in row] for row in rows)
     else:
         yield from (line.split() for line in content.decode("utf-8", "replace").splitlines() if line.strip())
+
+
+DATASETS = {
+    "pathfinder": DatasetInfo(
+        task=PathfinderTaskConfig(),
+        title="200,000 images of 32 x 32 pixels: two dots on one dashed curve?",
+        license=FREE,
+        size=205_000_000,
+        get=f"nothing, it is made; or the folder pathfinder32 of {LRA_PAGE}",
+        folders=("pathfinder32", "pathfinder"),
+        remote=LRA_FILE,
+        read=partial(prepare_published, size=32),
+        draw=partial(prepare_drawn, config=PATHFINDER),
+        settings=PATHFINDER,
+        counts=(160_000, 20_000, 20_000),
+    ),
+    "pathfinder16": DatasetInfo(
+        task=PathfinderTaskConfig(size=16),
+        title="images of 16 x 16 pixels of the same kind, for trials",
+        license=FREE,
+        size=11_400_000,
+        get="nothing, it is made",
+        draw=partial(prepare_drawn, config=PATHFINDER16),
+        settings=PATHFINDER16,
+        counts=(40_000, 2_000, 2_000),
+    ),
+}
+"""Data sets of this task, by the names of their prepared folders."""
+
+PATHX_DATASETS = {
+    "pathx": DatasetInfo(
+        task=PathXTaskConfig(),
+        title="200,000 images of 128 x 128 pixels of the same kind",
+        license=FREE,
+        size=3_280_000_000,
+        get=f"nothing, it is made; or the folder pathfinder128 of {LRA_PAGE}",
+        folders=("pathfinder128", "pathx"),
+        remote=LRA_FILE,
+        read=partial(prepare_published, size=128),
+        draw=partial(prepare_drawn, config=PATHX),
+        settings=PATHX,
+        counts=(160_000, 20_000, 20_000),
+    ),
+}
+"""The data set of Path-X."""
