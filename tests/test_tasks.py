@@ -352,9 +352,9 @@ def test_drawn_listops_are_the_first_of_the_seed(tmp_path: Path) -> None:
 
 def test_reviews_are_read_from_folder_archive_and_json(root: Path, tmp_path: Path) -> None:
     imdb_files(tmp_path)
-    with tarfile.open(tmp_path / "aclImdb_v1.tar.gz", "w:gz") as archive:
+    with tarfile.open(tmp_path / "reviews.tar.gz", "w:gz") as archive:
         archive.add(tmp_path / "aclImdb", "aclImdb")
-    packed = prepare("text", str(tmp_path / "aclImdb_v1.tar.gz"), tmp_path / "one")
+    packed = prepare("text", str(tmp_path / "reviews.tar.gz"), tmp_path / "one")
     folder = ArrayStore.find(root, "text")
     assert packed.manifest["arrays"] == folder.manifest["arrays"]
     assert packed.manifest["counts"] == {"train": 24, "test": 24}
@@ -590,10 +590,11 @@ def test_every_byte_is_a_target_once(root: Path) -> None:
 
 
 def test_enwik8_must_be_enwik8(tmp_path: Path) -> None:
-    with zipfile.ZipFile(tmp_path / "enwik8.zip", "w") as archive:
+    with zipfile.ZipFile(tmp_path / "mine.zip", "w") as archive:
         archive.writestr("enwik8", FAKE)
     with pytest.raises(ValueError, match="has 20,000 bytes, expected 100,000,000: it is not enwik8"):
-        prepare("enwik8", str(tmp_path / "enwik8.zip"), tmp_path / "data")
+        prepare("enwik8", str(tmp_path / "mine.zip"), tmp_path / "data")
+    (tmp_path / "mine.zip").rename(tmp_path / "enwik8.zip")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(enwik8_module, "SIZE", len(FAKE))
         with pytest.raises(ValueError, match="is not enwik8: sha256 is"):

@@ -138,7 +138,7 @@ class Dataset(ABC):
     @abstractmethod
     def __getitem__(self, index: int) -> Example: ...
 
-    def lengths(self) -> NDArray[np.int64]:
+    def lengths(self) -> NDArray[np.integer]:
         """How long each example is, for bucketing."""
         return np.array([len(self[i].inputs) for i in range(len(self))], dtype=np.int64)
 
@@ -196,7 +196,7 @@ class Task(ABC):
         """The tokens of a split in one long row; only tasks that are one long text have this."""
         raise ValueError(f"the task {self.name} is not one long text that could be cut in another way")
 
-    def lengths(self, split: Split) -> NDArray[np.int64]:
+    def lengths(self, split: Split) -> NDArray[np.integer]:
         """How long each example of a split is, for bucketing."""
         return self.dataset(split).lengths()
 
@@ -348,7 +348,7 @@ def _ratio(total: Tensor, count: Tensor) -> Tensor:
 class Subset(Dataset):
     """Some examples of a dataset, by their numbers."""
 
-    def __init__(self, whole: Dataset, numbers: NDArray[np.int64]) -> None:
+    def __init__(self, whole: Dataset, numbers: NDArray[np.integer]) -> None:
         self.whole = whole
         self.numbers = numbers
 
@@ -358,7 +358,7 @@ class Subset(Dataset):
     def __getitem__(self, index: int) -> Example:
         return self.whole[int(self.numbers[index])]
 
-    def lengths(self) -> NDArray[np.int64]:
+    def lengths(self) -> NDArray[np.integer]:
         return self.whole.lengths()[self.numbers]
 
 

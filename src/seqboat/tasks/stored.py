@@ -92,9 +92,15 @@ def ragged(store: ArrayStore, name: str, index: int, max_length: int) -> NDArray
     return store[f"{name}.tokens"][start : min(end, start + max_length)]
 
 
-def ragged_lengths(store: ArrayStore, name: str, max_length: int) -> NDArray[np.int64]:
+def ragged_lengths(store: ArrayStore, name: str, max_length: int) -> NDArray[np.integer]:
     """The lengths of all sequences, cut."""
-    return np.minimum(np.diff(store[f"{name}.offsets"]), max_length)
+    offsets = store[f"{name}.offsets"]
+    # in parts and in small numbers: tables can have tens of millions of rows
+    lengths = np.empty(len(offsets) - 1, np.int32)
+    for start in range(0, len(lengths), 1 << 20):
+        part = np.diff(offsets[start : start + (1 << 20) + 1])
+        lengths[start : start + len(part)] = np.minimum(part, max_length)
+    return lengths
 
 
 class RaggedDataset(Dataset):
@@ -112,7 +118,7 @@ class RaggedDataset(Dataset):
         tokens = ragged(self.store, self.name, index, self.max_length)
         return Example(tokens.astype(np.int64), int(self.store[f"{self.name}.labels"][index]))
 
-    def lengths(self) -> NDArray[np.int64]:
+    def lengths(self) -> NDArray[np.integer]:
         return ragged_lengths(self.store, self.name, self.max_length)
 
 
@@ -162,6 +168,6 @@ def hold_out(train: Dataset, split: Split, size: int, seed: int = 42) -> Dataset
     require(
         0 < size < len(train), f"holdout must be less than the {len(train)} training examples, got {size}"
     )
-    order = shuffled_rows(len(train), seed)
+    order = shuffled_rows(len(train), seed).astype(np.int32)
     kept = len(train) - size
-    return Subset(train, order[:kept] if split == "train" else order[kept:])
+    return Subset(train, order[:kept] if split == "train" else order[kept:].copy())

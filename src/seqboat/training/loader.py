@@ -36,7 +36,7 @@ def shuffled(count: int, *key: int) -> NDArray[np.int64]:
     """A permutation of range(count) that depends on the key alone, on every version and platform."""
     # the raw stream of a bit generator is guaranteed to stay; the stream of Generator.permutation is not
     bits = np.random.Philox(np.random.SeedSequence(key))
-    return np.argsort(bits.random_raw(count), kind="stable").astype(np.int64)
+    return np.argsort(bits.random_raw(count), kind="stable").astype(np.int64, copy=False)
 
 
 class Plan:
@@ -56,7 +56,7 @@ class Plan:
         count: int,
         batch_size: int,
         seed: int,
-        lengths: NDArray[np.int64] | None = None,
+        lengths: NDArray[np.integer] | None = None,
         streams: bool = False,
     ) -> None:
         check_positive("number of examples", count)
