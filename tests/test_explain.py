@@ -1,4 +1,4 @@
-"""`seqboat explain` and decisions by hand: what is shown is what the model did, and input reaches no terminal raw."""
+"""`seqboat explain` and overrides: what is shown is what the model did, and input reaches no terminal raw."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lm_runs import write_lm_run, write_run
 from seqboat.analysis.traces import load_examples, trace
 from seqboat.cli import main
 from seqboat.commands.control import Control
-from seqboat.commands.explain import use_colour
+from seqboat.commands.explain import use_color
 from seqboat.mixers.attention.transformer import TransformerConfig
 from seqboat.mixers.seqboat.gau import GAUConfig
 from seqboat.reference import under
@@ -107,15 +107,15 @@ def test_colours_only_where_they_are_wanted(monkeypatch: Any) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: True))
-    assert use_colour("auto") and not use_colour("never")
+    assert use_color("auto") and not use_color("never")
     monkeypatch.setenv("NO_COLOR", "1")
-    assert not use_colour("auto") and use_colour("always")
+    assert not use_color("auto") and use_color("always")
     monkeypatch.delenv("NO_COLOR")
     monkeypatch.setenv("TERM", "dumb")
-    assert not use_colour("auto")
+    assert not use_color("auto")
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: False))
-    assert not use_colour("auto")
+    assert not use_color("auto")
 
 
 def test_the_record_of_a_language_model(tmp_path: Path, capsys: Any) -> None:
@@ -308,7 +308,7 @@ def test_mistakes(arguments: list[str], message: str, tmp_path: Path, capsys: An
     assert message in refused(capsys, "explain", str(toy(tmp_path)), *arguments)
 
 
-# decisions by hand
+# overridden decisions
 
 
 def active_of(run: Path, control: Control, count: int = 4) -> list[np.ndarray[Any, Any]]:
@@ -411,7 +411,7 @@ def test_eval_takes_decisions_by_hand(tmp_path: Path, capsys: Any) -> None:
     assert quiet["activation"] == [0.0, 0.0] != free["activation"] and quiet["loss"] != free["loss"]
     assert scores()["loss"] == free["loss"]
     assert main(["eval", run, "--split", "val", "--on", "1"]) == 0
-    assert "by hand: --on 1" in capsys.readouterr().out
+    assert "overrides: --on 1" in capsys.readouterr().out
     assert "--threshold must be between 0 and 1" in refused(capsys, "eval", run, "--threshold", "2")
 
 

@@ -509,7 +509,7 @@ def test_arguments_are_checked(arguments: dict[str, Any], message: str) -> None:
 
 def test_other_bad_arguments() -> None:
     model = make_model()
-    with pytest.raises(ValueError, match="one text per row of the session, 2, got 1"):
+    with pytest.raises(ValueError, match="one text per sequence of the session, 2, got 1"):
         generate(model, ["a"], session=start(model, 2))
     with pytest.raises(ValueError, match=r"rows\[0\] must hold token ids in 0..255, got 256"):
         read(model, start(model), [np.array([256])])
@@ -701,7 +701,7 @@ def test_what_cannot_be_generated(
     give(monkeypatch, b"")
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
     assert main(["generate", str(run)]) == 2
-    assert "give --prompt TEXT, or pipe a text in" in capsys.readouterr().err
+    assert "give --prompt TEXT, or pipe in a text" in capsys.readouterr().err
 
 
 def test_the_guide_runs(

@@ -77,7 +77,7 @@ def test_a_language_model(folder: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert model.generation_config.pad_token_id == 0 and model.generation_config.eos_token_id is None
     card = (out / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\npipeline_tag: text-generation\n")
-    assert "4 updates" in card and "task `lmtext`" in card and "bits on held-out data" in card
+    assert "4 steps" in card and "task `lmtext`" in card and "bits on held-out data" in card
     assert run_card(card, out).startswith("The history of")
     assert not [path for path in tmp_path.iterdir() if path != out]
 

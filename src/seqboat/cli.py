@@ -18,28 +18,34 @@ from seqboat.extras import EXTRAS, missing
 from seqboat.version import __version__
 
 COMMANDS = {
-    "demo": ("seqboat.commands.demo", "train a small model on ListOps in a few minutes and show what it did"),
+    "demo": (
+        "seqboat.commands.demo",
+        "train a small ListOps model in a few minutes and show what it learned",
+    ),
     "data": ("seqboat.commands.data", "list, prepare, verify and show data sets"),
     "train": ("seqboat.commands.train", "train a recipe, with any of its settings changed"),
     "eval": ("seqboat.commands.eval", "score a trained run on held-out data"),
     "report": (
         "seqboat.commands.report",
-        "one HTML page: what a run did, token by token; or several runs compared",
+        "write an HTML page: what a run did, token by token, or a comparison of runs",
     ),
-    "explain": ("seqboat.commands.explain", "what a run makes of one input, and which tokens attended"),
+    "explain": ("seqboat.commands.explain", "show what a run makes of one input, and which tokens attended"),
     "intervene": (
         "seqboat.commands.intervene",
-        "the score of a run as attention is switched off, layer by layer, or its threshold moves",
+        "score a run with attention switched off layer by layer, or at other thresholds",
     ),
     "reproduce": (
         "seqboat.commands.reproduce",
         "run the paper's experiments and write the results beside its numbers",
     ),
-    "generate": ("seqboat.commands.generate", "text from a trained language model, as it is produced"),
-    "score": ("seqboat.commands.score", "bits per byte of files, or of every byte, by a language model"),
+    "generate": ("seqboat.commands.generate", "stream text from a trained language model"),
+    "score": (
+        "seqboat.commands.score",
+        "measure bits per byte of files, or of every byte, with a language model",
+    ),
     "export-hf": ("seqboat.commands.export_hf", "write a trained run for Hugging Face transformers"),
     "list": ("seqboat.commands.list", "list recipes, mixers, tasks, routers or ablations"),
-    "bench": ("seqboat.commands.bench", "time and memory of mixers, side by side in one run"),
+    "bench": ("seqboat.commands.bench", "measure time and memory of mixers, side by side"),
 }
 """Name, module and one line of help of every command, in the order of the help text."""
 

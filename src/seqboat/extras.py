@@ -1,4 +1,4 @@
-"""Libraries that the core does without: which extra brings them, and what to say where they are missing."""
+"""Optional libraries: which extra installs them, and the message if one is missing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXTRAS = {
 
 
 def missing(module: str, what: str) -> str:
-    """What to say where something cannot be had without a library.
+    """The message that something needs a library.
 
     Args:
         module: the name to import.
@@ -32,6 +32,6 @@ def missing(module: str, what: str) -> str:
 
 
 def check_installed(module: str, what: str) -> None:
-    """Refuse what could not be done without a library, before work is done for it."""
+    """Raise an error early if a library is missing."""
     if find_spec(module) is None:
         raise ValueError(missing(module, what))

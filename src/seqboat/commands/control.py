@@ -1,8 +1,8 @@
-"""Decisions by hand on the command line: which layers attend, above which probability, how much, or exactly where.
+"""Override routers on the command line: which layers attend, above which probability, how much, or exactly where.
 
     --off 1,3 --on 2      layers, counted from 1, or all
     --threshold 0.7       activate above this probability
-    --cap 0.25            at most this share of the tokens of a sequence
+    --cap 0.25            at most this fraction of the tokens of a sequence
     --mask FILE           which positions attend, as .npy or JSON: (time,) for all layers or (layers, time)
 
 They go to the attention of every layer they are meant for; other modules of a layer are left alone. `seqboat eval`
@@ -31,20 +31,22 @@ MAX_MASK = 64 << 20
 
 
 def add_control_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments, in a group of their own."""
-    group = parser.add_argument_group("decisions by hand")
+    """Add the arguments as a group."""
+    group = parser.add_argument_group("override the routers")
     group.add_argument("--off", metavar="LAYERS", help="no token attends there: numbers such as 1,3, or all")
     group.add_argument("--on", metavar="LAYERS", help="every token attends there")
     group.add_argument("--threshold", type=float, metavar="P", help="attend above this probability")
-    group.add_argument("--cap", type=float, metavar="SHARE", help="at most this share of a sequence attends")
     group.add_argument(
-        "--mask", metavar="FILE", help="who attends, by position: .npy or JSON, (time,) or (layers, time)"
+        "--cap", type=float, metavar="FRACTION", help="at most this fraction of a sequence attends"
+    )
+    group.add_argument(
+        "--mask", metavar="FILE", help="which positions attend: .npy or JSON, (time,) or (layers, time)"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Control:
-    """What is decided by hand."""
+    """What overrides the routers."""
 
     off: str | None = None
     """layers, as they were typed"""
@@ -76,7 +78,7 @@ class Control:
 
         found = sites(model)
         if not any(found):
-            raise ValueError("no layer of this run has a router: there is nothing to decide by hand")
+            raise ValueError("no layer of this run has a router: there is nothing to override")
         off, on = (read_layers(f"--{name}", getattr(self, name), found) for name in ("off", "on"))
         if both := sorted(off & on):
             raise ValueError(f"--off and --on must not name the same layer, got {both[0]} in both")
@@ -158,15 +160,15 @@ def read_mask(path: Path, layers: int) -> NDArray[np.bool_]:
 class _Mask:
     """The decisions of one module of a layer, from those of every position; others stay."""
 
-    def __init__(self, row: NDArray[np.bool_], column: int) -> None:
-        self.row, self.column = row, column
+    def __init__(self, decisions: NDArray[np.bool_], column: int) -> None:
+        self.decisions, self.column = decisions, column
 
     def __call__(self, routing: Routing) -> Tensor:
         import torch
 
         time = routing.active.shape[1]
-        if len(self.row) < time:
-            raise ValueError(f"--mask has {len(self.row)} positions, but a sequence has {time}")
+        if len(self.decisions) < time:
+            raise ValueError(f"--mask has {len(self.decisions)} positions, but a sequence has {time}")
         active = routing.active.clone()
-        active[..., self.column] = torch.from_numpy(self.row[:time].copy()).to(active.device)
+        active[..., self.column] = torch.from_numpy(self.decisions[:time].copy()).to(active.device)
         return active

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
     parser.epilog = "Settings of the data can be changed: seqboat eval runs/classify --data.test new.csv"
     parser.add_argument(
-        "run", help="folder of a run, one checkpoint (step-N) in it, or a model of this package: enwik8-small"
+        "run", help="folder of a run, one checkpoint (step-N) in it, or a shipped model: enwik8-small"
     )
     parser.add_argument(
         "--split", choices=("train", "val", "test"), default="test", help="what to score (default: test)"
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--batch-size", "--batch_size", metavar="N", type=int, help="examples at a time (default: the run's)"
     )
     parser.add_argument(
-        "--limit", type=int, help="score only so many examples; with --mode, so many tokens at the beginning"
+        "--limit", type=int, metavar="N", help="score at most N examples; with --mode, the first N tokens"
     )
     parser.add_argument(
         "--mode",
@@ -43,7 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: as in training)",
     )
     parser.add_argument("--window", type=int, help="tokens in a window (default: 8192)")
-    parser.add_argument("--context", type=int, help="of them before the scored ones (default: 7000)")
+    parser.add_argument(
+        "--context", type=int, help="tokens of context before the scored ones (default: 7000)"
+    )
     parser.add_argument("--chunk", type=int, help="tokens of a stream to read at a time (default: 8192)")
     parser.add_argument(
         "--data-dir", "--data_dir", metavar="FOLDER", help="where the prepared data is (default: the run's)"
@@ -87,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
             what = f"{result['tokens']:,} tokens of {result['split']}, {reading_text(result)}"
         print(f"{result['run']}, step {result['step']}, {what}")
         if control is not None:
-            print(f"by hand: {control.describe()}")
+            print(f"overrides: {control.describe()}")
         print(f"{metric_text(result)}  active % {rate_text(result['activation'])}")
     return 0
 

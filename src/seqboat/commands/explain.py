@@ -101,17 +101,17 @@ def run(options: argparse.Namespace) -> int:
         return 0
     lines = [f"{folder}, step {examples.step}"]
     if control is not None:
-        lines.append(f"by hand: {control.describe()}")
+        lines.append(f"overrides: {control.describe()}")
     width = shutil.get_terminal_size().columns
-    lines.append(render(sample, examples.task, layers, use_colour(options.color), width))
+    lines.append(render(sample, examples.task, layers, use_color(options.color), width))
     # a terminal that knows few characters shows question marks
     encoding = sys.stdout.encoding or "utf-8"
     print("\n".join(lines).encode(encoding, "replace").decode(encoding))
     return 0
 
 
-def use_colour(choice: str) -> bool:
-    """Whether to write colours: https://no-color.org, and only to a terminal, unless told otherwise."""
+def use_color(choice: str) -> bool:
+    """Whether to write colors: https://no-color.org, and only to a terminal, unless told otherwise."""
     if choice != "auto":
         return choice == "always"
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"

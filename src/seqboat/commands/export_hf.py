@@ -8,9 +8,9 @@ import argparse
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
     parser.add_argument(
-        "run", help="folder of a run, one checkpoint (step-N) in it, or a model of this package: enwik8-small"
+        "run", help="folder of a run, one checkpoint (step-N) in it, or a shipped model: enwik8-small"
     )
-    parser.add_argument("folder", help="where to write; must not exist, or be empty")
+    parser.add_argument("folder", help="where to write; must be empty or not exist")
     parser.add_argument("--which", choices=("best", "latest"), default="best", help="which checkpoint")
 
 
@@ -34,5 +34,5 @@ def run(options: argparse.Namespace) -> int:
     count = sum(parameter.numel() for parameter in done.model.parameters())
     print(f"{done.folder}: {type(done.model).__name__}, {count:,} parameters")
     print("tokenizer: bytes" if done.tokenizer else "no tokenizer: token ids are those of the task")
-    print("load it after `import seqboat.hf`, which tells transformers what it is")
+    print("load it after `import seqboat.hf`, which registers the model type")
     return 0

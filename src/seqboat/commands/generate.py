@@ -1,4 +1,4 @@
-"""`seqboat generate`: text from a trained language model, as it is produced."""
+"""`seqboat generate`: stream text from a trained language model."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 from seqboat.data.console import printable
 
 EPILOG = """\
-The text appears as it is produced; the prompt is not repeated unless --echo is given. Without --prompt the prompt is
-read from standard input:
+The text is streamed; the prompt is not repeated unless --echo is given. Without --prompt the prompt is read from
+standard input:
 
   seqboat generate RUN --prompt "The history of" --max-new-bytes 500 --temperature 0.8 --seed 0
   seqboat generate RUN < book.txt
@@ -26,33 +26,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     parser.add_argument(
-        "run", nargs="?", help="folder of a run, or one checkpoint in it (default: the model of this package)"
+        "run", nargs="?", help="folder of a run, or one checkpoint in it (default: the shipped model)"
     )
     parser.add_argument("--which", choices=("best", "latest"), default="best", help="which checkpoint")
-    parser.add_argument("--prompt", metavar="TEXT", help="what to go on from; - reads standard input")
-    parser.add_argument("--max-new-bytes", type=int, default=256, metavar="N", help="how much (default: 256)")
-    parser.add_argument("--greedy", action="store_true", help="the likeliest byte every time")
-    parser.add_argument("--temperature", type=float, metavar="X", help="below 1: likelier bytes (default: 1)")
-    parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest bytes only")
+    parser.add_argument("--prompt", metavar="TEXT", help="text to continue; - reads standard input")
     parser.add_argument(
-        "--top-p", type=float, metavar="P", help="draw from the likeliest bytes that make up P, in (0, 1]"
+        "--max-new-bytes", type=int, default=256, metavar="N", help="bytes to generate (default: 256)"
+    )
+    parser.add_argument("--greedy", action="store_true", help="always take the most probable byte")
+    parser.add_argument(
+        "--temperature", type=float, metavar="X", help="below 1 favors probable bytes (default: 1)"
+    )
+    parser.add_argument("--top-k", type=int, metavar="K", help="sample from the K most probable bytes")
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        metavar="P",
+        help="sample from the most probable bytes whose total reaches P, in (0, 1]",
     )
     parser.add_argument(
-        "--min-p", type=float, metavar="P", help="draw from bytes at least P times as likely as the likeliest"
+        "--min-p",
+        type=float,
+        metavar="P",
+        help="sample from bytes at least P times as probable as the most probable one",
     )
     parser.add_argument(
         "--repetition-penalty",
         type=float,
         metavar="X",
-        help="above 1: bytes that have occurred become less likely (default: 1)",
+        help="above 1 makes bytes that have occurred less likely (default: 1)",
     )
-    parser.add_argument("--seed", type=int, help="makes the draws repeatable")
+    parser.add_argument("--seed", type=int, help="seed that makes sampling repeatable")
     parser.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated"
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="stop before this text; may be given several times",
     )
     parser.add_argument("--echo", action="store_true", help="print the prompt first")
-    parser.add_argument("--save-state", metavar="FILE", help="where to put the state at the end")
-    parser.add_argument("--load-state", metavar="FILE", help="go on from a state that was saved")
+    parser.add_argument("--save-state", metavar="FILE", help="save the state at the end")
+    parser.add_argument("--load-state", metavar="FILE", help="continue from a saved state")
     parser.add_argument("--chunk", type=int, metavar="N", help="bytes of the prompt to read at a time")
     parser.add_argument("--device", default="auto", help="auto (default), cpu or cuda")
 
@@ -105,7 +119,7 @@ def run(options: argparse.Namespace) -> int:
             write(piece.text, terminal)
     finally:
         if terminal:
-            # what comes next on the screen begins a line of its own
+            # what comes next on the screen starts on a new line
             write("\n", terminal)
     if options.save_state is not None:
         save_session(options.save_state, texts.session, model)
@@ -113,17 +127,17 @@ def run(options: argparse.Namespace) -> int:
 
 
 def read_prompt(options: argparse.Namespace) -> bytes:
-    """The prompt, from the command line or from standard input; empty only where a state is there to go on from."""
+    """The prompt, from the command line or standard input; empty only where there is a state to continue from."""
     if options.prompt is not None and options.prompt != "-":
         prompt, source = os.fsencode(options.prompt), "--prompt"
     elif options.prompt is None and options.load_state is not None:
         return b""
     else:
         if sys.stdin is None or (options.prompt is None and sys.stdin.isatty()):
-            raise ValueError("there is nothing to go on from: give --prompt TEXT, or pipe a text in")
+            raise ValueError("there is nothing to continue from: give --prompt TEXT, or pipe in a text")
         prompt, source = sys.stdin.buffer.read(), "standard input"
     if not prompt:
-        raise ValueError(f"the prompt from {source} is empty: there must be something to go on from")
+        raise ValueError(f"the prompt from {source} is empty: there must be something to continue from")
     try:
         prompt.decode()
     except UnicodeDecodeError as error:

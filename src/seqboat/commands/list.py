@@ -1,4 +1,4 @@
-"""`seqboat list`: names that other commands take."""
+"""`seqboat list`: the names that other commands accept."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def table(what: str) -> Mapping[str, Any]:
-    """Everything of a kind, by name."""
+    """All entries of a registry, by name."""
     if what == "recipes":
         from seqboat.recipes import RECIPES
 

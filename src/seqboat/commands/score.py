@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 EPILOG = """\
 Prints a line of JSON for every file: its bytes, the bits that the model needs for them, bits per byte, and the
-share of bytes at which each layer attended. With --per-token a line for every byte comes first: its position, its
+fraction of bytes at which each layer attended. With --per-token a line for every byte comes first: its position, its
 value, its bits given all bytes before it, and which layers attended when they read it. Every file is a text of its
 own; its first byte, before which there is nothing, costs 8 bits.
 

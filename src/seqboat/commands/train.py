@@ -26,7 +26,7 @@ them all. Parts are chosen by name, with their defaults:
   torchrun --nproc-per-node 2 -m seqboat train recall --training.distributed=fsdp
 
 Exit codes: 0 finished, 1 failure, 2 wrong usage, 3 diverged, 130 and 143 stopped by a signal (a checkpoint is
-written first; --resume goes on).
+written first; --resume continues).
 """
 
 
@@ -36,10 +36,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.add_argument("recipe", nargs="?", help="name of a recipe (seqboat list recipes)")
     parser.add_argument(
-        "--config", metavar="FILE", help="YAML file of settings, over the recipe or on its own"
+        "--config", metavar="FILE", help="YAML file of settings, on top of the recipe or instead of one"
     )
     parser.add_argument("--out", metavar="DIR", help="folder of the run (default: runs/RECIPE)")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out")
+    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in --out")
     parser.add_argument(
         "--match-parameters",
         action="store_true",

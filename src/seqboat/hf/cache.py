@@ -1,7 +1,7 @@
 """The state of a causal model as a cache of transformers.
 
 The library asks each layer of a cache how many positions it has seen and lets it reorder, repeat and select its
-rows; what it stores is its own affair. Ours stores the mixer's state, of constant size for SeqBoat layers.
+sequences; what it stores is up to the cache. Ours stores the mixer's state, of constant size for SeqBoat layers.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class SeqBoatCacheLayer(CacheLayerMixin):
     def __init__(self) -> None:
         super().__init__()
         self.cumulative_length = 0
-        """positions so far, padding included: the same for all rows"""
+        """positions so far, padding included: the same for all sequences"""
         self.state: tuple[Any, Tensor] | None = None
-        """the mixer's state, and (batch,) the real tokens that each row has seen"""
+        """the mixer's state, and (batch,) the real tokens that each sequence has seen"""
 
     def put(self, memory: Any, seen: Tensor, new: int) -> None:
         """Take over the state after `new` more positions."""

@@ -41,7 +41,7 @@ class SeqBoatModelConfig(PreTrainedConfig):
     tie_word_embeddings: bool = True
     """Whether the embedding also scores the next token."""
     pad_token_id: int | None = None
-    """What finished rows are filled up with; attention_mask says what is padding."""
+    """Fills up finished sequences; attention_mask says what is padding."""
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     """Where generation stops; models of plain text have no such token."""

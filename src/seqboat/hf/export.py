@@ -158,6 +158,6 @@ model = {auto}.from_pretrained("{{folder}}")
 
 Without the first line transformers says that it does not know the model type `seqboat`.
 
-- Trained on: task `{task.name}`, recipe `{config.recipe or "none"}`, {checkpoint.step:,} updates{score}.
-- The weights come from that data; check its licence before you pass them on.
+- Trained on: task `{task.name}`, recipe `{config.recipe or "none"}`, {checkpoint.step:,} steps{score}.
+- The weights come from that data; check its license before you share them.
 """.replace("{folder}", "path/to/this/folder")

@@ -402,7 +402,7 @@ class SeqBoatForCausalLM(SeqBoatPreTrainedModel, GenerationMixin):
         if mask is not None:
             require(
                 bool((mask[:, -1] != 0).all()),
-                "generate needs every row to end with a real token: pad on the left (padding_side='left')",
+                "generate needs every sequence to end with a real token: pad on the left (padding_side='left')",
             )
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         if generation_config.use_cache and model_kwargs.get("past_key_values") is None:
@@ -426,7 +426,7 @@ class SeqBoatForCausalLM(SeqBoatPreTrainedModel, GenerationMixin):
 
         Args:
             labels: (batch, time), the inputs themselves, -100 where nothing is to be scored; they are shifted here.
-            logits_to_keep: score only after so many of the last tokens, or after the tokens at these places;
+            logits_to_keep: score only after this many of the last tokens, or after the tokens at these places;
                 0 for all.
             num_items_in_batch: what the summed loss is divided by; the scored tokens by default.
         """

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 PAD = 0
-"""The byte that fills up rows, and that programs take for the end of a text if they ask for one. Text does not
+"""The byte that fills up sequences, and that programs take for the end of a text if they ask for one. Text does not
 hold it, and attention_mask marks padding anyway."""
 
 

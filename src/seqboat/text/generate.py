@@ -5,8 +5,8 @@
     one, two = generate(model, ["A prompt", "A longer prompt"], sampling=SamplingConfig(top_p=0.9, seed=0))
 
 The prompts are read in chunks (`text.session`); then each step takes the scores of the next byte, changes them
-as `SamplingConfig` says, draws a byte per row and reads it. Rows are independent of each other: a row ends at its own
-stop string, and draws from a generator of its own.
+as `SamplingConfig` says, samples a byte per sequence and reads it. Sequences are independent: each ends at its own
+stop string and has its own random generator.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ class SamplingConfig:
     """How the next token is chosen; changes of the scores apply in the order of these fields."""
 
     greedy: bool = False
-    """Whether to take the likeliest token every time, instead of drawing one."""
+    """Whether to always take the most probable token instead of sampling."""
     repetition_penalty: float = 1.0
     """Tokens that have occurred: positive scores are divided by this, negative ones multiplied; 1 changes nothing."""
     temperature: float = 1.0
     """Scores are divided by this: below 1 the likely become likelier."""
     top_k: int | None = None
-    """Keep only so many of the likeliest tokens (and those that tie with the last of them); None keeps all."""
+    """Keep only this many of the most probable tokens (and ties with the last of them); None keeps all."""
     top_p: float = 1.0
-    """Keep only the likeliest tokens that together reach this probability."""
+    """Keep only the most probable tokens that together reach this probability."""
     min_p: float = 0.0
-    """Keep only tokens that are at least so likely, relative to the likeliest."""
+    """Keep only tokens at least this probable, relative to the most probable one."""
     seed: int | None = None
     """Row r draws from a generator with seed + r; None takes another seed every time."""
 
@@ -54,7 +54,7 @@ class SamplingConfig:
             require(
                 0 < value < math.inf,
                 f"{name} must be a finite number > 0, got {value!r}"
-                + ("; to take the likeliest token every time, set greedy" if name == "temperature" else ""),
+                + ("; to always take the most probable token, set greedy" if name == "temperature" else ""),
             )
         if self.top_k is not None:
             check_positive("top_k", self.top_k)
@@ -69,7 +69,7 @@ class SamplingConfig:
                 value = getattr(self, name)
                 require(
                     value == plain,
-                    f"greedy and {name} exclude each other: the likeliest token is taken, got {name} {value!r}",
+                    f"greedy and {name} exclude each other: the most probable token is taken, got {name} {value!r}",
                 )
             require(self.seed is None, "greedy and seed exclude each other: nothing is drawn")
 
@@ -111,7 +111,7 @@ def distribution(logits: Tensor, used: Tensor, sampling: SamplingConfig) -> Tens
 
 
 class Chooser:
-    """Chooses a token per row. What a row draws does not depend on the other rows, nor on the device."""
+    """Chooses a token per sequence; a choice depends neither on the other sequences nor on the device."""
 
     def __init__(self, sampling: SamplingConfig, batch: int) -> None:
         self.sampling = sampling
@@ -119,7 +119,7 @@ class Chooser:
         self.generators = [torch.Generator().manual_seed(seed + row) for row in range(batch)]
 
     def choose(self, session: Session) -> Tensor:
-        """The next token of every row, (batch,)."""
+        """The next token of every sequence, (batch,)."""
         sampling = self.sampling
         if sampling.greedy:
             return penalise(session.logits, session.used, sampling.repetition_penalty).argmax(dim=-1)
@@ -194,7 +194,7 @@ def unfinished(data: bytes) -> bytes:
 
 
 class Piece(NamedTuple):
-    """Some more text of a row."""
+    """A piece of generated text of one sequence."""
 
     row: int
     text: str
@@ -302,7 +302,7 @@ def stream(
         max_new_bytes: for each prompt.
         sampling: how bytes are chosen; by default drawn as the model scores them.
         stop: a text ends before any of these; they are looked for in what is generated, not in the prompt.
-        session: what was read before, one row per prompt; stays as it is.
+        session: what was read before, one sequence per prompt; it is not changed.
         chunk: bytes of each prompt read at once.
         progress: called with the bytes of the longest prompt that are read, and all.
     """
@@ -316,7 +316,7 @@ def stream(
     if session is None:
         require(len(rows) > 0, "prompts must hold at least one prompt, got none")
         for i, row in enumerate(rows):
-            require(len(row) > 0, f"prompts[{i}] is empty: there must be something to go on from")
+            require(len(row) > 0, f"prompts[{i}] is empty: there must be something to continue from")
         session = start(model, len(rows))
     else:
         session = copy_session(session)

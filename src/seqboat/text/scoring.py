@@ -50,7 +50,7 @@ class Total(NamedTuple):
     tokens: int
     bits: float
     activation: tuple[float | None, ...]
-    """for each layer the share of tokens that attended; None without a router; empty for an empty text"""
+    """for each layer the fraction of tokens that attended; None without a router; empty for an empty text"""
 
     @property
     def bits_per_token(self) -> float | None:

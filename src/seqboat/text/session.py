@@ -1,4 +1,4 @@
-"""Texts that a language model has read so far, ready to go on: read in chunks, put down in a file, taken up again.
+"""What a language model has read so far, ready to continue: read in chunks, saved to a file, resumed.
 
     session = start(model, batch=2)
     session = read(model, session, [b"one text", b"another, longer text"])     # in chunks, in bounded memory
@@ -32,7 +32,7 @@ from seqboat.models.backbone import BackboneState, LanguageModel
 from seqboat.training.checkpoint import model_tensors
 
 CHUNK = 4096
-"""Tokens of each row that are read at once."""
+"""Tokens of each sequence that are read at once."""
 TAIL = 3
 """Last tokens that a session keeps: the most that a character of UTF-8 can lack its end by."""
 FORMAT = "seqboat-state-1"
@@ -40,10 +40,10 @@ FORMAT = "seqboat-state-1"
 
 
 class Session(NamedTuple):
-    """What a model has read, one text per row."""
+    """What a model has read, one text per sequence of the batch."""
 
     state: BackboneState
-    """after the last token of each row"""
+    """after the last token of each sequence"""
     logits: Tensor
     """(batch, vocab): scores of the next token; zeros, all alike, before the first"""
     used: Tensor
@@ -91,13 +91,13 @@ def read(
         model: in eval mode.
         session: what was read before.
         rows: the next tokens of each text, as bytes or arrays of ids; they may differ in length, also be empty.
-        chunk: tokens of each row that are read at once; the result does not depend on it.
-        progress: called with the tokens done and all, of the longest row.
+        chunk: tokens of each sequence that are read at once; the result does not depend on it.
+        progress: called with the tokens done and all, of the longest text.
     """
     check_positive("chunk", chunk)
     require(
         len(rows) == session.batch,
-        f"rows must hold one text per row of the session, {session.batch}, got {len(rows)}",
+        f"rows must hold one text per sequence of the session, {session.batch}, got {len(rows)}",
     )
     vocab, device = session.logits.shape[1], session.logits.device
     texts = [_as_ids(row, vocab, f"rows[{i}]") for i, row in enumerate(rows)]
@@ -144,13 +144,13 @@ def _as_ids(row: bytes | NDArray[Any], vocab: int, name: str) -> NDArray[Any]:
 def advance(
     model: LanguageModel, session: Session, tokens: Tensor, mask: Tensor | None = None, inplace: bool = False
 ) -> Session:
-    """Read one more token per row.
+    """Read one more token per sequence.
 
     Args:
         model: in eval mode.
         session: what was read before.
         tokens: (batch,) ids.
-        mask: (batch,), False for rows that rest.
+        mask: (batch,), False for sequences that pause.
         inplace: whether the session may be overwritten.
     """
     out = model.step(tokens, session.state, mask, inplace)
@@ -204,7 +204,7 @@ def _seal(owner: str, parts: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def save_session(path: Path | str, session: Session, model: LanguageModel) -> None:
-    """Write a session to a file that only this model can go on from; whole or not at all."""
+    """Write a session to a file that only this model can continue from; whole or not at all."""
     path = Path(path)
     check_state_path(path)
     parts = {name: part.detach().cpu().contiguous().clone() for name, part in tensors(session, "session")}
@@ -244,7 +244,7 @@ def load_session(path: Path | str, model: LanguageModel) -> Session:
     )
     require(
         said["model"] == fingerprint(model),
-        f"{path} is the state of another model: only the model that wrote it can go on from it",
+        f"{path} is the state of another model: only the model that wrote it can continue from it",
     )
     try:
         return _rebuild(parts, model)

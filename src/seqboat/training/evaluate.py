@@ -91,7 +91,7 @@ MODES: dict[type, str] = {Windows: "windows", Streaming: "stream"}
 
 
 def cut_text(text: NDArray[Any], reading: Windows | Streaming, limit: int | None = None) -> SegmentDataset:
-    """A text as examples; with a limit, only so many targets at its beginning."""
+    """A text as examples; with a limit, only its first `limit` targets."""
     text = text if limit is None else text[: limit + 1]
     if isinstance(reading, Streaming):
         return SegmentDataset({"text": text}, "text", 0, len(text), reading.chunk)
@@ -109,7 +109,7 @@ def evaluation_parts(dataset: Dataset, batch_size: int, world: World, fixed: boo
 
 
 def stream_parts(count: int, batch_size: int, world: World) -> list[Part]:
-    """Batches in which every row continues the row of the batch before; rows end, the last ones first."""
+    """Batches in which every sequence continues that of the batch before; the last sequences end first."""
     rows = min(batch_size, count)
     each = -(-count // rows)
     mine = np.array_split(np.arange(rows), world.size)[world.rank]
@@ -139,19 +139,19 @@ def evaluate(
     """Score a model.
 
     Args:
-        model: is put into eval mode and back.
+        model: put into eval mode and back.
         task: scores.
         split: of the task.
-        world: every process scores its share.
+        world: every process scores its part.
         batch_size: over all processes.
-        limit: score only so many examples, drawn at random but always the same; whole for contiguous text.
+        limit: score at most this many examples, drawn at random but always the same; for contiguous text, the first.
         workers: processes that read data.
         bf16: whether to run in bf16 where it is safe.
         carry_state: whether a language model keeps its state along the text.
         reading: how to cut a long text instead of as the task does and `carry_state` says; a limit then counts
-            tokens at its beginning. More than one row of a `Streaming` read parts of the text side by side.
-        progress: called with the batches done and all.
-        modules: place of the module of each layer whose activation is counted; the mean over all by default.
+            tokens at its beginning. Several sequences of a `Streaming` read parts of the text side by side.
+        progress: called with the number of batches done and of all batches.
+        modules: index of the module of each layer whose activation is counted; the mean over all by default.
     """
     task.check_split(split)
     if reading is None:
@@ -196,7 +196,7 @@ def evaluate(
 
 
 def first_rows(state: Any, count: int) -> Any:
-    """The first rows of a state."""
+    """The state of the first sequences."""
     return map_state(lambda rows: rows[:count], state)
 
 
