@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from seqboat.core.padding import front_places
 from seqboat.ops.fused import take
+from seqboat.ops.transforms import vectorized
 
 
 class Routing(NamedTuple):
@@ -154,6 +155,10 @@ def pack_modules(active: Tensor, seen: Tensor | None = None) -> Gathered:
     >>> gathered.flat.tolist(), gathered.counts
     ([1, 0, 1], [1, 2])
     """
+    if vectorized(active):
+        raise ValueError(
+            "vmap over active tokens: their number depends on the data, use a batch dimension instead"
+        )
     batch, time, modules = active.shape
     if modules == 1:
         packed = pack(active[..., 0], seen)

@@ -107,7 +107,7 @@ def draw_seed(dropout: float) -> int:
 
 def drop(weights: Tensor, dropout: float, seed: int) -> Tensor:
     """The weights after dropout, in place."""
-    return weights.mul_(_dropout_mask(weights, dropout, seed)) if dropout > 0 else weights
+    return weights.mul_(dropout_mask(weights, dropout, seed)) if dropout > 0 else weights
 
 
 def weigh_back(
@@ -126,12 +126,12 @@ def weigh_back(
     weights = function.weights(scores)
     grad_weights = torch.bmm(grad, values.transpose(1, 2))
     if dropout > 0:
-        mask = _dropout_mask(weights, dropout, seed)
+        mask = dropout_mask(weights, dropout, seed)
         return weights * mask, function.grad_scores(scores, weights, grad_weights.mul_(mask))
     return weights, function.grad_scores(scores, weights, grad_weights)
 
 
-def _dropout_mask(weights: Tensor, rate: float, seed: int) -> Tensor:
+def dropout_mask(weights: Tensor, rate: float, seed: int) -> Tensor:
     """What every weight is multiplied by: zero if it is dropped."""
     generator = torch.Generator(device=weights.device).manual_seed(seed)
     keep = torch.rand(weights.shape, generator=generator, device=weights.device) >= rate

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from seqboat.ops.precision import wide_type
+from seqboat.ops.transforms import differentiates_again, gradients_of, transformed
 
 _silu_backward = torch.ops.aten.silu_backward
 
@@ -50,8 +50,8 @@ def silu(x: Tensor) -> Tensor:
     SiLU keeps x for its own gradient, and computing it again costs less than another array of this size.
     """
     y = F.silu(x)
-    if y.requires_grad and not torch.compiler.is_compiling():
-        y.silu_of = x.detach()  # type: ignore[attr-defined]
+    if y.requires_grad and not torch.compiler.is_compiling() and not transformed():
+        y.silu_of = x  # type: ignore[attr-defined]
     return y
 
 
@@ -71,7 +71,6 @@ class _Linear(torch.autograd.Function):
         return torch.addmm(bias, x, weight.t())
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         dx = dw = db = None
@@ -87,7 +86,7 @@ class _Linear(torch.autograd.Function):
 def affine(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """x W^T + b on (..., dim), all of one type."""
     flat = x.reshape(-1, x.shape[-1])
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() and not transformed():
         y = _Linear.apply(flat, weight, bias, _silu_input(x))
     else:
         y = torch.addmm(bias, flat, weight.t())
@@ -122,7 +121,6 @@ class _Combine(torch.autograd.Function):
         return torch.add(x, bias).addmm_(h, weight.t()).index_add_(0, rows, y)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         h, weight, rows = ctx.saved_tensors
         dh = torch.mm(weight.t(), grad.t()).t() if by_channel(h) else torch.mm(grad, weight)
@@ -139,7 +137,7 @@ def combine(layer: nn.Module | None, x: Tensor, h: Tensor, rows: Tensor, y: Tens
         rows: (tokens,), places in the flattened (batch * time) sequence.
         y: (tokens, dim).
     """
-    if layer is not None and is_plain(layer) and layer.bias is not None:
+    if layer is not None and is_plain(layer) and layer.bias is not None and not transformed():
         weight: Tensor = layer.weight  # type: ignore[assignment]
         if x.dtype == h.dtype == y.dtype == weight.dtype:
             dim = x.shape[-1]
@@ -160,7 +158,6 @@ class _Take(torch.autograd.Function):
         return x.index_select(0, rows)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (rows,) = ctx.saved_tensors
         shape, channels = ctx.like
@@ -171,13 +168,19 @@ class _Take(torch.autograd.Function):
 
 def take(x: Tensor, rows: Tensor) -> Tensor:
     """The rows of (tokens, dim) at distinct places."""
-    return _Take.apply(x, rows)
+    return x.index_select(0, rows) if transformed() else _Take.apply(x, rows)
 
 
 def _row_products(a: Tensor, b: Tensor) -> Tensor:
     """(..., 1): inner products over the last dimension, without an array of their terms."""
     dim = a.shape[-1]
     return torch.bmm(a.reshape(-1, 1, dim), b.reshape(-1, dim, 1)).view(*a.shape[:-1], 1)
+
+
+def _plain_scale_by_rms(x: Tensor, weight: Tensor, eps: float, activate: bool) -> Tensor:
+    inner = F.silu(x) if activate else x
+    square = inner.to(wide_type(x)).square().sum(dim=-1, keepdim=True) / max(x.shape[-1], 1)
+    return inner * torch.rsqrt(square + eps).to(x.dtype) * weight.to(x.dtype)
 
 
 class _ScaleByRMS(torch.autograd.Function):
@@ -189,15 +192,16 @@ class _ScaleByRMS(torch.autograd.Function):
         square = torch.linalg.vector_norm(inner, dim=-1, keepdim=True, dtype=wide_type(x)).square_()
         inverse = square.div_(max(x.shape[-1], 1)).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, inverse)
-        ctx.activate = activate
+        ctx.activate, ctx.eps = activate, eps
         scale = inverse.to(x.dtype) if weight.dim() else (inverse * weight).to(x.dtype)
         y = inner.mul_(scale) if activate else inner * scale
         return y.mul_(weight.to(x.dtype)) if weight.dim() else y
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, inverse = ctx.saved_tensors
+        if differentiates_again():
+            return gradients_of(_plain_scale_by_rms, (x, weight, ctx.eps, ctx.activate), [grad])
         inner = F.silu(x) if ctx.activate else x
         if weight.dim() == 0:
             product = _row_products(grad, inner).to(inverse.dtype)
@@ -225,7 +229,13 @@ def scale_by_rms(x: Tensor, weight: Tensor, eps: float, activate: bool = False) 
         eps: added to the mean square.
         activate: whether SiLU comes first.
     """
+    if transformed():
+        return _plain_scale_by_rms(x, weight, eps, activate)
     return _ScaleByRMS.apply(x, weight, eps, activate)
+
+
+def _plain_norm_of_silu(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    return F.layer_norm(F.silu(x), x.shape[-1:], weight, bias, eps)
 
 
 class _NormOfSilu(torch.autograd.Function):
@@ -235,12 +245,14 @@ class _NormOfSilu(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         y, mean, inverse = torch.native_layer_norm(F.silu(x), x.shape[-1:], weight, bias, eps)
         ctx.save_for_backward(x, weight, bias, mean, inverse)
+        ctx.eps = eps
         return y
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, mean, inverse = ctx.saved_tensors
+        if differentiates_again():
+            return gradients_of(_plain_norm_of_silu, (x, weight, bias, ctx.eps), [grad])
         needed = [True, *ctx.needs_input_grad[1:3]]
         dx, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
             grad, F.silu(x), x.shape[-1:], mean, inverse, weight, bias, needed
@@ -257,6 +269,8 @@ def norm_of_silu(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         weight, bias: (dim,).
         eps: added to the variance.
     """
+    if transformed():
+        return _plain_norm_of_silu(x, weight, bias, eps)
     return _NormOfSilu.apply(x, weight, bias, eps)
 
 
@@ -268,6 +282,12 @@ def _make_gates(before: Tensor, gamma: Tensor, beta: Tensor) -> tuple[Tensor, Te
     return torch.addcmul(beta[0], z, gamma[0]), torch.addcmul(beta[1], z, gamma[1]), value, gate, z
 
 
+def plain_gates(
+    x: Tensor, weight: Tensor, bias: Tensor, gamma: Tensor, beta: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _make_gates(torch.addmm(bias, x, weight.t()), gamma, beta)[:4]
+
+
 class _Gates(torch.autograd.Function):
     """SiLU(x W^T + b) split in z, gate and value; query and key from z. One buffer forward, one backward."""
 
@@ -277,15 +297,17 @@ class _Gates(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         before = torch.addmm(bias, x, weight.t())
         query, key, value, gate, z = _make_gates(before, gamma, beta)
-        ctx.save_for_backward(x, weight, before, z, gamma)
+        ctx.save_for_backward(x, weight, bias, gamma, beta, before, z)
         return query, key, value, gate
 
     @staticmethod
-    @once_differentiable
     def backward(
         ctx: Any, dquery: Tensor, dkey: Tensor, dvalue: Tensor, dgate: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        x, weight, before, z, gamma = ctx.saved_tensors
+    ) -> tuple[Tensor | None, ...]:
+        x, weight, bias, gamma, beta, before, z = ctx.saved_tensors
+        if differentiates_again():
+            inputs = x, weight, bias, gamma, beta
+            return gradients_of(plain_gates, inputs, [dquery, dkey, dvalue, dgate])
         d_z = gamma.shape[1]
         d_v = (weight.shape[0] - d_z) // 2
         dbeta = torch.stack([dquery.sum(dim=0), dkey.sum(dim=0)])
@@ -311,10 +333,9 @@ def gates(layer: nn.Linear, x: Tensor, gamma: Tensor, beta: Tensor) -> tuple[Ten
     if is_plain(layer) and layer.bias is not None:
         parts = in_autocast(x, layer.weight, layer.bias, gamma, beta)
         with torch.autocast(x.device.type, enabled=False):
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() and not transformed():
                 return _Gates.apply(*parts)
-            x, weight, bias, gamma, beta = parts
-            return _make_gates(torch.addmm(bias, x, weight.t()), gamma, beta)[:4]
+            return plain_gates(*parts)
     d_z = gamma.shape[1]
     d_v = (layer.out_features - d_z) // 2
     z, gate, value = F.silu(layer(x)).split([d_z, d_v, d_v], dim=-1)

@@ -15,7 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqboat.ops.band import NEIGHBORS, Band, BandScores, Neighbors, RollingSums, TableGradient
+from seqboat.ops.banded import plain_banded
 from seqboat.ops.functions import ATTENTIONS, AttentionName
+from seqboat.ops.fused import plain_gates
+from seqboat.ops.transforms import differentiates_again, gradients_of, transformed
 
 _silu_backward = torch.ops.aten.silu_backward
 
@@ -225,23 +228,45 @@ def _(grad: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, weight, _, gamma, beta, out_weight, _, group, position, table, *rest = inputs
+    x, weight, bias, gamma, beta, out_weight, out_bias, group, position, table, *rest = inputs
     _, before, summed = output
-    ctx.save_for_backward(before, summed, x, weight, gamma, beta, out_weight, group, position, table)
+    ctx.save_for_backward(
+        before, summed, x, weight, gamma, beta, out_weight, group, position, table, bias, out_bias
+    )
     ctx.rest = rest
     ctx.mark_non_differentiable(before, summed)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    *tensors, table = ctx.saved_tensors
+    *tensors, table, bias, out_bias = ctx.saved_tensors
     if grad is None:
         return (None,) * 14
+    if differentiates_again():
+        _, _, x, weight, gamma, beta, out_weight, *near = tensors
+        inputs = x, weight, bias, gamma, beta, out_weight, out_bias, *near, table, *ctx.rest
+        return gradients_of(_plain_gated, inputs, [grad])
     grads = _gated_backward(grad.contiguous(), *tensors, table, *ctx.rest)
     return *grads[:7], None, None, None if table is None else grads[7], *(None,) * 4
 
 
 _gated.register_autograd(_differentiate, setup_context=_save)
+
+
+def _plain_gated(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    out_weight: Tensor,
+    out_bias: Tensor,
+    *neighbors: Any,
+) -> Tensor:
+    """`gated_attention` in operators that autograd differentiates as often as it is asked to."""
+    query, key, value, gate = plain_gates(x, weight, bias, gamma, beta)
+    attended = plain_banded(query, key, value, *neighbors, 0.0, 0)
+    return torch.addmm(out_bias, gate * attended, out_weight.t())
 
 
 def gated_attention(
@@ -271,4 +296,6 @@ def gated_attention(
         group, left, right, attention, scale, table, position: as in `band.Neighbors`.
     """
     near = Neighbors(group, position, table, left, right, attention, scale)
+    if transformed():
+        return _plain_gated(x, weight, bias, gamma, beta, out_weight, out_bias, *near)
     return _gated(x, weight, bias, gamma, beta, out_weight, out_bias, *near)[0]

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from seqboat.ops.transforms import transformed
+
 
 def wide_type(x: Tensor) -> torch.dtype:
     """The type of scores and sums: float64 for float64, float32 for everything else."""
@@ -38,6 +40,11 @@ class _Product(torch.autograd.Function):
 
 def product(a: Tensor, b: Tensor) -> Tensor:
     """The product of (batch, i, j) and (batch, j, k) with autocast off, in the backward pass too."""
+    if transformed():
+        with torch.autocast(a.device.type, enabled=False):
+            return torch.bmm(a, b)
+    if a is b:  # the compiler refuses a function that is given one tensor twice
+        b = b.view_as(b)
     result = _Product.apply(a, b)
     assert isinstance(result, Tensor)
     return result

@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from seqboat.ops.transforms import differentiates_again, gradients_of, transformed
 
 BLOCK = 64
 """Tokens per block; docs/performance.md has the measurement behind the number."""
@@ -164,7 +165,7 @@ def _block_scan(
         states = _carry_both(_by_block(torch.bmm(inputs, enter), batch, blocks), decay, start, bidirectional)
         outputs = torch.bmm(inputs, mix)
         outputs.baddbmm_(_by_channel(states), leave)
-        return outputs.view(dim, batch, blocks * block)[:, :, :time].contiguous(), states
+        return outputs.view(dim, batch, blocks * block)[:, :, :time].contiguous(), states.flatten(0, 1)
 
 
 @_block_scan.register_fake
@@ -172,7 +173,7 @@ def _(x, mix, enter, leave, decay, start, bidirectional):  # type: ignore[no-unt
     batch, time, dim = x.shape
     block = mix.shape[1]
     blocks = -(-time // block)
-    return x.new_empty(dim, batch, time), x.new_empty(batch, blocks, dim, leave.shape[1])
+    return x.new_empty(dim, batch, time), x.new_empty(batch * blocks, dim, leave.shape[1])
 
 
 @torch.library.custom_op("seqboat::block_scan_backward", mutates_args=())
@@ -188,9 +189,10 @@ def _block_scan_backward(
     bidirectional: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     with torch.autocast(x.device.type, enabled=False):
-        batch, blocks, dim, _ = states.shape
+        dim, batch, time = grad_outputs.shape
         block = mix.shape[1]
-        time = grad_outputs.shape[2]
+        blocks = -(-time // block)
+        states = states.unflatten(0, (batch, blocks))
         # gradients may come token by token: matrix products need them channel by channel
         if grad_outputs.is_contiguous() and time == blocks * block:
             grad = grad_outputs.view(dim, batch * blocks, block)
@@ -202,7 +204,7 @@ def _block_scan_backward(
         grad_leave = torch.bmm(_by_channel(states).transpose(1, 2), grad)
         toward = _by_block(torch.bmm(grad, leave.transpose(1, 2)), batch, blocks)
         if grad_states is not None:
-            toward = toward + grad_states
+            toward = toward + grad_states.view_as(toward)
         # the adjoint of a carry is a carry in the other direction, with the conjugate decay
         seen, toward = _as_states(states, decay), _as_states(toward, decay)
         keep = decay.conj().resolve_conj()
@@ -223,7 +225,7 @@ def _block_scan_backward(
 @_block_scan_backward.register_fake
 def _(grad_outputs, grad_states, x, states, mix, enter, leave, decay, bidirectional):  # type: ignore[no-untyped-def]
     dim, batch, time = grad_outputs.shape
-    width = states.shape[3] // 2 if bidirectional else states.shape[3]
+    width = states.shape[2] // 2 if bidirectional else states.shape[2]
     # contiguous like the real ones, whatever the layout of the tables
     return (
         grad_outputs.new_empty(batch, time, dim),
@@ -238,22 +240,98 @@ def _(grad_outputs, grad_states, x, states, mix, enter, leave, decay, bidirectio
 def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
     x, mix, enter, leave, decay, start, bidirectional = inputs
     _, states = output
-    ctx.save_for_backward(x, states, mix, enter, leave, decay)
-    ctx.bidirectional, ctx.started, ctx.shape = bidirectional, start is not None, output[0].shape
+    ctx.save_for_backward(x, states, mix, enter, leave, decay, start)
+    ctx.bidirectional, ctx.shape = bidirectional, output[0].shape
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, grad_outputs, grad_states):  # type: ignore[no-untyped-def]
-    x, states, mix, enter, leave, decay = ctx.saved_tensors
+    x, states, mix, enter, leave, decay, start = ctx.saved_tensors
+    if differentiates_again():
+        inputs = x, mix, enter, leave, decay, start, ctx.bidirectional
+        return gradients_of(_plain_block_scan, inputs, [grad_outputs, grad_states])
     if grad_outputs is None:
         grad_outputs = states.new_zeros(ctx.shape)
     grads = _block_scan_backward(
         grad_outputs, grad_states, x, states, mix, enter, leave, decay, ctx.bidirectional
     )
-    return *grads[:5], grads[5] if ctx.started else None, None
+    return *grads[:5], None if start is None else grads[5], None
 
 
 _block_scan.register_autograd(_backward, setup_context=_save)
+
+
+def _plain_carry(u: Tensor, decay: Tensor, start: Tensor | None, reverse: bool = False) -> Tensor:
+    """The states that enter each block, as `_carry` fills them in."""
+    state = torch.zeros_like(u[:, :1].sum(dim=1)) if start is None else start
+    states = []
+    for added in u.unbind(1)[::-1] if reverse else u.unbind(1):
+        states.append(state)
+        state = added + decay * state
+    if not states:
+        return u
+    return torch.stack(states[::-1] if reverse else states, dim=1)
+
+
+def _plain_block_scan(
+    x: Tensor,
+    mix: Tensor,
+    enter: Tensor,
+    leave: Tensor,
+    decay: Tensor,
+    start: Tensor | None,
+    bidirectional: bool,
+) -> tuple[Tensor, Tensor]:
+    """`_block_scan` in operators that autograd differentiates as often as it is asked to."""
+    batch, time, dim = x.shape
+    block = enter.shape[1]
+    blocks = -(-time // block)
+    inputs = _to_channels(x, block)
+    u = _as_states(_by_block(torch.bmm(inputs, enter), batch, blocks), decay)
+    half = decay.shape[-1] // 2 if bidirectional else decay.shape[-1]
+    first = None if start is None else _as_states(start, decay)
+    carried = [_plain_carry(u[..., :half], decay[:, :half], first)]
+    if bidirectional:
+        carried.append(_plain_carry(u[..., half:], decay[:, half:], None, reverse=True))
+    states = _as_pairs(torch.cat(carried, dim=-1))
+    outputs = torch.bmm(inputs, mix) + torch.bmm(_by_channel(states), leave)
+    return outputs.view(dim, batch, blocks * block)[:, :, :time].contiguous(), states.flatten(0, 1)
+
+
+def _powers(log_decay: Tensor, block: int) -> Tensor:
+    """(directions, dim, states, block + 1): what a state keeps over 0, 1, .. block tokens."""
+    return torch.exp(log_decay[..., None] * torch.arange(block + 1, device=log_decay.device))
+
+
+def _make_tables(drive: Tensor, read: Tensor, skip: Tensor, powers: Tensor) -> tuple[Tensor, ...]:
+    """mix, enter, leave and decay of `BlockTables`."""
+    enter = (drive[..., None] * powers[..., :-1]).transpose(-1, -2)
+    leave = read[..., None] * powers[..., 1:]
+    kernel = torch.einsum("...n,...nl->...l", read * drive, powers[..., :-1])
+    if powers.is_complex():
+        # states as (real, imaginary) pairs; Re(read * s) takes the imaginary part with a minus
+        enter = torch.view_as_real(enter).flatten(-2)
+        leave = torch.stack([leave.real, -leave.imag], dim=-2).flatten(-3, -2)
+        kernel = kernel.real
+    # lags -(block - 1) .. block - 1: the second direction runs from right to left
+    ahead = kernel[0]
+    if len(kernel) == 2:
+        centre = ahead[:, :1] + kernel[1][:, :1] + skip[:, None]
+        behind = kernel[1][:, 1:].flip(-1)
+        enter = torch.cat([enter[0].flip(1), enter[1]], dim=-1)
+        leave = torch.cat([leave[0], leave[1].flip(-1)], dim=1)
+        decay = torch.cat([powers[0, ..., -1], powers[1, ..., -1]], dim=-1)
+    else:
+        centre = ahead[:, :1] + skip[:, None]
+        behind = torch.zeros_like(ahead[:, 1:])
+        enter, leave, decay = enter[0].flip(1), leave[0].contiguous(), powers[0, ..., -1].clone()
+    return toeplitz(torch.cat([behind, centre, ahead[:, 1:]], dim=-1)), enter, leave, decay
+
+
+def _plain_tables(
+    log_decay: Tensor, drive: Tensor, read: Tensor, skip: Tensor, block: int
+) -> tuple[Tensor, ...]:
+    return _make_tables(drive, read, skip, _powers(log_decay, block))
 
 
 class _Tables(torch.autograd.Function):
@@ -263,36 +341,18 @@ class _Tables(torch.autograd.Function):
     def forward(
         ctx: Any, log_decay: Tensor, drive: Tensor, read: Tensor, skip: Tensor, block: int
     ) -> tuple[Tensor, ...]:
-        steps = torch.arange(block + 1, device=log_decay.device)
-        powers = torch.exp(log_decay[..., None] * steps)  # (directions, dim, states, block + 1)
-        ctx.save_for_backward(drive, read, powers)
-        enter = (drive[..., None] * powers[..., :-1]).transpose(-1, -2)
-        leave = read[..., None] * powers[..., 1:]
-        kernel = torch.einsum("...n,...nl->...l", read * drive, powers[..., :-1])
-        if log_decay.is_complex():
-            # states as (real, imaginary) pairs; Re(read * s) takes the imaginary part with a minus
-            enter = torch.view_as_real(enter).flatten(-2)
-            leave = torch.stack([leave.real, -leave.imag], dim=-2).flatten(-3, -2)
-            kernel = kernel.real
-        # lags -(block - 1) .. block - 1: the second direction runs from right to left
-        ahead = kernel[0]
-        if len(kernel) == 2:
-            centre = ahead[:, :1] + kernel[1][:, :1] + skip[:, None]
-            behind = kernel[1][:, 1:].flip(-1)
-            enter = torch.cat([enter[0].flip(1), enter[1]], dim=-1)
-            leave = torch.cat([leave[0], leave[1].flip(-1)], dim=1)
-            decay = torch.cat([powers[0, ..., -1], powers[1, ..., -1]], dim=-1)
-        else:
-            centre = ahead[:, :1] + skip[:, None]
-            behind = torch.zeros_like(ahead[:, 1:])
-            enter, leave, decay = enter[0].flip(1), leave[0].contiguous(), powers[0, ..., -1].clone()
-        return toeplitz(torch.cat([behind, centre, ahead[:, 1:]], dim=-1)), enter, leave, decay
+        powers = _powers(log_decay, block)
+        ctx.save_for_backward(log_decay, drive, read, skip, powers)
+        ctx.block = block
+        return _make_tables(drive, read, skip, powers)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        with torch.autocast(grads[0].device.type, enabled=False):
-            return *_tables_backward(*ctx.saved_tensors, *grads), None
+        log_decay, drive, read, skip, powers = ctx.saved_tensors
+        with torch.autocast(powers.device.type, enabled=False):
+            if differentiates_again():
+                return gradients_of(_plain_tables, (log_decay, drive, read, skip, ctx.block), grads)
+            return *_tables_backward(drive, read, powers, *grads), None
 
 
 def _tables_backward(
@@ -351,8 +411,9 @@ def block_tables(log_decay: Tensor, drive: Tensor, read: Tensor, skip: Tensor, b
         skip: (dim,).
         block: tokens per block.
     """
+    make = _plain_tables if transformed() else _Tables.apply
     with torch.autocast(log_decay.device.type, enabled=False):
-        return BlockTables(*_Tables.apply(log_decay, drive, read, skip, block))
+        return BlockTables(*make(log_decay, drive, read, skip, block))
 
 
 def toeplitz(taps: Tensor) -> Tensor:
@@ -362,6 +423,9 @@ def toeplitz(taps: Tensor) -> Tensor:
     [[[1.0, 2.0, 3.0], [8.0, 1.0, 2.0], [9.0, 8.0, 1.0]]]
     """
     size = (taps.shape[1] + 1) // 2
+    if transformed():  # vmap has no rule for the gradient of unfold
+        place = torch.arange(size, device=taps.device)
+        return taps[:, size - 1 + place - place[:, None]]
     return taps.unfold(1, size, 1).flip(1)
 
 
@@ -378,9 +442,10 @@ def scan(
 
     Returns:
         y: (batch, time, dim), laid out channel by channel in memory.
-        states: (batch, blocks, dim, states), the states that enter each block.
+        states: (batch * blocks, dim, states), the states that enter each block.
     """
-    y, states = _block_scan(x, *tables, start, bidirectional)
+    run = _plain_block_scan if transformed() else _block_scan
+    y, states = run(x, *tables, start, bidirectional)
     return y.permute(1, 2, 0), states
 
 
@@ -417,7 +482,8 @@ def final_state(
     tail = x.gather(1, places[..., None].expand(-1, -1, dim))
     tail = torch.where((age <= inside[:, None])[..., None], tail, x.new_zeros(()))
     added = torch.einsum("bld,dln->bdn", tail, tables.enter.flip(1))
-    entered = states[torch.arange(batch, device=x.device), last // block]
+    blocks = -(-time // block)
+    entered = states.index_select(0, torch.arange(batch, device=x.device) * blocks + last // block)
     keep = torch.exp(log_decay * (inside + 1)[:, None, None])
     carried = _as_pairs(_as_states(entered, keep) * keep)
     return torch.where((lengths > 0)[:, None, None], carried + added, before)

@@ -146,7 +146,7 @@ class GAU(PackedModule):
             return y, None
         if state is None:
             # in the type of the inputs, also where autocast makes keys and values narrower
-            state = self.make_state(len(packed.offsets) - 1, tokens.dtype, tokens.device)
+            state = self.make_state(packed.offsets.shape[0] - 1, tokens.dtype, tokens.device)
         return y, self.span.remember(key, value, packed, state)
 
     def project(self, tokens: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -194,8 +194,10 @@ class DiagonalSSM(StateSpace):
             y, final = self._fft(x, mask, state)
             return y + skip * x, None if final is None else SSMState(final)
         log_decay, drive, read = self.coefficients()
-        # short sequences need no long block
-        block = min(self.block, max(8, 1 << max(x.shape[1] - 1, 0).bit_length()))
+        block = self.block
+        # short sequences need no long block; a compiled graph serves all lengths with one
+        if not torch.compiler.is_compiling():
+            block = min(block, max(8, 1 << max(x.shape[1] - 1, 0).bit_length()))
         tables = block_tables(log_decay, drive, read, skip, block)
         start = None if state is None else state.states
         y, states = scan(x, tables, not self.causal, start)

@@ -1,0 +1,514 @@
+"""A trial of malformed inputs from outside: broken and hostile files, thrown at every command.
+
+    python tests/malformed.py --count 2000 --seed 0 --seconds 1500
+
+Small whole files are made once: tables, texts, archives, configurations, trained runs, saved states, masks. Every
+trial damages one of them (bytes, numbers, structure, or the kind of file) and runs a command on it in a process of
+its own, forked from this one so that torch is imported once. A trial passes if the command
+
+- ends within ten seconds, in less than 1 GB of memory,
+- prints no traceback and exits with 0, 1, 2 or 3, and
+- if it refuses, says so in a message that names the damaged file.
+
+The last line counts the trials; the exit code is 1 if one failed. Needs a system with fork and /proc.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gzip
+import hashlib
+import io
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import tarfile
+import tempfile
+import time
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+SECONDS = 10.0
+MEGABYTES = 1000
+TINY = [
+    "--model.d_model=8",
+    "--model.num_layers=1",
+    "--schedule.steps=2",
+    "--schedule.warmup_steps=1",
+    "--evaluation.every=2",
+    "--training.save_every=1",
+    "--training.batch_size=2",
+]
+
+
+@dataclass
+class Subject:
+    """Something that can be damaged, and a command that reads it."""
+
+    name: str
+    source: Path
+    """file or folder that a trial copies"""
+    files: tuple[str, ...]
+    """what of a folder is damaged, as patterns; empty if the source is a file"""
+    command: Callable[[Path], list[str]]
+    """arguments of the command, from the damaged copy"""
+    reseal: bool = False
+    """whether checksums are corrected after the damage, so that the content itself is judged"""
+    text: bool = field(default=False)
+    """whether damage to numbers and structure makes sense"""
+
+
+# what damage is done
+
+
+def flip(data: bytes, rng: random.Random) -> bytes:
+    changed = bytearray(data)
+    for _ in range(rng.choice([1, 1, 3, 20])):
+        if changed:
+            changed[rng.randrange(len(changed))] ^= 1 << rng.randrange(8)
+    return bytes(changed)
+
+
+def truncate(data: bytes, rng: random.Random) -> bytes:
+    return data[: rng.randrange(len(data) + 1)] if rng.random() < 0.8 else b""
+
+
+def extend(data: bytes, rng: random.Random) -> bytes:
+    return data + rng.choice([b"\0" * 100, b"\xff" * 9, b"\n\n\n", rng.randbytes(300), data])
+
+
+def repeat(data: bytes, rng: random.Random) -> bytes:
+    at = rng.randrange(len(data) + 1)
+    piece = data[at : at + rng.randrange(1, 200)]
+    return data[:at] + piece * rng.choice([2, 50]) + data[at:]
+
+
+def insert(data: bytes, rng: random.Random) -> bytes:
+    at = rng.randrange(len(data) + 1)
+    what = rng.choice(
+        [b"\0", b"\xff\xfe", b'"', b"'", b"\r", b"\x1b[31m", b"\xe2\x80\xae", b"{", b"]", b"&a *a"]
+    )
+    return data[:at] + what + data[at:]
+
+
+def random_bytes(data: bytes, rng: random.Random) -> bytes:
+    return rng.randbytes(rng.choice([1, 64, 5000]))
+
+
+BYTES = [flip, truncate, extend, repeat, insert, random_bytes]
+
+NUMBERS = [
+    "-1",
+    "0",
+    "1000000000",
+    "99999999999999999999",
+    "1e400",
+    "NaN",
+    "-0.5",
+    '"x"',
+    "null",
+    "[]",
+    "true",
+]
+
+
+def numbers(data: bytes, rng: random.Random) -> bytes:
+    places = list(re.finditer(rb"-?\d+(\.\d+)?", data))
+    if not places:
+        return flip(data, rng)
+    place = rng.choice(places)
+    return data[: place.start()] + rng.choice(NUMBERS).encode() + data[place.end() :]
+
+
+def words(data: bytes, rng: random.Random) -> bytes:
+    places = list(re.finditer(rb"[A-Za-z_]{3,}", data))
+    if not places:
+        return flip(data, rng)
+    place = rng.choice(places)
+    other = rng.choice(places)
+    choices = [other.group(), b"", b"__class__", b"../../etc/passwd", b"a" * 10000, "\u202eevil".encode()]
+    return data[: place.start()] + rng.choice(choices) + data[place.end() :]
+
+
+def nest(data: bytes, rng: random.Random) -> bytes:
+    deep = rng.choice([b"[", b'{"a":', b"- "]) * rng.choice([500, 100_000])
+    return rng.choice([deep, data + b"\n" + deep, deep + data])
+
+
+def aliases(data: bytes, rng: random.Random) -> bytes:
+    """Nine levels of YAML aliases, each nine times the one before."""
+    lines = [b"a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    for i in range(1, 9):
+        lines.append(b"a%d: &a%d [%s]" % (i, i, b", ".join([b"*a%d" % (i - 1)] * 9)))
+    return b"\n".join(lines) + b"\nseed: *a8\n" + data
+
+
+TEXT = [numbers, numbers, words, nest, aliases]
+
+
+def replace_file(path: Path, rng: random.Random) -> None:
+    """Put something else than a file in its place."""
+    path.unlink()
+    kind = rng.choice(["folder", "fifo", "zero", "null", "dangling", "loop", "missing"])
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "fifo":
+        os.mkfifo(path)
+    elif kind != "missing":
+        path.symlink_to(
+            {"zero": "/dev/zero", "null": "/dev/null", "dangling": path.name + ".gone", "loop": path.name}[
+                kind
+            ]
+        )
+
+
+def damage(path: Path, subject: Subject, rng: random.Random) -> str:
+    """Damage a file; returns how."""
+    if rng.random() < 0.08 and not subject.reseal:
+        replace_file(path, rng)
+        return "replaced"
+    how = rng.choice(TEXT if subject.text and rng.random() < 0.6 else BYTES)
+    data = path.read_bytes()
+    opened = path.suffix == ".gz" and rng.random() < 0.5
+    changed = how(gzip.decompress(data) if opened else data, rng)
+    path.write_bytes(gzip.compress(changed) if opened else changed)
+    return how.__name__
+
+
+def reseal(folder: Path) -> None:
+    """Correct the checksums of every checkpoint below a folder, as an attacker would."""
+    for path in folder.rglob("state.json"):
+        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError):
+            state = json.loads(path.read_text(encoding="utf-8"))
+            del state["sha256"]
+            for name in state["files"]:
+                state["files"][name] = hashlib.sha256((path.parent / name).read_bytes()).hexdigest()
+            plain = json.dumps(state, indent=1, sort_keys=True)
+            state["sha256"] = hashlib.sha256(plain.encode()).hexdigest()
+            path.write_text(json.dumps(state, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+# one command in a process of its own
+
+
+class Outcome(NamedTuple):
+    code: int
+    output: str
+    seconds: float
+    megabytes: float
+    trouble: str
+
+
+def resident(pid: int) -> float:
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+    return 0.0
+
+
+def child(arguments: list[str], folder: Path, out: Path) -> None:
+    """Become the command."""
+    os.setsid()
+    sink = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(sink, 1)
+    os.dup2(sink, 2)
+    os.chdir(folder)
+    from seqboat.cli import main
+
+    code = 1
+    try:
+        code = main(arguments) or 0
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 1
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def run(arguments: list[str], folder: Path, patience: float = SECONDS) -> Outcome:
+    out = folder / ".output"
+    begin = time.monotonic()
+    pid = os.fork()
+    if not pid:
+        child(arguments, folder, out)
+    most, trouble, status = 0.0, "", None
+    while status is None:
+        done, code = os.waitpid(pid, os.WNOHANG)
+        if done:
+            status = code
+            break
+        most = max(most, resident(pid))
+        if most > MEGABYTES:
+            trouble = f"{most:.0f} MB"
+        elif time.monotonic() - begin > patience:
+            trouble = f"{patience:.0f} s"
+        if trouble:
+            os.killpg(pid, signal.SIGKILL)
+            status = os.waitpid(pid, 0)[1]
+        time.sleep(0.01)
+    code = os.waitstatus_to_exitcode(status)
+    output = out.read_text(encoding="utf-8", errors="replace") if out.exists() else ""
+    return Outcome(code, output, time.monotonic() - begin, most, trouble)
+
+
+def judge(outcome: Outcome, damaged: Path, folder: Path) -> str:
+    """What is wrong with an outcome; empty if nothing."""
+    if outcome.trouble:
+        return outcome.trouble
+    if "Traceback (most recent call last)" in outcome.output:
+        return "traceback"
+    if outcome.code not in (0, 1, 2, 3):
+        return f"exit code {outcome.code}"
+    if re.search("[\x1b\u202a-\u202e\u2066-\u2069]", outcome.output):
+        return "control characters"
+    if outcome.code == 0:
+        return ""
+    named = {damaged.name, *(part.name for part in damaged.relative_to(folder).parents if part.name)}
+    if not any(name in outcome.output for name in named):
+        return "names no file"
+    return ""
+
+
+# what can be damaged
+
+
+def write_sources(home: Path) -> None:
+    """Small whole files of every kind that commands read from users."""
+    rng = random.Random(0)
+    rows = [(f"a {rng.choice(['good', 'bad'])} film, number {i}", i) for i in range(40)]
+    labelled = [(text, "yes" if "good" in text else "no") for text, _ in rows]
+    csv = "text,label\n" + "".join(f'"{text}",{label}\n' for text, label in labelled)
+    (home / "table.csv").write_text(csv, encoding="utf-8")
+    (home / "table.tsv").write_text(csv.replace('",', "\t").replace('"', "").replace("text,", "text\t"))
+    with gzip.open(home / "table.csv.gz", "wb") as packed:
+        packed.write(csv.encode())
+    lines = "".join(json.dumps({"text": text, "label": label}) + "\n" for text, label in labelled)
+    (home / "table.jsonl").write_text(lines, encoding="utf-8")
+    (home / "text.txt").write_text("It was a dark and stormy night. " * 60, encoding="utf-8")
+    (home / "mask.json").write_text(json.dumps([True, False] * 10))
+    import numpy as np
+
+    np.save(home / "mask.npy", np.ones(20, dtype=bool))
+    with tarfile.open(home / "aclImdb_v1.tar.gz", "w:gz") as archive:
+        for split in ("train", "test"):
+            for side in ("pos", "neg"):
+                for i in range(4):
+                    text = f"a {side} film {i}".encode()
+                    member = tarfile.TarInfo(f"aclImdb/{split}/{side}/{i}_7.txt")
+                    member.size = len(text)
+                    archive.addfile(member, io.BytesIO(text))
+    with zipfile.ZipFile(home / "enwik8.zip", "w", zipfile.ZIP_DEFLATED) as packed_text:
+        packed_text.writestr("enwik8", b"<page>some text</page>\n" * 3000)
+    with tarfile.open(home / "cifar-10-binary.tar.gz", "w:gz") as archive:
+        for name in (*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"):
+            record = bytes([3]) + bytes(range(256)) * 12
+            member = tarfile.TarInfo(f"cifar-10-batches-bin/{name}")
+            member.size = len(record) * 4
+            archive.addfile(member, io.BytesIO(record * 4))
+
+
+def make_subjects(home: Path) -> list[Subject]:
+    write_sources(home)
+    for name, arguments in {
+        "classify": ["classify", f"--data.train={home}/table.csv", "--data.max_length=32"],
+        "lm": ["lm", f"--data.text={home}/text.txt", "--data.segment=32"],
+    }.items():
+        made = run(["train", *arguments, *TINY, f"--out={home}/{name}"], home, patience=120)
+        assert made.code == 0, made.output
+    saved = ["generate", f"{home}/lm", "--prompt", "It was", "--max-new-bytes", "4", "--seed", "0"]
+    made = run([*saved, "--save-state", f"{home}/saved.safetensors"], home, patience=120)
+    assert made.code == 0, made.output
+    printed = run(["train", "recall", *TINY, "--print-config"], home, patience=60)
+    assert printed.code == 0, printed.output
+    (home / "config.yaml").write_text(printed.output, encoding="utf-8")
+    subjects = []
+    for name in ("table.csv", "table.tsv", "table.csv.gz", "table.jsonl"):
+
+        def train(path: Path) -> list[str]:
+            return ["train", "classify", f"--data.train={path}", "--data.max_length=32", *TINY, "--out=run"]
+
+        subjects.append(
+            Subject(f"train classify {name}", home / name, (), train, text=name.endswith("jsonl"))
+        )
+    subjects.append(
+        Subject(
+            "eval table",
+            home / "table.csv",
+            (),
+            lambda path: ["eval", f"{home}/classify", f"--data.test={path}"],
+        )
+    )
+    subjects.append(
+        Subject(
+            "train lm",
+            home / "text.txt",
+            (),
+            lambda path: ["train", "lm", f"--data.text={path}", "--data.segment=32", *TINY, "--out=run"],
+        )
+    )
+    subjects.append(Subject("score", home / "text.txt", (), lambda path: ["score", f"{home}/lm", str(path)]))
+    for name, task in {
+        "aclImdb_v1.tar.gz": "text",
+        "enwik8.zip": "enwik8",
+        "cifar-10-binary.tar.gz": "image",
+    }.items():
+
+        def prepare(path: Path, task: str = task) -> list[str]:
+            return ["data", "prepare", task, "--from", str(path), "--data-dir", "data"]
+
+        subjects.append(Subject(f"data prepare {task}", home / name, (), prepare))
+    subjects.append(
+        Subject(
+            "train --config",
+            home / "config.yaml",
+            (),
+            lambda path: ["train", "--config", str(path), *TINY, "--out=run"],
+            text=True,
+        )
+    )
+    subjects.append(
+        Subject(
+            "print-config",
+            home / "config.yaml",
+            (),
+            lambda path: ["train", "--config", str(path), "--print-config"],
+            text=True,
+        )
+    )
+    subjects.append(
+        Subject(
+            "generate --load-state",
+            home / "saved.safetensors",
+            (),
+            lambda path: ["generate", f"{home}/lm", "--load-state", str(path), "--max-new-bytes", "2"],
+        )
+    )
+    for name in ("mask.json", "mask.npy"):
+        subjects.append(
+            Subject(
+                f"explain --mask {name}",
+                home / name,
+                (),
+                lambda path: ["explain", f"{home}/classify", "--text", "a good film", "--mask", str(path)],
+                text=name.endswith("json"),
+            )
+        )
+    in_run: dict[str, tuple[Path, Callable[[Path], list[str]]]] = {
+        "eval": (home / "classify", lambda run: ["eval", str(run)]),
+        "explain": (home / "classify", lambda run: ["explain", str(run), "--text", "a good film"]),
+        "report": (home / "classify", lambda run: ["report", str(run), "--json"]),
+        "resume": (
+            home / "classify",
+            lambda run: ["train", "--resume", "--out", str(run), "--schedule.steps=3"],
+        ),
+        "export-hf": (home / "classify", lambda run: ["export-hf", str(run), "exported"]),
+        "score": (home / "lm", lambda run: ["score", str(run), f"{home}/text.txt"]),
+        "generate": (
+            home / "lm",
+            lambda run: ["generate", str(run), "--prompt", "It", "--max-new-bytes", "2"],
+        ),
+    }
+    for name, (source, command) in in_run.items():
+        every = ("config.yaml", "run.json", "metrics.jsonl", "step-2/*", "latest", "best")
+        subjects.append(Subject(f"{name} RUN", source, every, command))
+        facts = ("config.yaml", "step-2/state.json")
+        subjects.append(Subject(f"{name} RUN, facts", source, facts, command, text=True))
+        subjects.append(Subject(f"{name} RUN, resealed", source, facts, command, reseal=True, text=True))
+    return subjects
+
+
+def trials(subjects: list[Subject], count: int, seed: int) -> Iterator[tuple[int, Subject, random.Random]]:
+    for number in range(count):
+        rng = random.Random(f"{seed}-{number}")
+        yield number, subjects[number % len(subjects)], rng
+
+
+def attempt(subject: Subject, rng: random.Random, scratch: Path) -> tuple[str, str, Outcome, list[str]]:
+    """One trial: what was damaged and how, what is wrong with the outcome, and the command."""
+    copy = scratch / subject.source.name
+    if subject.source.is_dir():
+        shutil.copytree(subject.source, copy, symlinks=True)
+        found = sorted(path for pattern in subject.files for path in copy.glob(pattern) if path.is_file())
+        path = rng.choice(found)
+    else:
+        shutil.copy(subject.source, copy)
+        path = copy
+    how = damage(path, subject, rng)
+    if subject.reseal:
+        reseal(copy)
+    command = subject.command(copy)
+    outcome = run(command, scratch)
+    return f"{path.relative_to(scratch)} {how}", judge(outcome, path, scratch), outcome, command
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--count", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=1800, help="stop after this time")
+    parser.add_argument("--only", help="a trial by its number, with its output")
+    given = parser.parse_args()
+    import torch
+
+    torch.set_num_threads(1)
+    for name in (
+        "seqboat.training.loop",
+        "seqboat.text.generate",
+        "seqboat.report.run",
+        "yaml",
+        "rich.console",
+    ):
+        with contextlib.suppress(ImportError):
+            __import__(name)
+    begin, wrong, done = time.monotonic(), [], Counter[str]()
+    slowest = largest = 0.0
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder) / "whole"
+        home.mkdir()
+        subjects = make_subjects(home)
+        for number, subject, rng in trials(subjects, given.count, given.seed):
+            if given.only is not None and number != int(given.only):
+                continue
+            if time.monotonic() - begin > given.seconds:
+                break
+            scratch = Path(folder) / "trial"
+            scratch.mkdir()
+            damaged, trouble, outcome, command = attempt(subject, rng, scratch)
+            done["refused" if outcome.code else "accepted"] += 1
+            slowest, largest = max(slowest, outcome.seconds), max(largest, outcome.megabytes)
+            if trouble or given.only is not None:
+                wrong += [number] if trouble else []
+                last = outcome.output if given.only is not None else outcome.output.strip()[-300:]
+                print(f"trial {number}: {trouble or 'ok'}: {subject.name}: {damaged}\n  {last}", flush=True)
+                if given.only is not None:
+                    print(" ".join(command))
+            shutil.rmtree(scratch, ignore_errors=True)
+    total = sum(done.values())
+    print(
+        f"{total} trials in {time.monotonic() - begin:.0f} s: {done['refused']} refused, "
+        f"{done['accepted']} accepted; slowest {slowest:.1f} s, largest {largest:.0f} MB"
+    )
+    print(f"{total - len(wrong)} passed, {len(wrong)} failed")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
