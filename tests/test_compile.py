@@ -87,6 +87,60 @@ def test_a_layer_is_one_graph(causal: bool) -> None:
     check_one_graph(causal, "memory")
 
 
+SIZES = [(2 + (7 * i) % 5, 3 + 41 * i % 300) for i in range(20)]
+"""Twenty different shapes of a batch."""
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+def test_one_graph_serves_every_size(causal: bool) -> None:
+    layer = make_layer(causal).eval()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = compile_model(layer, backend=counter, fullgraph=True)
+    assert len(set(SIZES)) == 20
+    for batch, time in SIZES:
+        x = torch.randn(batch, time, 16)
+        torch.testing.assert_close(compiled(x).y, layer(x).y, rtol=1e-5, atol=1e-5)
+    assert counter.frame_count <= 2
+
+
+class Outputs(torch.nn.Module):
+    """A layer as a function from tensors to tensors, for export."""
+
+    def __init__(self, layer: SeqBoat) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor, state: Any = None) -> Any:
+        return self.layer(x).y if state is None else self.layer.step(x, state)[:2]
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+def test_export_with_any_batch_and_length(causal: bool) -> None:
+    layer = make_layer(causal).eval()
+    sizes = {0: torch.export.Dim("batch", min=2, max=1024), 1: torch.export.Dim("time", min=2, max=1 << 20)}
+    program = torch.export.export(Outputs(layer), (torch.randn(3, 40, 16),), dynamic_shapes={"x": sizes})
+    for batch, time in SIZES[:6]:
+        x = torch.randn(batch, time, 16)
+        torch.testing.assert_close(program.module()(x), layer(x).y, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"ffn": True}, {"span": "chunk"}], ids=["gau", "two modules", "chunk"]
+)
+def test_export_of_a_step(settings: dict[str, Any]) -> None:
+    layer = make_layer(True, **settings).eval()
+    first = layer.init_state(3)
+    program = torch.export.export(Outputs(layer), (torch.randn(3, 16), first)).module()
+    exported = general = first
+    active = 0
+    for token in torch.randn(30, 3, 16):
+        y, exported = program(token, exported)
+        expected, general, routing = layer.step(token, general)
+        active += int(routing.active.sum())
+        torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6)
+    assert 0 < active < 90 * (1 + ("ffn" in settings)), "some tokens should be active, some not"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 @pytest.mark.parametrize("span", ["full", "chunk"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,9 +12,10 @@ from torch.func import functional_call, grad, jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mixer_cases import CASES, D_MODEL, Case
+from seqboat import PaddedUnit, SeqBoatConfig, SparseModularActivation
+from seqboat.mixers.attention.reformer import ReformerConfig
 
 TIME = 6
-REFUSED = re.compile(r"reversible|vmap|Batching rule")
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +48,6 @@ def loss_of(mixer: Any, parameters: dict[str, Tensor], x: Tensor, weight: Tensor
 def test_second_derivatives(case: Case) -> None:
     """The derivative of the gradient along a direction, against central differences of the gradient."""
     mixer, x = build(case), inputs()
-    names = [name for name, _ in mixer.named_parameters()]
     weight = weights_of(x)
     generator = torch.Generator().manual_seed(3)
 
@@ -58,17 +57,11 @@ def test_second_derivatives(case: Case) -> None:
         return list(torch.autograd.grad(loss, wanted, create_graph=create_graph, allow_unused=True))
 
     x.requires_grad_()
-    try:
-        found = gradient(x, create_graph=True)
-        probes = [None if g is None else torch.randn(g.shape, generator=generator).double() for g in found]
-        scalar = sum(
-            (g * p).sum() for g, p in zip(found, probes, strict=True) if g is not None and p is not None
-        )
-        assert isinstance(scalar, Tensor)
-        (second,) = torch.autograd.grad(scalar, x)
-    except RuntimeError as error:
-        assert REFUSED.search(str(error)), error
-        return
+    found = gradient(x, create_graph=True)
+    probes = [None if g is None else torch.randn(g.shape, generator=generator).double() for g in found]
+    scalar = sum((g * p).sum() for g, p in zip(found, probes, strict=True) if g is not None and p is not None)
+    assert isinstance(scalar, Tensor)
+    (second,) = torch.autograd.grad(scalar, x)
     direction = torch.randn(x.shape, generator=generator, dtype=x.dtype)
     step = 1e-5
     sides = []
@@ -80,7 +73,6 @@ def test_second_derivatives(case: Case) -> None:
         )
     expected = (sides[0] - sides[1]) / (2 * step)
     got = (second * direction).sum()
-    assert names
     torch.testing.assert_close(got, torch.as_tensor(expected), rtol=1e-5, atol=1e-6)
 
 
@@ -120,10 +112,32 @@ def test_gradients_per_example(case: Case) -> None:
 
     try:
         got = vmap(grad(one), in_dims=(None, 0, 0))(parameters, x, weight)
-    except (RuntimeError, ValueError) as error:
-        assert REFUSED.search(str(error)), error
+    except RuntimeError as error:
+        # PyTorch has no rule for one operator of S4's kernel, and says so
+        assert "Batching rule" in str(error) and "s4-" in str(case), error
         return
     for i in range(len(x)):
         expected = grad(one)(parameters, x[i], weight[i])
         for name in parameters:
             torch.testing.assert_close(got[name][i], expected[name], rtol=1e-9, atol=1e-10)
+
+
+def test_a_reversible_layer_refuses_second_derivatives() -> None:
+    layer = ReformerConfig(reversible=True, prenorm=True, heads=2).build(D_MODEL).double()
+    x = inputs().requires_grad_()
+    with pytest.raises(RuntimeError, match="first derivatives only: build it with reversible=False"):
+        torch.autograd.grad(layer(x).y.sum(), x, create_graph=True)
+
+
+def test_modules_that_cannot_be_masked_refuse_vmap() -> None:
+    unit = PaddedUnit(torch.nn.Identity())
+    sparse = SparseModularActivation({"unit": unit}, d_model=D_MODEL).double()
+    with pytest.raises(ValueError, match="vmap cannot run over PaddedUnit: use a batch dimension"):
+        vmap(lambda x: sparse(x[None])[0])(inputs(3))
+
+
+def test_a_state_cannot_be_carried_through_vmap() -> None:
+    layer = SeqBoatConfig(causal=True).build(D_MODEL).double()
+    state = layer.init_state(1)
+    with pytest.raises(ValueError, match="vmap cannot carry a state"):
+        vmap(lambda x: layer(x[None], None, state)[0])(inputs(3))

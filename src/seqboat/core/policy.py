@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from seqboat.checks import require
 from seqboat.core.budget import (
@@ -34,6 +33,7 @@ from seqboat.core.budget import (
 from seqboat.core.routers import Router
 from seqboat.core.sma import Routing
 from seqboat.core.steering import border_at_rate, follow, rate_loss
+from seqboat.ops.transforms import transformed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,6 @@ class _InactiveGradient(torch.autograd.Function):
         return y.view_as(y)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         inactive, usual = ctx.saved_tensors
         through = (grad @ usual.to(grad.dtype).t()).to(ctx.dtype)
@@ -349,6 +348,9 @@ class Policy(nn.Module):
         """Let the gradient of y (batch, time, d_model) reach the probabilities of inactive tokens, if wanted."""
         if not (self.training and self.revival.inactive_gradient):
             return y
+        if transformed():
+            change = torch.where(routing.active, 0, routing.probs - routing.probs.detach())
+            return y + (change.to(y.dtype) @ self.usual.to(y.dtype))
         return _InactiveGradient.apply(y, routing.probs, ~routing.active, self.usual.clone())
 
     # between training steps

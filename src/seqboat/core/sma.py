@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from seqboat.core.padding import front_places
 from seqboat.ops.fused import take
-from seqboat.ops.transforms import vectorized
 
 
 class Routing(NamedTuple):
@@ -155,10 +154,6 @@ def pack_modules(active: Tensor, seen: Tensor | None = None) -> Gathered:
     >>> gathered.flat.tolist(), gathered.counts
     ([1, 0, 1], [1, 2])
     """
-    if vectorized(active):
-        raise ValueError(
-            "vmap over active tokens: their number depends on the data, use a batch dimension instead"
-        )
     batch, time, modules = active.shape
     if modules == 1:
         packed = pack(active[..., 0], seen)
@@ -211,6 +206,15 @@ class PackedModule(nn.Module, ABC):
         Returns:
             (tokens, dim), and the state after the last token (None unless causal).
         """
+
+    def masked(self, x: Tensor, active: Tensor) -> Tensor:
+        """The same on whole sequences, where nothing can be packed because vmap runs over the decisions.
+
+        Args:
+            x: (batch, time, dim).
+            active: (batch, time) bool; outputs of other tokens may hold anything finite.
+        """
+        raise ValueError(f"vmap cannot run over {type(self).__name__}: use a batch dimension instead")
 
     def make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> Any:
         """The state before the first token; a size of zero means that it grows."""

@@ -82,6 +82,16 @@ def repeat_rows(state: State, times: int) -> State:
     return map_state(lambda part: part.repeat_interleave(times, dim=0), state)
 
 
+def keep_state(changed: Tensor, new: State, old: State) -> State:
+    """The new state of the sequences that changed (batch,), and the old one of all others; both of the same sizes."""
+    before = iter([part for _, part in tensors(old)])
+
+    def choose(part: Tensor) -> Tensor:
+        return torch.where(changed.view(-1, *(1,) * (part.dim() - 1)), part, next(before))
+
+    return map_state(choose, new)
+
+
 def detach_state(state: State) -> State:
     """Detach from the graph: truncated backpropagation through time."""
     return map_state(lambda part: part.detach(), state)

@@ -26,14 +26,14 @@ def capture_active_tokens() -> None:
 
 
 def compile_model(model: Model, **options: Any) -> Model:
-    """Compile a model in one graph; the first call takes from seconds to a minute.
+    """Compile a model in one graph that serves batches of every size; the first call takes seconds to a minute.
 
     Args:
         model: any module of this package.
-        **options: of torch.compile.
+        **options: of torch.compile; `dynamic` is True unless given.
     """
     capture_active_tokens()
-    return torch.compile(model, **options)  # type: ignore[return-value]
+    return torch.compile(model, **{"dynamic": True, **options})  # type: ignore[return-value]
 
 
 def compile_step(model: Model, **options: Any) -> Model:

@@ -416,6 +416,14 @@ def block_tables(log_decay: Tensor, drive: Tensor, read: Tensor, skip: Tensor, b
         return BlockTables(*make(log_decay, drive, read, skip, block))
 
 
+def block_for(time: int, block: int) -> int:
+    """Tokens per block for a sequence of this length: short ones need no long block.
+
+    A compiled graph serves all lengths, so it always uses the whole block.
+    """
+    return block if torch.compiler.is_compiling() else min(block, max(8, 1 << max(time - 1, 0).bit_length()))
+
+
 def toeplitz(taps: Tensor) -> Tensor:
     """(dim, 2 C - 1) taps of lags 1 - C .. C - 1 to (dim, C, C) matrices, input i to output j.
 

@@ -65,6 +65,8 @@ class _Bounded(torch.autograd.Function):
     spans that momentum carried out would never come back; if all gradients passed, they would run away.
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(ratio: Tensor) -> Tensor:
         return ratio.clamp(0, 1)

@@ -37,6 +37,7 @@ from seqboat.mixers.attention.cache import Cache, append, extend
 from seqboat.mixers.base import MixerOutput, RecurrentMixer, keep_rows
 from seqboat.ops.functions import HIDDEN
 from seqboat.ops.precision import widen
+from seqboat.ops.transforms import differentiates_again, transformed
 
 SELF = -1e5
 """Score of a token with itself: nothing beside any other key, but above hidden ones."""
@@ -120,7 +121,9 @@ class Reformer(RecurrentMixer):
         if not self.config.reversible:
             attended, after = self._attend_all(self.block.open(x, mask), mask, state)
             y = self.block.close(x, attended, mask)
-        elif state is None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        elif (
+            state is None and torch.is_grad_enabled() and not (torch.compiler.is_compiling() or transformed())
+        ):
             y, *parts = _Reversible.apply(self, x, mask, *self.parameters())
             after = ReformerState(*parts) if self.causal else None
         else:
@@ -361,6 +364,10 @@ class _Reversible(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_grads: Any) -> Any:
+        if differentiates_again():
+            raise RuntimeError(
+                "a reversible layer knows first derivatives only: build it with reversible=False"
+            )
         layer: Reformer = ctx.layer
         y, mask = ctx.saved_tensors
         one, two = y.chunk(2, dim=-1)

@@ -21,8 +21,10 @@ from seqboat.core.padding import Aligned
 from seqboat.core.policy import Override, Policy, overridden
 from seqboat.core.routers import ROUTERS, Router, RouterConfig, TemperedSoftmax
 from seqboat.core.sma import Packed, PackedModule, Routing, pack_modules
+from seqboat.core.state import keep_state
 from seqboat.mixers.base import Mixer, MixerOutput, RecurrentMixer
 from seqboat.ops.fused import combine, take
+from seqboat.ops.transforms import vectorized
 
 Combine = Literal["sum", "average"]
 
@@ -161,6 +163,8 @@ class SparseModularActivation(RecurrentMixer):
     ) -> MixerOutput:
         before, seen, spent = (None, None, None) if state is None else state
         routing = self.policy(x, mask, seen, spent)
+        if vectorized(routing.active):
+            return self._mix_masked(x, routing, state, base, dense)
         gathered = pack_modules(routing.active, seen)
         packed = take(x.reshape(-1, self.d_model), gathered.flat)
         tokens = [packed] if len(self.units) == 1 else packed.split(gathered.counts)
@@ -187,6 +191,27 @@ class SparseModularActivation(RecurrentMixer):
         if seen is not None and spent is not None:
             new, taken = seen + new, spent + taken
         return MixerOutput(y, SMAState(tuple(after), new, taken), routing)
+
+    def _mix_masked(
+        self,
+        x: Tensor,
+        routing: Routing,
+        state: SMAState | None,
+        base: Tensor | None,
+        dense: nn.Linear | None,
+    ) -> MixerOutput:
+        """As `mix`, without packing: every module sees all tokens and a mask, as vmap needs; returns no state."""
+        require(state is None, "vmap cannot carry a state through a layer: call it without one")
+        y = torch.zeros_like(x) if base is None else base
+        y = y if dense is None else y + dense(x)
+        weights = self._weights(routing)
+        for i, (name, unit) in enumerate(self.units.items()):
+            if isinstance(unit, PackedModule):
+                out = unit.masked(x, routing.active[..., i])
+            else:
+                out = self._run(name, unit, x.reshape(-1, self.d_model)).view(x.shape)
+            y = y + (out * weights[..., i : i + 1].to(out.dtype)).to(y.dtype)
+        return MixerOutput(y, None, routing)
 
     def _run(self, name: str, unit: nn.Module, tokens: Tensor, packed: Packed | None = None) -> Tensor:
         """The output of a module without a state."""
@@ -229,6 +254,8 @@ class SparseModularActivation(RecurrentMixer):
         real = None if mask is None else mask[:, None]
         active, probs = self.policy(x[:, None], real, state.seen, state.spent)
         routing = Routing(active[:, 0], probs[:, 0])
+        if torch.compiler.is_exporting():
+            return self._advance_masked(x, routing, state, mask, base)
         if len(self.units) == 1:
             chosen = [active.view(-1).nonzero().squeeze(1)]
         else:
@@ -255,8 +282,30 @@ class SparseModularActivation(RecurrentMixer):
             after.append(remembered)
             scaled = (out * weights[:, i].index_select(0, rows)[:, None].to(out.dtype)).to(y.dtype)
             y = y + scaled if all_active else y.index_add(0, rows, scaled)
+        return MixerOutput(y, self._count(state, tuple(after), mask, routing), routing)
+
+    def _advance_masked(
+        self, x: Tensor, routing: Routing, state: SMAState, mask: Tensor | None, base: Tensor | None
+    ) -> MixerOutput:
+        """As `advance`, in a graph of fixed shapes: modules run on every sequence, inactive ones keep their state."""
+        y = torch.zeros_like(x) if base is None else base
+        everyone = torch.arange(x.shape[0], device=x.device)
+        weights, after = self._weights(routing), []
+        for i, (name, unit) in enumerate(self.units.items()):
+            if isinstance(unit, PackedModule):
+                out, remembered = unit.advance(x, everyone, state.seen, state.modules[i])
+                remembered = keep_state(routing.active[:, i], remembered, state.modules[i])
+            else:
+                out, remembered = self._run(name, unit, x), None
+            after.append(remembered)
+            y = y + (out * weights[:, i : i + 1].to(out.dtype)).to(y.dtype)
+        return MixerOutput(y, self._count(state, tuple(after), mask, routing), routing)
+
+    @staticmethod
+    def _count(state: SMAState, modules: tuple[Any, ...], mask: Tensor | None, routing: Routing) -> SMAState:
+        """The state after one more token."""
         seen = state.seen + (1 if mask is None else mask.to(state.seen.dtype))
-        return MixerOutput(y, SMAState(tuple(after), seen, state.spent + routing.active), routing)
+        return SMAState(modules, seen, state.spent + routing.active)
 
 
 def _make_router(router: Router | RouterConfig | str | None, d_model: int | None, modules: int) -> Router:

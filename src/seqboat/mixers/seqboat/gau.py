@@ -223,6 +223,29 @@ class GAU(PackedModule):
         after = self.span.record(WorkingMemory(key, value, position, slot), rows, state, inplace)
         return self._drop(self.out(gate * attended.to(gate.dtype))), after
 
+    def masked(self, x: Tensor, active: Tensor) -> Tensor:
+        batch, time, _ = x.shape
+        position = torch.arange(time, device=x.device).expand(batch, time)
+        parts = self.project(x.reshape(-1, self.d_model), position.reshape(-1))
+        query, key, value, gate = (part.unflatten(0, (batch, time)) for part in parts)
+        wide = wide_type(query)
+        slot = active.cumsum(dim=1) - 1
+        first, end = self.span.visible(slot, time)
+        scale = self.function.scale(self.d_z, self.span.keys(slot, active.sum(dim=1, keepdim=True), wide))
+        query = query.to(wide) * (scale[..., None] if isinstance(scale, Tensor) else scale)
+        scores = torch.bmm(query, key.to(wide).transpose(1, 2))
+        if self.bias is not None:
+            coordinate = self.positions.coordinate(position, slot)
+            scores = scores + self.bias(coordinate[:, None, :] - coordinate[:, :, None]).to(wide)
+        seen = (
+            active[:, None, :] & (slot[:, None, :] >= first[..., None]) & (slot[:, None, :] < end[..., None])
+        )
+        weights = self.function.weights(torch.where(seen, scores, HIDDEN))
+        if self.training and self.config.attention_dropout:
+            weights = F.dropout(weights, self.config.attention_dropout)
+        attended = torch.bmm(weights, value.to(wide)).to(gate.dtype)
+        return self._drop(self.out(gate * attended))
+
     def weigh(
         self, query: Tensor, key: Tensor, position: Tensor, queries: slice = slice(None)
     ) -> SlotWeights:

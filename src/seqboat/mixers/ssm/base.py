@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from seqboat.checks import check_choice, check_positive, require
 from seqboat.core.nn import fft_convolve
 from seqboat.mixers.base import MixerOutput, RecurrentMixer, keep_rows
-from seqboat.ops.scan import BLOCK, block_tables, final_state, scan
+from seqboat.ops.scan import BLOCK, block_for, block_tables, final_state, scan
 
 Method = Literal["scan", "fft"]
 
@@ -194,11 +194,7 @@ class DiagonalSSM(StateSpace):
             y, final = self._fft(x, mask, state)
             return y + skip * x, None if final is None else SSMState(final)
         log_decay, drive, read = self.coefficients()
-        block = self.block
-        # short sequences need no long block; a compiled graph serves all lengths with one
-        if not torch.compiler.is_compiling():
-            block = min(block, max(8, 1 << max(x.shape[1] - 1, 0).bit_length()))
-        tables = block_tables(log_decay, drive, read, skip, block)
+        tables = block_tables(log_decay, drive, read, skip, block_for(x.shape[1], self.block))
         start = None if state is None else state.states
         y, states = scan(x, tables, not self.causal, start)
         if not self.causal:

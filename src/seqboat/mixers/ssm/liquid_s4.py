@@ -34,7 +34,7 @@ from seqboat.mixers.ssm.base import (
 )
 from seqboat.mixers.ssm.hippo import legs, legs_modes
 from seqboat.mixers.ssm.layer import SSMLayer, SSMLayerConfig
-from seqboat.ops.scan import BLOCK, block_tables, final_state, scan
+from seqboat.ops.scan import BLOCK, block_for, block_tables, final_state, scan
 
 LiquidKernel = Literal["kb", "pb"]
 
@@ -175,7 +175,7 @@ class LiquidS4(StateSpace):
         decays, reads = (part.repeat(remembered, 1)[None] for part in (log_decay, read))
         skips = torch.cat([skip, skip.new_zeros(dim * (remembered - 1))])
         drives = drive[:remembered].flatten(0, 1)[None]
-        block = min(self.config.block, max(8, 1 << max(time - 1, 0).bit_length()))
+        block = block_for(time, self.config.block)
         tables = block_tables(decays, drives, reads, skips, block)
         start = None
         if state is not None:
