@@ -136,6 +136,7 @@ def test_export_of_a_step(settings: dict[str, Any]) -> None:
     for token in torch.randn(30, 3, 16):
         y, exported = program(token, exported)
         expected, general, routing = layer.step(token, general)
+        assert routing is not None
         active += int(routing.active.sum())
         torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6)
     assert 0 < active < 90 * (1 + ("ffn" in settings)), "some tokens should be active, some not"
