@@ -1,7 +1,7 @@
 """Parts of the suite as other machines would run them: `make test-machines`.
 
     python tests/machines.py --list
-    python tests/machines.py --only "odd offsets"
+    python tests/machines.py --only "*odd offsets"
     python tests/machines.py --page docs/machines.md
 
 The last commit is cloned to a folder of its own, with nothing beside it, and each variant runs there with another
@@ -328,6 +328,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wanted = [
         v for v in VARIANTS if not options.only or any(fnmatch.fnmatch(v.name, o) for o in options.only)
     ]
+    if not wanted:
+        parser.error(f"no variant matches {', '.join(options.only)}")
     if options.list:
         print("\n".join(variant.name for variant in wanted))
         return 0
