@@ -18,7 +18,7 @@ of Gumbel softmax are those of evaluation: none.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -168,6 +168,39 @@ def rotate(x: Tensor, position: int) -> Tensor:
     return torch.stack(turned)
 
 
+def softmax(scores: Tensor) -> Tensor:
+    """exp(s) over the sum of all exp(s)."""
+    return torch.softmax(scores, dim=0)
+
+
+def squared_relu(scores: Tensor) -> Tensor:
+    """max(s, 0)^2."""
+    return torch.relu(scores) ** 2
+
+
+def laplace(scores: Tensor) -> Tensor:
+    """(1 + erf((s - mu) / (sigma sqrt 2))) / 2, mu = sqrt(1/2), sigma = sqrt(1 / (4 pi))."""
+    mu, sigma = math.sqrt(1 / 2), math.sqrt(1 / (4 * math.pi))
+    return (1 + torch.erf((scores - mu) / (sigma * math.sqrt(2)))) / 2
+
+
+ATTENTION_FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "softmax": (softmax, True),
+    "relu2": (squared_relu, False),
+    "laplace": (laplace, False),
+}
+"""The function of a query's scores; whether they are scaled by 1 / sqrt(d_z), or else by 1 / keys."""
+
+ROTATED = ("rotary",)
+"""Positions that rotate queries and keys."""
+
+DISTANCES: dict[str, Callable[[MemoryEntry, MemoryEntry], int]] = {
+    "original": lambda query, key: key.position - query.position,
+    "compressed": lambda query, key: key.slot - query.slot,
+}
+"""Positions that add a bias, and the distance it depends on."""
+
+
 def project(
     token: Tensor, position: int, params: Params, config: GAUConfig
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -177,7 +210,7 @@ def project(
     z, gate, value = base[: config.d_z], base[config.d_z : -d_v], base[-d_v:]
     query = z * params["gamma"][0] + params["beta"][0]
     key = z * params["gamma"][1] + params["beta"][1]
-    if config.positions == "rotary":
+    if config.positions in ROTATED:
         query, key = rotate(query, position), rotate(key, position)
     return query, key, value, gate
 
@@ -199,35 +232,23 @@ def attend(
     query: Tensor, own: MemoryEntry, visible: Sequence[MemoryEntry], params: Params, config: GAUConfig
 ) -> Tensor:
     """f(q . k * scale + bias) v over the visible entries, the query's own among them: (d_v,)."""
-    if config.attention == "softmax":
-        scale = 1 / math.sqrt(config.d_z)
-    else:
-        scale = 1 / (len(visible) if config.span == "full" else config.window)
+    function, by_width = ATTENTION_FUNCTIONS[config.attention]
+    keys = len(visible) if config.span == "full" else config.window
+    scale = 1 / math.sqrt(config.d_z) if by_width else 1 / keys
     scores = []
     for entry in visible:
         score = (query * entry.key).sum() * scale
-        if config.positions in ("original", "compressed"):
-            original = config.positions == "original"
-            distance = entry.position - own.position if original else entry.slot - own.slot
+        if config.positions in DISTANCES:
             table = params["bias.table"]
             furthest = len(table) // 2
+            distance = DISTANCES[config.positions](own, entry)
             score = score + table[furthest + max(-furthest, min(furthest, distance))]
         scores.append(score)
-    weights = attention_function(torch.stack(scores), config.attention)
+    weights = function(torch.stack(scores))
     return sum(
         (weight * entry.value for weight, entry in zip(weights, visible, strict=True)),
         torch.zeros_like(own.value),
     )
-
-
-def attention_function(scores: Tensor, name: str) -> Tensor:
-    """Softmax over the keys, squared ReLU, or Laplace."""
-    if name == "softmax":
-        return torch.softmax(scores, dim=0)
-    if name == "relu2":
-        return torch.relu(scores) ** 2
-    mu, sigma = math.sqrt(1 / 2), math.sqrt(1 / (4 * math.pi))
-    return (1 + torch.erf((scores - mu) / (sigma * math.sqrt(2)))) / 2
 
 
 def close(gate: Tensor, attended: Tensor, params: Params) -> Tensor:

@@ -31,7 +31,7 @@ class Norm(nn.Module):
     """A norm over (..., dim) that may look at the mask of its tokens."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Normalise.
+        """Normalize.
 
         Args:
             x: (batch, time, dim), or (batch, dim) in a step.
@@ -40,7 +40,7 @@ class Norm(nn.Module):
         raise NotImplementedError
 
     def after_silu(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Normalise SiLU(x)."""
+        """Normalize SiLU(x)."""
         return self(F.silu(x), mask)
 
 
@@ -95,8 +95,8 @@ class ScaleNorm(Norm):
 class BatchNorm(Norm):
     """Zero mean and unit variance per channel over all real tokens of the batch; running averages in eval.
 
-    Where several processes share a batch, the moments are those of all of its tokens: `total` adds up over the
-    processes, of which some may have no token at all.
+    If a batch is split over several processes, `total` sums over them, so that the moments are those of the whole
+    batch; some processes may have no token at all.
     """
 
     running_mean: Tensor
@@ -108,7 +108,7 @@ class BatchNorm(Norm):
         self.total: Callable[[Tensor], Tensor] | None = None
         """differentiable sum over the processes; None where there is one"""
         self.tracking = True
-        """whether batches seen in training move the running averages"""
+        """whether training batches update the running averages"""
         self.weight = nn.Parameter(torch.ones(d_model))
         self.bias = nn.Parameter(torch.zeros(d_model))
         self.register_buffer("running_mean", torch.zeros(d_model))
@@ -117,7 +117,7 @@ class BatchNorm(Norm):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         if self.training:
             if mask is not None:
-                # whatever padding holds, NaN included, must not reach a gradient
+                # what padding holds, even NaN, must not reach a gradient
                 x = torch.where(mask[..., None], x, 0)
             mean, var, count = self._moments(x) if mask is None else self._masked_moments(x, mask)
             if self.total is not None:
@@ -151,8 +151,7 @@ class BatchNorm(Norm):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The moments of all processes from those of each, by one sum.
 
-        In float64, of which there are two numbers per channel: the square of the mean, which is taken off in the end,
-        may be far larger than the variance.
+        In float64, as the square of the mean, which is subtracted in the end, may be far larger than the variance.
         """
         own, square = mean.double(), var.double() + mean.double().square()
         sums = total(torch.cat([count.double()[None], count * own, count * square]))
@@ -162,7 +161,7 @@ class BatchNorm(Norm):
 
     @torch.no_grad()
     def _track(self, mean: Tensor, var: Tensor, count: Tensor) -> None:
-        """Move the running averages; an empty batch moves nothing."""
+        """Update the running averages; an empty batch changes nothing."""
         weight = torch.where(count > 0, self.momentum, 0.0)
         unbiased = var * (count / (count - 1).clamp(min=1))
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), weight.to(mean.dtype))
@@ -176,7 +175,7 @@ def batch_norms(module: nn.Module) -> Iterator[BatchNorm]:
 
 @contextlib.contextmanager
 def no_tracking(module: nn.Module) -> Iterator[None]:
-    """Running averages of a module's batch norms stay where they are, in the block."""
+    """Keep the running averages of a module's batch norms fixed inside a `with` block."""
     norms = [norm for norm in batch_norms(module) if norm.tracking]
     for norm in norms:
         norm.tracking = False
@@ -198,7 +197,7 @@ def fft_convolve(x: Tensor, kernel: Tensor) -> Tensor:
 
 
 def masked_mean(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Mean over the real tokens of (batch, time, dim); zero for a row without any."""
+    """Mean over the real tokens of (batch, time, dim); zero for a sequence without any."""
     if mask is None:
         return x.sum(dim=1) / max(x.shape[1], 1)
     real = mask[..., None]
@@ -206,7 +205,7 @@ def masked_mean(x: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def init_linear(module: nn.Module) -> None:
-    """Start every Linear below at weights N(0, 0.02), truncated at two deviations, and biases 0."""
+    """Initialize every Linear of a module: weights N(0, 0.02), truncated at two standard deviations; biases 0."""
     for part in module.modules():
         if isinstance(part, nn.Linear):
             nn.init.trunc_normal_(part.weight, std=0.02, a=-0.04, b=0.04)

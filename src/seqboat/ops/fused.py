@@ -19,15 +19,15 @@ from seqboat.ops.transforms import differentiates_again, gradients_of, transform
 _silu_backward = torch.ops.aten.silu_backward
 
 
-def is_plain(layer: nn.Module) -> bool:
-    """Whether a layer is just a Linear, so that its weights may be used without calling it."""
-    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
-    return type(layer) is nn.Linear and not any(hooks)
-
-
-def are_plain(*layers: nn.Module) -> bool:
-    """Whether all of these layers are plain."""
-    return all(is_plain(layer) for layer in layers)
+def is_plain(*layers: nn.Module) -> bool:
+    """Whether layers are just Linears, so that their weights may be used without calling them."""
+    for layer in layers:
+        hooks = (
+            layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks
+        )  # fmt: skip
+        if type(layer) is not nn.Linear or any(hooks):
+            return False
+    return True
 
 
 def in_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

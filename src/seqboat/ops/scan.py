@@ -9,8 +9,8 @@ So, with x_k the k-th block of a channel and s_k the state that enters it,
                                              leave[n, j] = c * q^(j+1),  decay = q^C
 
 Time is linear in the sequence, no table is longer than a block, and the state is exact. In a bidirectional
-layer the second direction adds its own upper triangle to `mix` (one product serves both) and its own states,
-which are carried from right to left.
+layer the second direction fills the other triangle of `mix`, so one product serves both, and adds states that are
+carried from right to left.
 
 Complex states (S4D) travel as pairs of real numbers; only their carry from block to block is complex.
 """
@@ -30,7 +30,7 @@ BLOCK = 64
 """Tokens per block; docs/performance.md has the measurement behind the number."""
 
 SERIAL_BLOCKS = 16
-"""Up to so many blocks the state is carried one block at a time; beyond, in two levels."""
+"""Up to this many blocks the state is carried one block at a time; beyond that, in two levels."""
 
 
 class BlockTables(NamedTuple):
@@ -142,7 +142,7 @@ def _to_channels(x: Tensor, block: int) -> Tensor:
     blocks = -(-time // block)
     if blocks * block != time:
         x = F.pad(x, (0, 0, 0, blocks * block - time))
-    # block by block: in the cache of a core, and by all of them, unlike a transpose of the whole; never a view of x
+    # block by block, which stays in a core's cache and uses all cores, unlike one large transpose; never a view of x
     turned = x.reshape(-1, block, dim).transpose(1, 2).clone(memory_format=torch.contiguous_format)
     return turned.transpose(0, 1)
 
@@ -198,7 +198,7 @@ def _block_scan_backward(
             grad = grad_outputs.view(dim, batch * blocks, block)
         else:
             grad = _to_channels(grad_outputs.permute(1, 2, 0), block)
-        # turned again: the tokens themselves are often alive anyway, a turned copy never is
+        # transposed again: the tokens themselves are often alive anyway, a transposed copy never is
         inputs = _to_channels(x, block)
         grad_mix = torch.bmm(inputs.transpose(1, 2), grad)
         grad_leave = torch.bmm(_by_channel(states).transpose(1, 2), grad)
@@ -226,7 +226,7 @@ def _block_scan_backward(
 def _(grad_outputs, grad_states, x, states, mix, enter, leave, decay, bidirectional):  # type: ignore[no-untyped-def]
     dim, batch, time = grad_outputs.shape
     width = states.shape[2] // 2 if bidirectional else states.shape[2]
-    # contiguous like the real ones, whatever the layout of the tables
+    # contiguous like the real ones, for any layout of the tables
     return (
         grad_outputs.new_empty(batch, time, dim),
         mix.new_empty(mix.shape),
@@ -316,16 +316,16 @@ def _make_tables(drive: Tensor, read: Tensor, skip: Tensor, powers: Tensor) -> t
     # lags -(block - 1) .. block - 1: the second direction runs from right to left
     ahead = kernel[0]
     if len(kernel) == 2:
-        centre = ahead[:, :1] + kernel[1][:, :1] + skip[:, None]
+        center = ahead[:, :1] + kernel[1][:, :1] + skip[:, None]
         behind = kernel[1][:, 1:].flip(-1)
         enter = torch.cat([enter[0].flip(1), enter[1]], dim=-1)
         leave = torch.cat([leave[0], leave[1].flip(-1)], dim=1)
         decay = torch.cat([powers[0, ..., -1], powers[1, ..., -1]], dim=-1)
     else:
-        centre = ahead[:, :1] + skip[:, None]
+        center = ahead[:, :1] + skip[:, None]
         behind = torch.zeros_like(ahead[:, 1:])
         enter, leave, decay = enter[0].flip(1), leave[0].contiguous(), powers[0, ..., -1].clone()
-    return toeplitz(torch.cat([behind, centre, ahead[:, 1:]], dim=-1)), enter, leave, decay
+    return toeplitz(torch.cat([behind, center, ahead[:, 1:]], dim=-1)), enter, leave, decay
 
 
 def _plain_tables(
@@ -465,7 +465,7 @@ def final_state(
     start: Tensor | None,
     lengths: Tensor | None,
 ) -> Tensor:
-    """The state after the last real token of every row, (batch, dim, states); causal layers only.
+    """The state after the last real token of every sequence, (batch, dim, states); causal layers only.
 
     Args:
         x: (batch, time, dim), zeros on padding, real tokens first.
@@ -473,7 +473,7 @@ def final_state(
         tables: of one direction.
         log_decay: (dim, states).
         start: the state that `scan` began with.
-        lengths: (batch,) real tokens per row; None for all.
+        lengths: (batch,) real tokens per sequence; None for all.
     """
     batch, time, dim = x.shape
     block, width = tables.enter.shape[1:]

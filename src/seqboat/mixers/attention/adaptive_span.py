@@ -5,10 +5,10 @@
     s_tr   = q_t^T (k_r + p_{t-r}) / sqrt(d_head)             p: learned embeddings of distances
     loss   = ... + weight / heads * sum of z over all heads   `auxiliary_loss`, which training adds for every layer
 
-What is learned is z / max_span, as in the published code: a step of the optimiser is then worth max_span * lr tokens.
+What is learned is z / max_span, as in the published code: a step then moves a span by about max_span * lr tokens.
 Only the distances that some head of the layer sees are computed and remembered, so time and memory follow the longest
 span of the layer (under torch.compile, where sizes have to be known, max_span). The paper's models look back only;
-looking ahead as far as back is the obvious other form.
+the bidirectional form looks ahead as far as back.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class AdaptiveSpanConfig(BlockConfig):
     first_span: float = 0.0
     """The span of every head at the beginning of training, in tokens."""
     span_weight: float = 2e-6
-    """The price of a span, per token of it: the paper's for its small model of enwik8."""
+    """Loss per token of span; the default is the paper's for its small model of enwik8."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -59,7 +59,7 @@ class AdaptiveSpanConfig(BlockConfig):
 
 
 class _Bounded(torch.autograd.Function):
-    """Numbers clamped to [0, 1]; those outside get the gradients that lead back, and no others.
+    """Numbers clamped to [0, 1]; outside of it, only gradients that lead back pass.
 
     The published code clamps its parameters after every step, which a compiled layer cannot do. With a plain clamp,
     spans that momentum carried out would never come back; if all gradients passed, they would run away.
@@ -78,7 +78,7 @@ class _Bounded(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (ratio,) = ctx.saved_tensors
-        # optimisers go against the gradient
+        # optimizers step against the gradient
         inwards = torch.where(ratio < 0, gradient.clamp(max=0), gradient.clamp(min=0))
         return torch.where((ratio < 0) | (ratio > 1), inwards, gradient)
 
@@ -100,7 +100,7 @@ class AdaptiveSpan(RecurrentMixer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Weights and embeddings of distances N(0, 0.02), truncated at two deviations; the spans as configured."""
+        """Weights and distances N(0, 0.02), truncated at two standard deviations; the spans as configured."""
         init_linear(self)
         nn.init.trunc_normal_(self.distances, std=0.02, a=-0.04, b=0.04)
         nn.init.constant_(self.span_ratio, self.config.first_span / self.config.max_span)
@@ -114,15 +114,15 @@ class AdaptiveSpan(RecurrentMixer):
         return self.config.max_span * bounded
 
     def auxiliary_loss(self) -> Tensor | None:
-        """The price of the layer's spans: weight / heads * sum of the spans."""
+        """What the spans of the layer cost: weight / heads * sum of the spans."""
         return self.config.span_weight * self.spans().mean() if self.config.span_weight else None
 
     def reach(self, fresh: bool = True) -> int:
-        """The largest distance that a head sees now; compiled layers reckon with the largest that one could see.
+        """The largest distance that a head sees now; compiled layers assume the largest possible one.
 
         Args:
-            fresh: look again, which makes the host wait for the device. Otherwise what was found last holds until
-                the parameter is replaced or changed in place; changes through `.data` leave no trace.
+            fresh: look again, which makes the host wait for the device. Otherwise the last result holds until the
+                parameter is replaced or changed in place; changes through `.data` go unnoticed.
         """
         ratio = self.span_ratio
         if torch.compiler.is_compiling() or ratio.device.type == "meta":
@@ -130,14 +130,14 @@ class AdaptiveSpan(RecurrentMixer):
         traced = type(ratio) is nn.Parameter and not ratio.is_inference()
         key = (ratio.data_ptr(), ratio._version, ratio.dtype) if traced else None
         if fresh or key is None or self._reach is None or self._reach[0] != key:
-            # the one look at numbers on the device: it sizes the window
+            # the only transfer from the device: it determines the window
             longest = self.spans().detach().max().item()
             self._reach = key, min(math.ceil(longest + self.config.ramp) - 1, self.config.max_span)
         return self._reach[1]
 
     def mix(self, x: Tensor, mask: Tensor | None, state: Fifo | None) -> MixerOutput:
         batch, time = x.shape[:2]
-        # every new sequence looks again, in case that weights changed without a trace
+        # every new sequence looks again, in case the weights changed unnoticed
         reach = self.reach(fresh=state is None)
         counts = None if mask is None else mask.sum(dim=1)
         query, key, value = self._project(self.block.open(x, mask))
@@ -177,18 +177,18 @@ class AdaptiveSpan(RecurrentMixer):
             query: (batch, heads, time, d_head).
             keys, values: (batch, heads, left + time, d_head): they begin `left` tokens before the queries.
             real: (batch or 1, left + time): whether there is such a key.
-            left, right: the farthest tokens that are seen.
+            left, right: how many tokens before and after a query are seen.
         """
         time = query.shape[2]
-        # blocks about as long as half of what they see waste little
+        # blocks of about half of what they see waste little
         size = min(max(time, 1), max(16, min(128, (left + right) // 2)))
         groups = max(-(-time // size), 1)
         width, pad = left + size + right, groups * size - time
         queries = F.pad(query, (0, 0, 0, pad)).unflatten(2, (groups, size)) * (1 / math.sqrt(self.d_head))
         keys, values = (F.pad(part, (0, 0, 0, pad + right)) for part in (keys, values))
         visible = F.pad(real, (0, pad + right)).unfold(1, width, size)[:, None, :, None]
-        row = torch.arange(size, device=query.device)[:, None]
-        distance = row + left - torch.arange(width, device=query.device)  # query minus key
+        place = torch.arange(size, device=query.device)[:, None]
+        distance = place + left - torch.arange(width, device=query.device)  # query minus key
         visible = visible & (distance <= left) & (distance >= -right)
         falling = torch.arange(left + size - 1, -right - 1, -1, device=query.device)
         by_distance = queries @ self._embed(falling).to(query.dtype).T
@@ -215,7 +215,7 @@ class AdaptiveSpan(RecurrentMixer):
         return self.block.drop(weights)
 
     def make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> Fifo:
-        # no slots yet: as many as the spans need come with the first token
+        # no slots yet: the first token makes room for what the spans need
         return make_fifo(batch, self.heads, 0, self.d_head, dtype, device)
 
     def advance(

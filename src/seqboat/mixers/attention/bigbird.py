@@ -1,13 +1,13 @@
-"""BigBird (Zaheer et al., 2020): a block of tokens sees its neighbours, a few global blocks and a few random ones.
+"""BigBird (Zaheer et al., 2020): a block of tokens sees its neighbors, a few global blocks and a few random ones.
 
     block i sees   i - w/2 ... i + w/2                         the window
                    the first and the last blocks               global: these also see everything
-                   `random_blocks` others, of each head's own  drawn once
+                   `random_blocks` others                       drawn once for each head
 
     O = softmax(Q K^T / sqrt(d_head) where visible) V
 
 Time and memory are linear in the sequence. Which blocks are random is a function of the head's seed, the block and
-the number of blocks of the row, so neither padding nor batch mates change it. This is the paper's internal
+the number of blocks of the sequence, so neither padding nor other sequences change it. This is the paper's internal
 construction (existing tokens are global); it looks both ways, so there is no causal form.
 """
 
@@ -39,11 +39,11 @@ class BigBirdConfig(BlockConfig):
     block_size: int = 64
     """Tokens per block."""
     window_blocks: int = 3
-    """Blocks of the window, the own one in the middle."""
+    """Blocks of the window, with a block itself in the middle."""
     global_blocks: int = 2
-    """Blocks that see everything and are seen by all: from the front and from the end of the sequence, in turn."""
+    """Blocks that see everything and are seen by all: alternately the first and the last of the sequence."""
     random_blocks: int = 3
-    """Random blocks that each block sees besides."""
+    """Random blocks that each block also sees."""
     activation: Literal["relu", "gelu", "silu"] = "gelu"
     """The function inside the feed-forward block."""
 
@@ -64,7 +64,7 @@ class Seen(NamedTuple):
     """Which blocks of keys each block of queries looks at."""
 
     blocks: Tensor
-    """(rows, heads, blocks, looks): numbers of blocks"""
+    """(sequences, heads, blocks, looks): numbers of blocks"""
     valid: Tensor
     """as blocks: whether to look there; no block is looked at twice"""
 
@@ -88,7 +88,7 @@ class BigBird(Mixer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Weights N(0, 0.02), truncated at two deviations, biases 0."""
+        """Weights N(0, 0.02), truncated at two standard deviations, biases 0."""
         init_linear(self)
 
     def closing_norm(self) -> nn.Module | None:
@@ -104,7 +104,7 @@ class BigBird(Mixer):
         )
         query = (query * (1 / math.sqrt(self.d_head))).unflatten(2, (blocks, size))
         real = (torch.arange(blocks * size, device=x.device) < counts[:, None]).unflatten(1, (blocks, size))
-        number = -(-counts // size)  # blocks of each row
+        number = -(-counts // size)  # blocks of each sequence
         attended = self._attend_blocks(query, key, value, real, self.look(number, blocks))
         if self.config.global_blocks:
             attended = self._add_globals(attended, query, key, value, real, number)
@@ -116,7 +116,7 @@ class BigBird(Mixer):
         """What each block sees.
 
         Args:
-            number: (rows,), blocks of each row.
+            number: (sequences,), blocks of each sequence.
             blocks: of the longest one.
         """
         own = torch.arange(blocks, device=number.device)[:, None]
@@ -125,8 +125,8 @@ class BigBird(Mixer):
         front = torch.arange(self.front, device=number.device).expand(blocks, -1)
         window = own + torch.arange(-side, side + 1, device=number.device)
         back = last - torch.arange(self.back, device=number.device)
-        rows = len(number)
-        parts = [part.expand(rows, blocks, -1) for part in (front, back, window)]
+        sequences = len(number)
+        parts = [part.expand(sequences, blocks, -1) for part in (front, back, window)]
         valid = [
             parts[0] <= last,
             (parts[1] >= self.front) & (parts[1] <= last),
@@ -138,10 +138,10 @@ class BigBird(Mixer):
         if not count:
             return Seen(seen.blocks.clamp(0, blocks - 1), seen.valid)
         other = own.T
-        allowed = self._free(other.expand(rows, blocks, -1), last) & ((other - own).abs() > side)
-        chance = _mix_bits(self.seeds[:, None, None], own, other)
-        chance = torch.where(allowed[:, None], chance, _NEVER)
-        drawn = chance.topk(count, dim=-1, largest=False)
+        allowed = self._free(other.expand(sequences, blocks, -1), last) & ((other - own).abs() > side)
+        rank = _mix_bits(self.seeds[:, None, None], own, other)
+        rank = torch.where(allowed[:, None], rank, _NEVER)
+        drawn = rank.topk(count, dim=-1, largest=False)
         every = torch.cat([seen.blocks, drawn.indices], dim=-1)
         return Seen(every.clamp(0, blocks - 1), torch.cat([seen.valid, drawn.values < _NEVER], dim=-1))
 
@@ -159,14 +159,16 @@ class BigBird(Mixer):
             part.unflatten(2, (blocks, size)).gather(2, index).view(batch, heads, blocks, looks, d_head)
             for part in (key, value)
         )
-        rows = torch.arange(len(real), device=real.device)[:, None, None, None]
-        visible = real[rows, seen.blocks] & seen.valid[..., None]  # (rows, heads, blocks, looks, size)
+        sequence = torch.arange(len(real), device=real.device)[:, None, None, None]
+        visible = (
+            real[sequence, seen.blocks] & seen.valid[..., None]
+        )  # (sequences, heads, blocks, looks, size)
         return self._weigh(query @ keys.transpose(-1, -2), visible.flatten(3)[..., None, :]) @ values
 
     def _add_globals(
         self, attended: Tensor, query: Tensor, key: Tensor, value: Tensor, real: Tensor, number: Tensor
     ) -> Tensor:
-        """Attention of the global blocks to everything, in the place of what they saw of their neighbours."""
+        """Attention of the global blocks to everything, which replaces what they saw of their neighbors."""
         batch, heads, blocks, size, d_head = query.shape
         own = torch.arange(blocks, device=query.device)
         back = number[:, None] - 1 - torch.arange(self.back, device=query.device)
@@ -175,14 +177,14 @@ class BigBird(Mixer):
         index = chosen[:, None, :, None, None].expand(-1, heads, -1, size, d_head)
         queries = query.gather(2, index).flatten(2, 3)
         visible = real.flatten(1)[:, None, None]
-        rows = self._weigh(queries @ key.transpose(-1, -2), visible) @ value
-        rows = rows.unflatten(2, (-1, size))
+        by_global = self._weigh(queries @ key.transpose(-1, -2), visible) @ value
+        by_global = by_global.unflatten(2, (-1, size))
         # which of the global blocks a block is
         order = torch.where(own < self.front, own, self.front + number[:, None] - 1 - own)
         is_global = (own < self.front) | (own >= number[:, None] - self.back)
         place = order.clamp(0, self.config.global_blocks - 1).expand(batch, -1)
         place = place[:, None, :, None, None].expand(-1, heads, -1, size, d_head)
-        return torch.where(is_global[:, None, :, None, None], rows.gather(2, place), attended)
+        return torch.where(is_global[:, None, :, None, None], by_global.gather(2, place), attended)
 
     def _weigh(self, scores: Tensor, visible: Tensor) -> Tensor:
         weights = torch.softmax(widen(scores).masked_fill(~visible, HIDDEN), dim=-1)
@@ -190,12 +192,12 @@ class BigBird(Mixer):
 
 
 _NEVER = (1 << 62) - 1
-"""The chance of a block that must not be drawn; the lowest are drawn."""
+"""Rank of a block that must not be drawn; the lowest ranks are drawn."""
 
 
-def _mix_bits(seed: Tensor, row: Tensor, column: Tensor) -> Tensor:
-    """A number below _NEVER for each (seed, row, column) that looks random; products of integers wrap around."""
-    x = seed * 0x2545F4914F6CDD1D + row * 0x1D8E4E27C47D124F + column * 0x6A09E667F3BCC909
+def _mix_bits(seed: Tensor, own: Tensor, other: Tensor) -> Tensor:
+    """A pseudo-random number below _NEVER for each (seed, own, other); products of integers wrap around."""
+    x = seed * 0x2545F4914F6CDD1D + own * 0x1D8E4E27C47D124F + other * 0x6A09E667F3BCC909
     for factor in (0x3F58476D1CE4E5B9, 0x14D049BB133111EB):
         x = (x ^ ((x >> 29) & ((1 << 35) - 1))) * factor
     return (x ^ ((x >> 32) & ((1 << 32) - 1))) & (_NEVER >> 1)

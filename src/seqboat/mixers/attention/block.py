@@ -1,4 +1,4 @@
-"""What the layers with multi-head attention share around it: norms, residual connections, feed-forward block.
+"""What surrounds multi-head attention in a layer: norms, residual connections, feed-forward block.
 
     x = x + attend(x) W + b,   x = x + W_2 f(W_1 x + b_1) + b_2
 
@@ -19,7 +19,7 @@ from seqboat.mixers.attention.transformer import ACTIVATIONS, ActivationName, Fe
 
 @dataclass(frozen=True, kw_only=True)
 class BlockConfig:
-    """Heads, and what lies around them."""
+    """Heads, and what surrounds them."""
 
     heads: int = 8
     """Attention heads, each of width d_model / heads."""
@@ -28,7 +28,7 @@ class BlockConfig:
     activation: ActivationName = "relu"
     """The function inside the feed-forward block."""
     causal: bool = False
-    """One direction, for language models; or else both."""
+    """Whether tokens see no later ones, as in language models."""
     norm: NormName = "layer"
     """The norm of both blocks."""
     prenorm: bool = False
@@ -70,7 +70,7 @@ class Block(nn.Module):
         return self.ffn_norm(y + self.drop(self.ffn(y)), mask)
 
     def closing_norm(self) -> Norm | None:
-        """The norm that a stack ends with."""
+        """The norm at the end of a stack."""
         return make_norm(self.config.norm, self.d_model) if self.config.prenorm else None
 
     def drop(self, x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Keys and values of every token so far: the memory of causal layers whose attention sees everything.
 
-Slot s of a row holds its s-th real token. Rows may have seen different numbers of tokens: what lies behind the last
-one of a row is zero and must be hidden from queries.
+Slot s of a sequence holds its s-th real token. Sequences may have seen different numbers of tokens: the slots after
+the last one are zero and must be hidden from queries.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def make_cache(
 
 
 def extend(cache: Cache, keys: Tensor, values: Tensor, counts: Tensor) -> Cache:
-    """Add the first `counts` of (batch, heads, time, d) keys and values to each row.
+    """Add the first `counts` of (batch, heads, time, d) keys and values to each sequence.
 
-    The result has as many slots as its longest row needs.
+    The result has the slots that its longest sequence needs.
     """
     before, total = cache.total, cache.total + counts
     slots = int(total.max()) if total.numel() else 0
@@ -57,12 +57,12 @@ def extend(cache: Cache, keys: Tensor, values: Tensor, counts: Tensor) -> Cache:
 
 
 def append(cache: Cache, key: Tensor, value: Tensor, mask: Tensor | None, inplace: bool) -> Cache:
-    """Add one token (batch, heads, d) to each row that the mask marks.
+    """Add one token (batch, heads, d) to each sequence that the mask marks.
 
     Args:
         cache: to extend.
         key, value: of the tokens.
-        mask: (batch,), or None for all rows.
+        mask: (batch,), or None for all sequences.
         inplace: whether the cache may be overwritten. It then grows by a quarter at a time, so that most tokens
             are written without a copy of all earlier ones; its last slots are empty.
     """
@@ -74,19 +74,19 @@ def append(cache: Cache, key: Tensor, value: Tensor, mask: Tensor | None, inplac
         spare += max(16, need // 4) if inplace else 0
         keys, values = F.pad(keys, (0, 0, 0, spare)), F.pad(values, (0, 0, 0, spare))
     elif not inplace:
-        # only as many slots as the longest row needs, however the cache was grown
+        # only the slots that the longest sequence needs, however the cache was grown
         keys, values = keys[:, :, :need].clone(), values[:, :, :need].clone()
-    rows = torch.arange(len(total), device=total.device) if mask is None else mask.nonzero().squeeze(1)
-    place = before.index_select(0, rows)
-    keys[rows, :, place] = key.index_select(0, rows).to(keys.dtype)
-    values[rows, :, place] = value.index_select(0, rows).to(values.dtype)
+    taken = torch.arange(len(total), device=total.device) if mask is None else mask.nonzero().squeeze(1)
+    place = before.index_select(0, taken)
+    keys[taken, :, place] = key.index_select(0, taken).to(keys.dtype)
+    values[taken, :, place] = value.index_select(0, taken).to(values.dtype)
     return Cache(keys, values, total)
 
 
 def seen_by_step(cache: Cache) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys, values and the slots that the newest token of each row sees, without empty slots at the end."""
+    """Keys, values and the slots that the newest token of each sequence sees, without empty slots at the end."""
     used = int(cache.total.max()) if cache.total.numel() else 0
     slot = torch.arange(used, device=cache.total.device)
-    # a row that saw nothing looks at its empty first slot, so that its softmax is finite
+    # a sequence without tokens looks at its empty first slot, so that its softmax is finite
     visible = (slot < cache.total[:, None]) | (slot == 0)
     return cache.keys[:, :, :used], cache.values[:, :, :used], visible

@@ -1,7 +1,7 @@
-"""Keys and values of the last tokens: the memory of causal layers whose attention reaches back a bounded way.
+"""Keys and values of the last tokens: the memory of causal layers with a bounded span.
 
-The newest token of every row is in the last slot. Rows may have seen different numbers of tokens: slots of a row that
-lie before its first token are zero and must be hidden from queries.
+The newest token of every sequence is in the last slot. Sequences may have seen different numbers of tokens: the slots
+before the first one are zero and must be hidden from queries.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ def resize(fifo: Fifo, slots: int) -> Fifo:
 
 
 def push(fifo: Fifo, keys: Tensor, values: Tensor, counts: Tensor | None) -> tuple[Fifo, Tensor, Tensor]:
-    """Add the first `counts` of (batch, heads, time, d_head) to each row, or all of them.
+    """Add the first `counts` of (batch, heads, time, d_head) to each sequence, or all of them.
 
     Returns:
         The memory afterwards, with as many slots as before; and all keys and values, old ones before new ones: column
-        j of a row is its token number `fifo.total - slots + j`.
+        j of a sequence is its token number `fifo.total - slots + j`.
     """
     slots, time = fifo.keys.shape[2], keys.shape[2]
     joined = [
@@ -63,8 +63,8 @@ def push(fifo: Fifo, keys: Tensor, values: Tensor, counts: Tensor | None) -> tup
 def relative_shift(scores: Tensor) -> Tensor:
     """Move row a of (..., rows, columns) to the left by rows - 1 - a places.
 
-    A product of queries with embeddings of falling distances thereby becomes one of queries and keys. What comes in
-    from the right in the last columns of the first rows has no meaning.
+    A product of queries with embeddings of falling distances thereby becomes one of queries and keys. What moves in
+    from the right, in the last columns of the first rows, has no meaning.
 
     >>> relative_shift(torch.arange(6.0).view(2, 3))[:, :2].tolist()
     [[1.0, 2.0], [3.0, 4.0]]

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 BLOCK = 64
-"""Tokens per block: enough for large products, few enough that products inside blocks stay cheap."""
+"""Tokens per block: large enough for fast products, small enough that products inside blocks stay cheap."""
 
 
 def causal_product(query: Tensor, key: Tensor, value: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:

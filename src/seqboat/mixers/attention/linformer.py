@@ -1,4 +1,4 @@
-"""Linformer (Wang et al., 2020): keys and values are projected along time to a few rows.
+"""Linformer (Wang et al., 2020): keys and values are projected along time to a fixed length.
 
     O_i = softmax(Q_i (E K_i)^T / sqrt(d_head)) (F V_i)       for each head i; E, F: (projected, time), learned
 
@@ -33,11 +33,11 @@ class LinformerConfig(BlockConfig):
     directions: ClassVar[tuple[Direction, ...]] = ("bidirectional",)
 
     projected: int = 256
-    """Rows that keys and values are projected to."""
+    """Length that keys and values are projected to."""
     sharing: Sharing = "keys"
-    """Projections of every head's own, shared by all heads, or besides shared by keys and values (E = F)."""
+    """Whether projections are shared: by no heads, by all heads, or also by keys and values (E = F)."""
     max_positions: int = 4096
-    """Positions with a column of their own."""
+    """Positions with a separate column."""
     activation: Literal["relu", "gelu", "silu"] = "gelu"
     """The function inside the feed-forward block."""
 
@@ -74,7 +74,7 @@ class Linformer(Mixer):
     def reset_parameters(self) -> None:
         """Initial values.
 
-        Linear         weights N(0, 0.02), truncated at two deviations, biases 0
+        Linear         weights N(0, 0.02), truncated at two standard deviations, biases 0
         projections    N(0, 1 / projected), as in the paper's proof
         """
         init_linear(self)
@@ -95,8 +95,8 @@ class Linformer(Mixer):
         y = self.block.close(x, join_heads(weights @ values), mask)
         return MixerOutput(zero_padding(y, mask))
 
-    def _shorten(self, rows: Tensor, kind: int) -> Tensor:
+    def _shorten(self, x: Tensor, kind: int) -> Tensor:
         """(batch, heads, projected, d_head) of (batch, heads, time, d_head)."""
-        position = torch.arange(rows.shape[2], device=rows.device)
+        position = torch.arange(x.shape[2], device=x.device)
         columns = self.project[kind][:, position.clamp(max=self.config.max_positions - 1)]
-        return columns.to(rows.dtype).transpose(-1, -2) @ rows
+        return columns.to(x.dtype).transpose(-1, -2) @ x

@@ -9,7 +9,7 @@ come: there P stays as it is, and both attentions are running means over the tok
 
     w_j = softplus(P k'_j),   a_t = softmax(q_t^T (1/t sum_{j<=t} k_j w_j^T)),   y_t = a_t (1/t sum_{j<=t} w_j v_j^T)
 
-Time and memory are linear in the sequence; the causal state has a constant size. Luna-256 is Luna with 256 rows in P.
+Time and memory are linear in the sequence; the causal state has a constant size. Luna-256 has 256 tokens in P.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class LunaConfig(BlockConfig):
     """Luna: attention through a second, short sequence of learned tokens, in linear time."""
 
     length: int = 256
-    """Rows of the second sequence."""
+    """Tokens of the second sequence."""
     tied: bool = True
     """Whether keys and values are the same projection, as in the published models."""
 
@@ -82,7 +82,7 @@ class Luna(RecurrentMixer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Weights N(0, 0.02), truncated at two deviations, biases 0; the second sequence N(0, 1 / d_model)."""
+        """Weights N(0, 0.02), truncated at two standard deviations, biases 0; second sequence N(0, 1 / d_model)."""
         init_linear(self)
         if self.second is not None:
             nn.init.normal_(self.second, std=self.d_model**-0.5)
@@ -155,8 +155,8 @@ class Luna(RecurrentMixer):
         """Queries, packing weights, keys and values (batch, heads, time, ...) of a causal layer."""
         assert self.second is not None
         scale = 1 / math.sqrt(self.d_head)
-        rows = self._open_second(self.second[None].to(x.dtype))
-        by = split_heads(self.pack_query(rows), self.heads) * scale
+        second = self._open_second(self.second[None].to(x.dtype))
+        by = split_heads(self.pack_query(second), self.heads) * scale
         query = split_heads(self.query(x), self.heads) * scale
         packing = split_heads(self.pack(x), self.heads) @ by.transpose(-1, -2)
         packing = F.softplus(widen(packing), beta=math.log(2.0))

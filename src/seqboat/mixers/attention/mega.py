@@ -58,13 +58,13 @@ class MegaConfig:
     d_ff: int | None = None
     """Its hidden width; twice the model's by default."""
     causal: bool = False
-    """One direction, for language models; or else both."""
+    """Whether tokens see no later ones, as in language models."""
     norm: NormName = "layer"
     """The norm of both blocks."""
     prenorm: bool = False
     """Whether the norms come before the blocks instead of after them."""
     dropout: float = 0.0
-    """Rate of dropout on the averages, the gated updates and the feed-forward block's output."""
+    """Rate of dropout on the averages, the update gates and the feed-forward block's output."""
     attention_dropout: float = 0.0
     """Rate of dropout on attention weights."""
 
@@ -112,7 +112,7 @@ class Mega(RecurrentMixer):
         self.norm: Norm = make_norm(config.norm, d_model)
         self.ema = config.ema.build(d_model, config.causal)
         self.value = nn.Linear(d_model, self.d_v)
-        # update gate, queries and keys, reset gate and the average's share of H, in one product
+        # update gate, queries and keys, reset gate and what the average adds to H, in one product
         self.base = nn.Linear(d_model, d_model + self.d_z + self.d_v + d_model)
         self.attended = nn.Linear(self.d_v, d_model, bias=False)
         self.kappa = nn.Parameter(torch.empty(2, self.d_z))
@@ -124,7 +124,7 @@ class Mega(RecurrentMixer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initial values, truncated at two deviations.
+        """Initial values, truncated at two standard deviations.
 
         Linear      weights N(0, 0.02), biases 0
         kappa       N(0, 0.02)
@@ -143,29 +143,29 @@ class Mega(RecurrentMixer):
         branch = self.norm(x, mask) if self.config.prenorm else x
         padding = None if mask is None else Aligned(mask)
         averaged = self.ema(branch, padding, None if state is None else state.ema)
-        update, query, key, reset, share = self._project(averaged.y)
+        update, query, key, reset, direct = self._project(averaged.y)
         value = F.silu(self.value(branch))
         attended, cache = self._attend(query, key, value, mask, None if state is None else state.cache)
-        y = self._close(x, update, reset, share, attended, mask)
+        y = self._close(x, update, reset, direct, attended, mask)
         after = None
         if cache is not None:
-            # in the type of the inputs, whatever autocast made of them
+            # in the type of the inputs, also where autocast made them narrower
             cache = Cache(cache.keys.to(x.dtype), cache.values.to(x.dtype), cache.total)
             after = MegaState(averaged.state, cache)
         return MixerOutput(zero_padding(y, mask), after)
 
     def _project(self, averaged: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Update gate, query, key, reset gate and share of H, from the moving average."""
+        """Update gate, query, key, reset gate and direct part of H, from the moving average."""
         base = self.base(self._drop(F.silu(averaged)))
-        update, z, reset, share = base.split([self.d_model, self.d_z, self.d_v, self.d_model], dim=-1)
+        update, z, reset, direct = base.split([self.d_model, self.d_z, self.d_v, self.d_model], dim=-1)
         z = F.silu(z)
         query, key = (torch.addcmul(self.mu[i], z, self.kappa[i]).to(z.dtype) for i in (0, 1))
-        return torch.sigmoid(update), query, key, F.silu(reset), share
+        return torch.sigmoid(update), query, key, F.silu(reset), direct
 
     def _close(
-        self, x: Tensor, update: Tensor, reset: Tensor, share: Tensor, attended: Tensor, mask: Tensor | None
+        self, x: Tensor, update: Tensor, reset: Tensor, direct: Tensor, attended: Tensor, mask: Tensor | None
     ) -> Tensor:
-        hidden = self._drop(F.silu(share + self.attended(reset * attended)))
+        hidden = self._drop(F.silu(direct + self.attended(reset * attended)))
         y = torch.addcmul(x, update.to(x.dtype), hidden.to(x.dtype) - x)
         prenorm = self.config.prenorm
         y = y if prenorm else self.norm(y, mask)
@@ -188,17 +188,17 @@ class Mega(RecurrentMixer):
         places = torch.arange(time, device=query.device)
         counts = torch.full((batch,), time, device=query.device) if mask is None else mask.sum(dim=1)
         if state is None:
-            attended = self._attend_rows(query, key, value, counts)
+            attended = self._attend_chunks(query, key, value, counts)
             return attended, self._remember(key, value, counts, counts) if self.causal else None
         held = self._held(state)
         joined = extend(held, key[:, None], value[:, None], counts)
         keys, values = joined.keys[:, 0].to(key.dtype), joined.values[:, 0].to(value.dtype)
-        # queries move to the places of their own keys, padding to a spare place behind them
+        # queries move to the places of their keys, padding to a spare place after them
         slots = keys.shape[1]
         place = torch.where(places < counts[:, None], held.total[:, None] + places, slots)[..., None]
-        rows = query.new_zeros(batch, slots + 1, self.d_z)
-        rows = rows.scatter(1, place.expand(-1, -1, self.d_z), query)[:, :slots]
-        attended = F.pad(self._attend_rows(rows, keys, values, joined.total), (0, 0, 0, 1))
+        moved = query.new_zeros(batch, slots + 1, self.d_z)
+        moved = moved.scatter(1, place.expand(-1, -1, self.d_z), query)[:, :slots]
+        attended = F.pad(self._attend_chunks(moved, keys, values, joined.total), (0, 0, 0, 1))
         attended = attended.gather(1, place.expand(-1, -1, self.d_v))
         return attended, self._remember(keys, values, state.total + counts, joined.total)
 
@@ -212,15 +212,15 @@ class Mega(RecurrentMixer):
         keys, values = (torch.where(held, part[:, :, :most], 0) for part in (state.keys, state.values))
         return Cache(keys, values, count)
 
-    def _attend_rows(self, query: Tensor, key: Tensor, value: Tensor, total: Tensor) -> Tensor:
+    def _attend_chunks(self, query: Tensor, key: Tensor, value: Tensor, total: Tensor) -> Tensor:
         """Attention among the first `total` of (batch, slots, d), in chunks or not."""
         batch, slots = key.shape[:2]
         width = max(slots, 1) if self.chunk is None else min(self.chunk, max(slots, 1))
         groups = -(-slots // width)
 
-        def split(rows: Tensor) -> Tensor:
+        def split(x: Tensor) -> Tensor:
             pad = (0, 0, 0, groups * width - slots)
-            return F.pad(rows, pad).view(batch * groups, width, rows.shape[-1])
+            return F.pad(x, pad).view(batch * groups, width, x.shape[-1])
 
         slot = torch.arange(groups * width, device=key.device).expand(batch, -1)
         real = (slot < total[:, None]).reshape(-1, width)
@@ -248,13 +248,13 @@ class Mega(RecurrentMixer):
         size = self.chunk
         if size is None:
             size = int(total.max()) if batch else 0
-        # of chunks, the last one is kept, and nothing of it if it is finished
+        # only an unfinished chunk is kept
         begin = torch.zeros_like(total) if self.chunk is None else total // size * size
         source = begin[:, None] + torch.arange(size, device=key.device)
-        source = torch.where(source < total[:, None], source, slots)[..., None]  # a spare row of zeros
+        source = torch.where(source < total[:, None], source, slots)[..., None]  # a spare token of zeros
         keys, values = (
-            F.pad(rows, (0, 0, 0, 1)).gather(1, source.expand(-1, -1, rows.shape[-1]))[:, None]
-            for rows in (key, value)
+            F.pad(part, (0, 0, 0, 1)).gather(1, source.expand(-1, -1, part.shape[-1]))[:, None]
+            for part in (key, value)
         )
         return Cache(keys, values, seen)
 
@@ -270,7 +270,7 @@ class Mega(RecurrentMixer):
     ) -> MixerOutput:
         branch = self.norm(x, mask) if self.config.prenorm else x
         averaged = self.ema.advance(branch, state.ema, mask, inplace)
-        update, query, key, reset, share = self._project(averaged.y)
+        update, query, key, reset, direct = self._project(averaged.y)
         value = F.silu(self.value(branch))
         cache = self._append(state.cache, key[:, None], value[:, None], mask, inplace)
         inside = cache.total if self.chunk is None else (cache.total - 1) % self.chunk + 1
@@ -279,7 +279,7 @@ class Mega(RecurrentMixer):
         else:
             keys, values, visible = *cache[:2], torch.arange(self.chunk, device=x.device) < inside[:, None]
         attended = self._attend_step(query, keys[:, 0], values[:, 0], visible, inside)
-        y = self._close(x, update, reset, share, attended, mask)
+        y = self._close(x, update, reset, direct, attended, mask)
         return MixerOutput(keep_rows(mask, y), MegaState(averaged.state, self._without_finished(cache)))
 
     def _append(self, cache: Cache, key: Tensor, value: Tensor, mask: Tensor | None, inplace: bool) -> Cache:
@@ -296,7 +296,7 @@ class Mega(RecurrentMixer):
         return Cache(keys, values, before + (1 if mask is None else mask.to(before.dtype)))
 
     def _without_finished(self, cache: Cache) -> Cache:
-        """Nothing is left of a finished chunk."""
+        """The cache without chunks that are finished."""
         if self.chunk is None:
             return cache
         unfinished = (cache.total % self.chunk != 0)[:, None, None, None]

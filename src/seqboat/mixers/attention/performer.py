@@ -4,13 +4,13 @@
     phi(x) = exp(w_i^T x - |x|^2 / 2) over i,  x scaled by d_head^(-1/4)          "softmax"
     phi(x) = max(w_i^T x, 0) + epsilon                                            "relu"
 
-with w_i ~ N(0, I), orthogonal in groups of d_head. The error falls as one over the root of the number of features.
+with w_i ~ N(0, I), orthogonal in groups of d_head. The error falls with the square root of the number of features.
 Time and memory are linear in the sequence; causal layers carry the sums of phi(k) v^T and of phi(k), a state of
-constant size. In training the features are drawn anew every `redraw` steps, from the layer's seed and the step alone.
+constant size. In training new features are drawn every `redraw` steps, from the layer's seed and the step alone.
 
-Of long keys all features are too small for float32. So sums are kept over exp(peak_i), where peak_i is the largest
-logarithm of feature i among the keys that they hold, and queries take it back: phi_i(q) exp(peak_i), over the largest
-of these. Both factors cancel, and no sum of weights is below one.
+The features of long keys are too small for float32. So sums are divided by exp(peak_i), where peak_i is the largest
+logarithm of feature i among their keys, and queries multiply it back: phi_i(q) exp(peak_i), divided by the largest of
+these. Both factors cancel, and no sum of weights is below one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from seqboat.ops.precision import widen
 FeatureKernel = Literal["softmax", "relu"]
 FEATURE_KERNELS = ("softmax", "relu")
 RELU_EPSILON = 1e-3
-"""What is added to ReLU features, so that no token is without any weight."""
+"""Added to ReLU features, so that every token has some weight."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class PerformerConfig(BlockConfig):
     """Performer: attention approximated by random features of queries and keys, in linear time."""
 
     kernel: FeatureKernel = "softmax"
-    """What the features stand for: softmax attention, or ReLU of random projections."""
+    """What the features approximate: softmax attention, or a kernel of ReLU features."""
     features: int = 256
     """Random features per head."""
     redraw: int | None = 1000
@@ -62,7 +62,7 @@ class PerformerConfig(BlockConfig):
 
 
 def draw_features(count: int, dim: int, seed: int, draw: int = 0) -> Tensor:
-    """(count, dim): rows N(0, I), orthogonal in groups of `dim`; the same for the same seed and number of draw."""
+    """(count, dim): rows N(0, I), orthogonal in groups of `dim`; the same for the same seed and draw."""
     generator = torch.Generator("cpu").manual_seed((seed * 1_000_003 + draw) % (1 << 62))
     groups = -(-count // dim)
     exact: dict[str, Any] = {"generator": generator, "dtype": torch.float64, "device": "cpu"}
@@ -85,7 +85,7 @@ class RandomFeatures(nn.Module):
         super().__init__()
         self.count, self.dim, self.kernel, self.redraw = count, dim, kernel, redraw
         self._draw = 0
-        # drawn on the CPU: the same on every device, and known where parameters are only announced (meta)
+        # drawn on the CPU: the same on every device, and known even if parameters are on the meta device
         seed = torch.randint(0, 1 << 31, (), device="cpu")
         self.register_buffer("seed", seed)
         self.register_buffer("features", draw_features(count, dim, int(seed)))
@@ -102,7 +102,7 @@ class RandomFeatures(nn.Module):
 
         Args:
             x: queries or keys.
-            query: whether a factor of each token's own may be left out; it cancels for queries only.
+            query: whether a factor per token may be left out; it cancels for queries only.
         """
         with torch.autocast(x.device.type, enabled=False):
             x = widen(x) * self.dim**-0.25
@@ -137,7 +137,7 @@ class Performer(RecurrentMixer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Weights N(0, 0.02), truncated at two deviations, biases 0."""
+        """Weights N(0, 0.02), truncated at two standard deviations, biases 0."""
         init_linear(self)
 
     def closing_norm(self) -> nn.Module | None:
@@ -185,7 +185,7 @@ class Performer(RecurrentMixer):
 
 def _remember(key: Tensor, value: Tensor, state: PerformerState, inplace: bool = False) -> PerformerState:
     """The state after keys (..., time, features), in logarithms, and their values; time is at least one."""
-    # whatever the peaks are, they cancel: no gradient has to go through them
+    # the peaks cancel, so no gradient has to pass through them
     peaks = torch.maximum(state.peaks, key.detach().amax(dim=-2))
     fresh = (key - peaks.unsqueeze(-2)).exp().transpose(-1, -2) @ value
     kept = (state.peaks - peaks).exp().unsqueeze(-1)
@@ -194,7 +194,7 @@ def _remember(key: Tensor, value: Tensor, state: PerformerState, inplace: bool =
 
 
 def _look_at(query: Tensor, sums: Tensor, peaks: Tensor) -> tuple[Tensor, Tensor]:
-    """Weighted sums for queries (..., time, features), in logarithms; and the logarithm of what they lack."""
+    """Weighted sums for queries (..., time, features), in logarithms; and the logarithm of the factor they lack."""
     query = query + peaks.unsqueeze(-2)
     scale = query.detach().amax(dim=-1, keepdim=True)
     return (query - scale).exp() @ sums, scale
@@ -205,9 +205,9 @@ def _look_back(
 ) -> tuple[Tensor, PerformerState]:
     """Weighted sums for queries that see the state and the keys up to their own, and the state after the last one.
 
-    In blocks: what was before a block is a state, and inside of it there are weights for pairs, each of a query and a
-    key over their own largest features. A weight that is then too small for its type counts as `least`, which makes a
-    difference only to queries all of whose other weights are as small.
+    In blocks: everything before a block is a state; inside a block, pairs of queries and keys have weights, relative
+    to the largest features of both. A weight that is too small for its type counts as `least`, which matters only to
+    queries whose other weights are all as small.
     """
     time = query.shape[-2]
     size = min(BLOCK, max(time, 1))
@@ -223,7 +223,7 @@ def _look_back(
     largest, own = (part.detach().amax(dim=-1, keepdim=True) for part in (query, key))
     own = own.clamp(min=HIDDEN)
     pairs = (query - largest).exp() @ (key - own).exp().transpose(-1, -2)
-    # far enough from the end of the type that gradients of the logarithm are not
+    # far enough from the smallest number that the gradient of the logarithm stays finite
     least = 1e8 * torch.finfo(pairs.dtype).tiny
     weights = largest + own.transpose(-1, -2) + pairs.clamp(min=least).log()
     future = torch.ones(size, size, dtype=torch.bool, device=query.device).triu(1)

@@ -3,18 +3,18 @@
     q_i = W_qk x_i,  k_i = q_i / |q_i|                       queries and keys share their projection
     h(q) = argmax([q R, -q R])                               the bucket, by a random rotation R; several rounds
     P_i  = tokens of the same chunk as i or of the chunk before, sorted by (bucket, position), in some round
-    o_i  = sum over j in P_i of softmax(q_i^T k_j) v_j       i itself only where there is no other
+    o_i  = sum over j in P_i of softmax(q_i^T k_j) v_j       i itself only if there is no other
 
 Tokens that meet in several rounds count once, so the rounds together are softmax attention over the union of their
 chunks. Time and memory are linear in the sequence, but for the sort. Rotations are drawn once and saved.
 
-In one direction chunks are counted inside each bucket. Chunks of the whole sorted sequence, as in the paper, would
-move with every later token, and what a token sees must not depend on what follows. The state keeps all keys and
+In causal layers chunks are counted inside each bucket. Chunks of the whole sorted sequence, as in the paper, would
+shift with every later token, but what a token sees must not depend on what follows. The state keeps all keys and
 values.
 
 `reversible` splits the channels into two streams, y_1 = x_1 + attention(x_2), y_2 = x_2 + ffn(y_1). The backward pass
-then gets the inputs of both blocks from the output, and the layer keeps nothing else; no gradient flows through the
-state that it returns.
+then recovers the inputs of both blocks from the output, so the layer keeps nothing else; no gradient flows through
+the state that it returns.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from seqboat.ops.precision import widen
 from seqboat.ops.transforms import differentiates_again, transformed
 
 SELF = -1e5
-"""Score of a token with itself: nothing beside any other key, but above hidden ones."""
+"""Score of a token with itself: negligible next to any other key, but above hidden ones."""
 APART = 1 << 40
 """Distance between the chunks of different buckets in a state."""
 NOWHERE = -(1 << 30)
@@ -69,7 +69,9 @@ class ReformerConfig(BlockConfig):
         require(self.buckets == 1 or self.buckets % 2 == 0, f"buckets must be even or 1, got {self.buckets}")
         if self.reversible:
             require(self.prenorm, "reversible layers need prenorm: a norm after the sum cannot be undone")
-            require(self.norm != "batch", "reversible layers compute twice, which norm 'batch' would count")
+            require(
+                self.norm != "batch", "reversible layers compute twice, which would update norm 'batch' twice"
+            )
 
     def build(self, d_model: int) -> Reformer:
         return Reformer(d_model, self)
@@ -79,7 +81,7 @@ class ReformerState(NamedTuple):
     """The state of a causal layer: it grows with the sequence."""
 
     keys: Tensor
-    """(batch, heads, slots, d_head): shared queries and keys, not yet of length one"""
+    """(batch, heads, slots, d_head): shared queries and keys, not yet normalized"""
     values: Tensor
     """(batch, heads, slots, d_head)"""
     chunks: Tensor
@@ -111,7 +113,7 @@ class Reformer(RecurrentMixer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Weights N(0, 0.02), truncated at two deviations, biases 0."""
+        """Weights N(0, 0.02), truncated at two standard deviations, biases 0."""
         init_linear(self)
 
     def closing_norm(self) -> nn.Module | None:
@@ -151,7 +153,7 @@ class Reformer(RecurrentMixer):
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Shared queries and keys, and values, (batch, heads, time, d_head)."""
         with torch.autocast(x.device.type, enabled=False):
-            # what decides who is seen stays in full precision
+            # what decides which keys are seen stays in full precision
             shared = F.linear(widen(x), widen(self.shared.weight)).to(x.dtype)
         return split_heads(shared, self.heads), split_heads(self.value(x), self.heads)
 
@@ -170,7 +172,7 @@ class Reformer(RecurrentMixer):
                 fresh = self.make_state(batch, x.dtype, x.device)
                 after = _extend(fresh, shared, value, self._code(bucket, chunk).transpose(2, 3), counts)
             return join_heads(attended), after
-        # a piece is computed together with all that came before it
+        # a piece is computed together with everything before it
         joined = _extend(state, shared, value, (bucket * APART).transpose(2, 3), counts)
         bucket = joined.chunks.transpose(2, 3) // APART
         attended, chunk = self._attend(
@@ -198,7 +200,7 @@ class Reformer(RecurrentMixer):
 
         Returns:
             Place and chunk of every token, (batch, heads, hashes, time), and the number of chunks. Chunks are
-            neighbours if their numbers differ by one.
+            neighbors if their numbers differ by one.
         """
         time, size, buckets = bucket.shape[-1], self.config.chunk_size, self.config.buckets
         real = (torch.arange(time, device=bucket.device) < counts[:, None])[:, None, None]
@@ -219,11 +221,11 @@ class Reformer(RecurrentMixer):
         return place, torch.where(real, chunk, NOWHERE).to(torch.int32), chunks
 
     def _gap(self, time: int) -> int:
-        """More than any bucket has chunks, so that chunks of different buckets are never neighbours."""
+        """More chunks than any bucket has, so that chunks of different buckets are never neighbors."""
         return time // self.config.chunk_size + 2
 
     def _code(self, bucket: Tensor, chunk: Tensor) -> Tensor:
-        """Bucket and chunk inside the bucket as the state keeps them, whatever the length of the sequence."""
+        """Bucket and chunk inside the bucket as the state keeps them, for any length of the sequence."""
         return bucket * (APART - self._gap(bucket.shape[-1])) + chunk
 
     def _attend(self, shared: Tensor, value: Tensor, bucket: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
@@ -237,10 +239,10 @@ class Reformer(RecurrentMixer):
         steps = torch.arange(time, device=shared.device).expand(bucket.shape)
         token = token.scatter(-1, place.clamp(max=chunks * size), steps)[..., :-1]
 
-        def lay_out(rows: Tensor) -> Tensor:
+        def lay_out(x: Tensor) -> Tensor:
             """(batch, heads, hashes, chunks, size, d) of (batch, heads, time, d)."""
-            index = token.flatten(2)[..., None].expand(-1, -1, -1, rows.shape[-1])
-            return F.pad(rows, (0, 0, 0, 1)).gather(2, index).unflatten(2, (rounds, chunks, size))
+            index = token.flatten(2)[..., None].expand(-1, -1, -1, x.shape[-1])
+            return F.pad(x, (0, 0, 0, 1)).gather(2, index).unflatten(2, (rounds, chunks, size))
 
         codes = F.pad(chunk, (0, 1), value=NOWHERE)
         token = token.unflatten(-1, (chunks, size))
@@ -248,14 +250,14 @@ class Reformer(RecurrentMixer):
         key, values = _with_previous(_unit(query)), _with_previous(lay_out(value))
         key_token = _with_previous(token[..., None], time).squeeze(-1)
         scores = query @ key.transpose(-1, -2)
-        visible = _neighbours(codes, token, key_token)
+        visible = _neighbors(codes, token, key_token)
         if self.causal:
             visible = visible & (key_token[..., None, :] <= token[..., None])
         scores = torch.where(key_token[..., None, :] == token[..., None], SELF, scores)
         if rounds > 1:
             # in how many rounds the two meet: the rounds together count every pair once
             meetings = sum(
-                _neighbours(codes[:, :, r, None].expand_as(codes), token, key_token).to(torch.int8)
+                _neighbors(codes[:, :, r, None].expand_as(codes), token, key_token).to(torch.int8)
                 for r in range(rounds)
             )
             assert isinstance(meetings, Tensor)
@@ -267,8 +269,8 @@ class Reformer(RecurrentMixer):
         back = place.clamp(max=chunks * size - 1)
         attended = attended.flatten(3, 4).gather(3, back[..., None].expand(-1, -1, -1, -1, d_head))
         total = total.flatten(3).gather(3, back)
-        share = torch.softmax(total, dim=2)[..., None].to(attended.dtype)
-        return (attended * share).sum(dim=2), chunk
+        weight = torch.softmax(total, dim=2)[..., None].to(attended.dtype)
+        return (attended * weight).sum(dim=2), chunk
 
     def make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> ReformerState:
         empty = torch.zeros(batch, self.heads, 0, self.d_head, dtype=dtype, device=device)
@@ -316,18 +318,18 @@ class Reformer(RecurrentMixer):
 
 
 def _unit(shared: Tensor) -> Tensor:
-    """Keys of length one."""
+    """Keys of unit length."""
     scale = torch.rsqrt(shared.square().mean(dim=-1, keepdim=True) + 1e-6)
     return shared * scale * (1 / math.sqrt(shared.shape[-1]))
 
 
-def _with_previous(rows: Tensor, fill: int = 0) -> Tensor:
-    """(..., chunks, 2 size, d) of (..., chunks, size, d): each chunk behind the one before it."""
-    before = F.pad(rows[..., :-1, :, :], (0, 0, 0, 0, 1, 0), value=fill)
-    return torch.cat([before, rows], dim=-2)
+def _with_previous(x: Tensor, fill: int = 0) -> Tensor:
+    """(..., chunks, 2 size, d) of (..., chunks, size, d): each chunk after the one before it."""
+    before = F.pad(x[..., :-1, :, :], (0, 0, 0, 0, 1, 0), value=fill)
+    return torch.cat([before, x], dim=-2)
 
 
-def _neighbours(code: Tensor, token: Tensor, key_token: Tensor) -> Tensor:
+def _neighbors(code: Tensor, token: Tensor, key_token: Tensor) -> Tensor:
     """(..., chunks, size, 2 size): whether a key is in the chunk of a query or in the one before it."""
     one, two = (code.gather(-1, t.flatten(3)).view(t.shape) for t in (token, key_token))
     # zero for 0 and 1, and for nothing else: fewer passes over all pairs than two comparisons
@@ -337,14 +339,14 @@ def _neighbours(code: Tensor, token: Tensor, key_token: Tensor) -> Tensor:
 def _extend(
     state: ReformerState, keys: Tensor, values: Tensor, chunks: Tensor, counts: Tensor
 ) -> ReformerState:
-    """The state with the first `counts` of (batch, heads, time, ...) behind what each row has."""
+    """The state with the first `counts` of (batch, heads, time, ...) after what each sequence has."""
     held = extend(Cache(*state[:2], state.total), keys, values, counts)
     codes = extend(Cache(state.chunks, state.chunks[..., :0], state.total), chunks, chunks[..., :0], counts)
     return ReformerState(held.keys, held.values, codes.keys, held.total)
 
 
 class _Reversible(torch.autograd.Function):
-    """A reversible layer that keeps its output alone, and computes its blocks again in the backward pass."""
+    """A reversible layer that keeps only its output and computes its blocks again in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, layer: Reformer, x: Tensor, mask: Tensor | None, *parameters: Tensor) -> Any:
@@ -378,7 +380,7 @@ class _Reversible(torch.autograd.Function):
         def again(
             branch: Callable[[Tensor], Tensor], x: Tensor, above: Tensor, noise: Any
         ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-            """A block once more: its output, and gradients of its input and of what is trained."""
+            """Run a block again: its output, and gradients of its input and of what is trained."""
             x = x.detach().requires_grad_()
             with torch.enable_grad(), ctx.modes(), _replay(noise, x):
                 out = branch(x)
@@ -399,20 +401,20 @@ class _Reversible(torch.autograd.Function):
 
 
 def _modes(x: Tensor) -> Callable[[], torch.autocast]:
-    """Makes the context of autocast that is active now."""
+    """Makes contexts with the present settings of autocast."""
     kind = x.device.type
     enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     return lambda: torch.autocast(kind, dtype=dtype, enabled=enabled)
 
 
 def _noise(x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The state of the random numbers."""
+    """The states of the random number generators."""
     return torch.get_rng_state(), torch.cuda.get_rng_state(x.device) if x.is_cuda else None
 
 
 @contextmanager
 def _replay(noise: tuple[Tensor, Tensor | None], x: Tensor) -> Iterator[None]:
-    """Draw the random numbers that followed a state once more."""
+    """Draw the random numbers that followed these states again."""
     with torch.random.fork_rng([x.device] if x.is_cuda else []):
         torch.set_rng_state(noise[0])
         if noise[1] is not None:

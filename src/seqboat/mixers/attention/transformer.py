@@ -4,7 +4,7 @@
     x   = x + (O_1 ... O_heads) W + b,   x = x + W_2 f(W_1 x + b_1) + b_2
 
 with the norm before each block (pre-norm) or after each sum (post-norm). Time and memory grow with the square of
-the sequence if scores are materialised ("plain"); `scaled_dot_product_attention` ("sdpa") keeps the memory linear.
+the sequence if scores are materialized ("plain"); `scaled_dot_product_attention` ("sdpa") keeps the memory linear.
 In decoding, keys and values of all earlier tokens are kept.
 """
 
@@ -49,13 +49,13 @@ class TransformerConfig:
     activation: ActivationName = "relu"
     """The function inside the feed-forward block."""
     implementation: Implementation = "sdpa"
-    """Materialised softmax, or PyTorch's fused attention; the results are the same."""
+    """Materialized softmax, or PyTorch's fused attention; the results are the same."""
     positions: TransformerPositions = "absolute"
-    """Sinusoids that the model adds to its inputs, rotary ones, a learned bias per head and distance, or none."""
+    """Sinusoids added to the inputs of the model, rotary embedding, a learned bias per head and distance, or none."""
     max_positions: int = 4096
     """Distances beyond which the relative bias stays the same."""
     causal: bool = False
-    """One direction, for language models; or else both."""
+    """Whether tokens see no later ones, as in language models."""
     norm: NormName = "layer"
     """The norm of both blocks."""
     prenorm: bool = False
@@ -131,7 +131,7 @@ class Transformer(RecurrentMixer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Weights N(0, 0.02), truncated at two deviations, biases 0; the relative bias N(0, 0.02)."""
+        """Weights N(0, 0.02), truncated at two standard deviations, biases 0; the relative bias N(0, 0.02)."""
         init_linear(self)
         if self.max_distance is not None:
             nn.init.trunc_normal_(self.bias, std=0.02, a=-0.04, b=0.04)
@@ -168,7 +168,7 @@ class Transformer(RecurrentMixer):
         return *self.positions.rotate(query, key, slots[:, None]), value
 
     def _relative(self, query_slot: Tensor, key_slot: Tensor) -> Tensor | None:
-        """(rows, heads, queries, keys): the bias of slots (rows, queries) and (rows, keys)."""
+        """(sequences, heads, queries, keys): the bias of slots (sequences, queries) and (sequences, keys)."""
         furthest = self.max_distance
         if furthest is None:
             return None
@@ -180,7 +180,7 @@ class Transformer(RecurrentMixer):
         bias = self._relative(query_slot, key_slot)
         if self.causal or mask is None:
             return VisibleKeys(None, bias, self.causal)
-        # the first key stays visible, so that rows without a real token have a finite softmax
+        # the first key stays visible, so that sequences without a real token have a finite softmax
         first = torch.arange(mask.shape[1], device=mask.device) == 0
         return VisibleKeys(~(mask | first)[:, None, None], bias, False)
 
@@ -196,7 +196,7 @@ class Transformer(RecurrentMixer):
         if causal and (bias is not None or self.config.implementation == "plain"):
             ahead = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).triu(1)
             hidden, causal = ahead, False
-        # the fused attention forgets the gradient of the bias of an empty sequence
+        # fused attention gives no gradient to the bias of an empty sequence
         if self.config.implementation == "sdpa" and query.numel():
             given = None if hidden is None else ~hidden
             if bias is not None:
@@ -235,7 +235,7 @@ class Transformer(RecurrentMixer):
         after = append(state, key[:, :, 0], value[:, :, 0], mask, inplace)
         keys, values, seen = seen_by_step(after)
         slots = torch.arange(keys.shape[2], device=x.device)[None]
-        # batches of equal length need no mask, which lets the fused attention take its fast path
+        # a single sequence needs no mask, which lets the fused attention take its fast path
         hidden = None if x.shape[0] == 1 else ~seen[:, None, None]
         visible = VisibleKeys(hidden, self._relative(after.total[:, None] - 1, slots), False)
         attended = self._attend(query, keys.to(query.dtype), values.to(query.dtype), visible)
@@ -243,5 +243,5 @@ class Transformer(RecurrentMixer):
 
 
 def _lowest(scores: Tensor) -> float:
-    """A score so low that its weight is zero, yet finite: rows without any key have no NaN."""
+    """A score so low that its weight is zero, yet finite: queries without any key give no NaN."""
     return torch.finfo(scores.dtype).min

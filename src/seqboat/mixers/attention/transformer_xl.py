@@ -3,9 +3,9 @@
     score(i, j) = (q_i + u)^T k_j + (q_i + v)^T W_r R_{i-j}        over sqrt(d_head), R sinusoidal
     j runs over the segment of i up to i, and over the `memory` tokens before that segment
 
-The segments lie where the sequence began plus multiples of their length, however it is handed over: in one call, in
-pieces or token by token. Time and memory are linear in the sequence; the state has a constant size. Inside one call
-gradients flow through the memory; where a training run carries the state, they end at the call, as in the paper.
+Segments begin at multiples of their length from the start of the sequence, whether it comes in one call, in pieces or
+token by token. Time and memory are linear in the sequence; the state has a constant size. Inside one call
+gradients flow through the memory; if training carries the state, they end at the call, as in the paper.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class TransformerXLConfig(BlockConfig):
     memory: int = 512
     """Tokens before its segment that a token sees."""
     causal: bool = True
-    """One direction: there is no other."""
+    """Always true: the layer has no bidirectional form."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -70,7 +70,7 @@ class TransformerXL(RecurrentMixer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Weights and both biases of the scores N(0, 0.02), truncated at two deviations; other biases 0."""
+        """Weights and both biases of the scores N(0, 0.02), truncated at two standard deviations; other biases 0."""
         init_linear(self)
         for bias in (self.content_bias, self.position_bias):
             nn.init.trunc_normal_(bias, std=0.02, a=-0.04, b=0.04)
@@ -96,7 +96,7 @@ class TransformerXL(RecurrentMixer):
         return tuple(split_heads(part, self.heads) for part in (query, key, value))  # type: ignore[return-value]
 
     def _attend_from_start(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Of a sequence from its beginning: no memory is longer than what came before."""
+        """Of a sequence from its beginning: no memory is longer than the sequence so far."""
         time = key.shape[2]
         size = min(self.config.segment, max(time, 1))
         groups = max(-(-time // size), 1)
@@ -115,15 +115,15 @@ class TransformerXL(RecurrentMixer):
         batch, time = query.shape[0], query.shape[2]
         groups = max(-(-(size - 1 + time) // size), 1)
         inside = total % size
-        # rows move so that their segments begin at the same places
+        # sequences move so that their segments begin at the same places
         place = torch.arange(groups * size, device=query.device)
         target = place - inside[:, None]
         target = torch.where((target >= 0) & (target < time), target, time)
-        rows = _take(F.pad(query, (0, 0, 0, 1)), target)
+        moved = _take(F.pad(query, (0, 0, 0, 1)), target)
         column = torch.arange(memory + groups * size, device=query.device) - inside[:, None]
         real = total[:, None] - memory + column >= 0
         source = (column + size).clamp(max=keys.shape[2] - 1)
-        attended = self._attend_grid(rows, _take(keys, source), _take(values, source), real, size, memory)
+        attended = self._attend_grid(moved, _take(keys, source), _take(values, source), real, size, memory)
         back = inside[:, None] + torch.arange(time, device=query.device).expand(batch, -1)
         return _take(attended, back)
 
@@ -159,7 +159,7 @@ class TransformerXL(RecurrentMixer):
         return self.relative(self._sinusoids(count).to(like)).unflatten(-1, (self.heads, -1)).transpose(0, 1)
 
     def _sinusoids(self, count: int) -> Tensor:
-        """(count, d_model): kept from call to call, for they cost more than a step that uses them."""
+        """(count, d_model): cached between calls, as they cost more than a step that uses them."""
         device = self.content_bias.device
         if len(self._table) < count or self._table.device != device:
             with torch.inference_mode(False), torch.no_grad():
@@ -185,7 +185,7 @@ class TransformerXL(RecurrentMixer):
         scale = 1 / math.sqrt(self.d_head)
         content = (query + self.content_bias[:, None].to(query.dtype)) * scale
         position = (query + self.position_bias[:, None].to(query.dtype)) * scale
-        # the query is carried to the sinusoids: one query is less work than all of them
+        # the query is projected instead of the sinusoids: one product instead of many
         weight = self.relative.weight.unflatten(0, (self.heads, self.d_head)).to(query.dtype)
         table = self._sinusoids(self.slots + 1).flip(0).to(query)
         scores = content @ keys.to(query.dtype).transpose(-1, -2) + position @ weight @ table.T
@@ -194,6 +194,6 @@ class TransformerXL(RecurrentMixer):
         return MixerOutput(keep_rows(mask, y), after)
 
 
-def _take(rows: Tensor, index: Tensor) -> Tensor:
-    """(batch, heads, places, d) at the places (batch, n) of each row."""
-    return rows.gather(2, index[:, None, :, None].expand(-1, rows.shape[1], -1, rows.shape[3]))
+def _take(x: Tensor, index: Tensor) -> Tensor:
+    """(batch, heads, places, d) at the places (batch, n) of each sequence."""
+    return x.gather(2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))

@@ -23,7 +23,7 @@ from seqboat.core.sma import Packed, PackedModule
 from seqboat.mixers.seqboat.spans import KERNELS, SPANS, Kernel, MemorySpan, Scoring, SpanName, WorkingMemory
 from seqboat.ops.flex import FLEX_ATTENTIONS
 from seqboat.ops.functions import ATTENTIONS, HIDDEN, AttentionName
-from seqboat.ops.fused import are_plain, gates
+from seqboat.ops.fused import gates, is_plain
 from seqboat.ops.gated import gated_attention
 from seqboat.ops.positions import POSITIONS, PositionsName, RelativeBias
 from seqboat.ops.precision import wide_type
@@ -173,7 +173,7 @@ class GAU(PackedModule):
             and not (config.attention_dropout and self.training)
             and tokens.dtype in (torch.float32, torch.float64)
             and not torch.is_autocast_enabled(tokens.device.type)
-            and are_plain(self.base, self.out)
+            and is_plain(self.base, self.out)
         )
 
     def _run_fused(self, tokens: Tensor, packed: Packed) -> Tensor:
