@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from seqboat.checks import check_positive, require
+from seqboat.ops.precision import wide_type
 
 Slot = TypeVar("Slot", Tensor, None)
 
@@ -57,8 +58,9 @@ class Rotary(Positions):
         require(d_key % 2 == 0, f"{name} must be even with rotary positions, got {d_key}")
 
     def rotate(self, query: Tensor, key: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = _angles(position, query)
-        return _turn(query, cos, sin), _turn(key, cos, sin)
+        # together: in decoding, the number of operations counts
+        query, key = rotate(torch.stack([query, key]), position).unbind(0)
+        return query, key
 
 
 class OriginalBias(Positions):
@@ -120,21 +122,13 @@ def rotate(x: Tensor, position: Tensor) -> Tensor:
         x: (..., dim), dim even.
         position: (...), integer.
     """
-    return _turn(x, *_angles(position, x))
-
-
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    # reduced to one turn in float64: in float32 the angle of position one million is off by a tenth of a radian
+    angle = torch.remainder(position[..., None] * _frequencies(x.shape[-1], x.device), 2 * math.pi)
+    angle = angle.to(wide_type(x))
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
     even, odd = x[..., 0::2], x[..., 1::2]
     turned = [torch.addcmul(even * cos, odd, sin, value=-1), torch.addcmul(odd * cos, even, sin)]
     return torch.stack(turned, dim=-1).flatten(-2)
-
-
-def _angles(position: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (..., dim / 2) by which the channels of `like` turn at these positions."""
-    # reduced to one turn in float64: in float32 the angle of position one million is off by a tenth of a radian
-    angle = torch.remainder(position[..., None] * _frequencies(like.shape[-1], like.device), 2 * math.pi)
-    angle = angle.to(torch.float64 if like.dtype == torch.float64 else torch.float32)
-    return angle.cos().to(like.dtype), angle.sin().to(like.dtype)
 
 
 def _frequencies(dim: int, device: torch.device) -> Tensor:

@@ -208,7 +208,8 @@ class GAU(PackedModule):
         slot, places = past.total, past.keys.shape[1]
         key, value = key.to(past.keys.dtype), value.to(past.values.dtype)
         wide = wide_type(query)
-        query = query.to(wide) * self.function.scale(self.d_z, self.span.keys(slot[:, None], 1, wide))
+        scale = self.function.scale(self.d_z, self.span.keys(slot, 1, wide))
+        query = query.to(wide) * (scale[:, None] if isinstance(scale, Tensor) else scale)
         scores = torch.bmm(past.keys.to(wide), query[:, :, None])[:, :, 0]
         own = (query * key.to(wide)).sum(dim=-1, keepdim=True)
         if self.bias is not None:

@@ -131,8 +131,8 @@ class Span(ABC):
         """(batch, places): the places that a query at the next slot does not see."""
         return torch.arange(places, device=slot.device) >= slot[:, None]
 
-    def make_room(self, state: WorkingMemory, total: Tensor) -> WorkingMemory:
-        """The memory with room for `total` tokens per sequence."""
+    def make_room(self, state: WorkingMemory, total: Tensor, more: int = 0) -> WorkingMemory:
+        """The memory with room for `total + more` tokens per sequence."""
         return state
 
     def remember(self, key: Tensor, value: Tensor, packed: Packed, state: WorkingMemory) -> WorkingMemory:
@@ -167,7 +167,7 @@ class Span(ABC):
             state: the memory of the whole batch.
             inplace: whether it may be overwritten.
         """
-        room = self.make_room(state, token.total + 1)
+        room = self.make_room(state, token.total, 1)
         target = (sequences, self.place(token.total))
         one = torch.ones_like(sequences)
         if inplace:
@@ -358,11 +358,11 @@ class FullSpan(PaddedSpan):
     def held(self, total: Tensor, places: int) -> Tensor:
         return torch.arange(places, device=total.device).expand(total.shape[0], -1)
 
-    def make_room(self, state: WorkingMemory, total: Tensor) -> WorkingMemory:
-        most = int(total.max()) if len(total) else 0
-        more = max(0, most - state.keys.shape[1])
-        keys, values = (F.pad(part, (0, 0, 0, more)) for part in (state.keys, state.values))
-        return WorkingMemory(keys, values, F.pad(state.positions, (0, more)), state.total)
+    def make_room(self, state: WorkingMemory, total: Tensor, more: int = 0) -> WorkingMemory:
+        most = int(total.max()) + more if len(total) else 0
+        missing = max(0, most - state.keys.shape[1])
+        keys, values = (F.pad(part, (0, 0, 0, missing)) for part in (state.keys, state.values))
+        return WorkingMemory(keys, values, F.pad(state.positions, (0, missing)), state.total)
 
 
 class ChunkSpan(PaddedSpan):
