@@ -110,9 +110,10 @@ class Published(SeqBoat):
         z, gate, value = base.split([unit.d_z, unit.d_v, unit.d_v], dim=-1)
         query, key = (torch.addcmul(unit.beta[i], z, unit.gamma[i]) for i in (0, 1))
         query, key = unit.positions.rotate(query, key, position)
+        scale = unit.function.scale(unit.d_z, unit.window)
         # zeros beyond the active tokens of a sequence are no keys
         real = torch.arange(slots, device=slot.device) < (slot < slots).sum(dim=1, keepdim=True)
-        attended = self.local_attention(query * unit.scale, key, value, position, real, count)
+        attended = self.local_attention(query * scale, key, value, position, real, count)
         y = F.linear(gate * attended, unit.out.weight, unit.out.bias)
         return F.dropout(y, unit.dropout, self.training) if unit.dropout else y
 

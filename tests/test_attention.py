@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any, get_args
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor
 
 from seqboat.ops import band
-from seqboat.ops.banded import banded
+from seqboat.ops.band import Neighbors
+from seqboat.ops.banded import banded as banded_operator
 from seqboat.ops.dense import dense
 from seqboat.ops.flex import flex_banded
 from seqboat.ops.functions import ATTENTIONS, AttentionName
@@ -31,6 +33,25 @@ bands = pytest.mark.parametrize(
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few scores at a time, so that even short sequences take several parts."""
     monkeypatch.setitem(band.SCORES_AT_ONCE, "cpu", 2000)
+
+
+def banded(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: Tensor,
+    *,
+    left: int,
+    right: int,
+    attention: str = "softmax",
+    scale: float = 1.0,
+    table: Tensor | None = None,
+    position: Tensor | None = None,
+    dropout: float = 0.0,
+    kernel: Callable[..., Tensor] = banded_operator,
+) -> Tensor:
+    near = Neighbors(group, position, table, left, right, attention, scale)
+    return kernel(q, k, v, near, dropout)
 
 
 def function(scores: Tensor, visible: Tensor, kind: str) -> Tensor:
@@ -405,8 +426,8 @@ def test_flex_attention_agrees_with_the_blocks(positions: bool, biased: bool) ->
     position = torch.arange(tokens) * 3 % 90 if positions else None
     group = torch.tensor([0] * 60 + [1] * 90)
     outputs = [
-        kernel(q, k, v, group, left=20, right=7, scale=0.3, table=table, position=position)
-        for kernel in (banded, flex_banded)
+        banded(q, k, v, group, left=20, right=7, scale=0.3, table=table, position=position, kernel=kernel)
+        for kernel in (banded_operator, flex_banded)
     ]
     assert outputs[1].abs().max() > 0
     # the two sum in another order in float32

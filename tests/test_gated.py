@@ -11,6 +11,7 @@ from torch import Tensor
 from seqboat.core.sma import Packed, pack
 from seqboat.mixers.seqboat.gau import GAU, GAUConfig
 from seqboat.ops import band
+from seqboat.ops.band import Neighbors
 from seqboat.ops.gated import _gated, gated_attention
 
 
@@ -69,15 +70,9 @@ def test_gradcheck_and_registration() -> None:
 
     def function(*tensors: Any) -> Tensor:
         *rest, table = tensors
-        arguments: list[Any] = [*rest, packed.row]
-        options: dict[str, Any] = {
-            "left": 2,
-            "right": 2,
-            "attention": "softmax",
-            "scale": 0.5,
-            "table": table,
-        }
-        return gated_attention(*arguments, position=packed.position, **options)
+        near = Neighbors(packed.row, packed.position, table, 2, 2, "softmax", 0.5)
+        arguments: list[Any] = [*rest, near]
+        return gated_attention(*arguments)
 
     assert torch.autograd.gradcheck(function, (tokens, *weights, unit.bias.table))
     arguments = (tokens, *weights, packed.row, packed.position, unit.bias.table, 2, 2, "softmax", 0.5)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from seqboat.ops.band import NEIGHBORS, Band, BandScores, Neighbors, TableGradient
-from seqboat.ops.functions import ATTENTIONS, HIDDEN, AttentionName, draw_seed, drop, dropout_mask, weigh_back
+from seqboat.ops.functions import ATTENTIONS, HIDDEN, draw_seed, drop, dropout_mask, weigh_back
 from seqboat.ops.precision import widen
 from seqboat.ops.transforms import differentiates_again, gradients_of, transformed
 
@@ -149,28 +149,14 @@ def plain_banded(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
         return torch.bmm(weights, at(v, key)).flatten(0, 1)[: band.tokens].to(dtype)
 
 
-def banded(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    group: Tensor,
-    *,
-    left: int,
-    right: int,
-    attention: AttentionName = "softmax",
-    scale: float = 1.0,
-    table: Tensor | None = None,
-    position: Tensor | None = None,
-    dropout: float = 0.0,
-) -> Tensor:
+def banded(q: Tensor, k: Tensor, v: Tensor, near: Neighbors, dropout: float = 0.0) -> Tensor:
     """Attention of each token of a packed array to its neighbors of the same group.
 
     Args:
         q, k: (tokens, d_z).
         v: (tokens, d_v).
-        group, left, right, attention, scale, table, position: as in `band.Neighbors`.
+        near: which keys a token sees, and how they are scored.
         dropout: rate of weights dropped.
     """
-    near = Neighbors(group, position, table, left, right, attention, scale)
     run = plain_banded if transformed() else _banded
     return run(q, k, v, *near, dropout, draw_seed(dropout))

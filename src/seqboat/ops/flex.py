@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from seqboat.ops.band import Neighbors
 from seqboat.ops.functions import AttentionName
 
 FLEX_ATTENTIONS: tuple[AttentionName, ...] = ("softmax",)
@@ -22,28 +23,16 @@ def _compiled_flex() -> Any:
     return torch.compile(flex_attention, dynamic=True)
 
 
-def flex_banded(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    group: Tensor,
-    *,
-    left: int,
-    right: int,
-    attention: AttentionName = "softmax",
-    scale: float = 1.0,
-    table: Tensor | None = None,
-    position: Tensor | None = None,
-    dropout: float = 0.0,
-) -> Tensor:
+def flex_banded(q: Tensor, k: Tensor, v: Tensor, near: Neighbors, dropout: float = 0.0) -> Tensor:
     """As `banded`, with softmax and without dropout. On a CPU it has no gradient and serves as a check."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+    group, position, table, left, right, attention, scale = near
     assert attention in FLEX_ATTENTIONS and not dropout
 
     def visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        near = (key - query >= -left) & (key - query <= right)
-        return near & (group[query] == group[key])
+        inside = (key - query >= -left) & (key - query <= right)
+        return inside & (group[query] == group[key])
 
     def biased(score: Tensor, _batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         assert table is not None

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from seqboat.ops.band import NEIGHBORS, Band, BandScores, Neighbors, RollingSums, TableGradient
 from seqboat.ops.banded import plain_banded
-from seqboat.ops.functions import ATTENTIONS, AttentionName
+from seqboat.ops.functions import ATTENTIONS
 from seqboat.ops.fused import plain_gates
 from seqboat.ops.transforms import differentiates_again, gradients_of, transformed
 
@@ -277,14 +277,7 @@ def gated_attention(
     beta: Tensor,
     out_weight: Tensor,
     out_bias: Tensor,
-    group: Tensor,
-    *,
-    left: int,
-    right: int,
-    attention: AttentionName,
-    scale: float,
-    table: Tensor | None = None,
-    position: Tensor | None = None,
+    near: Neighbors,
 ) -> Tensor:
     """A gated attention unit on packed tokens, each of which sees its neighbors of the same group.
 
@@ -293,9 +286,8 @@ def gated_attention(
         weight, bias: of the projection to z, gate and value, (d_z + 2 d_v, dim).
         gamma, beta: (2, d_z), scale and shift of query and key.
         out_weight, out_bias: of the projection back, (dim, d_v).
-        group, left, right, attention, scale, table, position: as in `band.Neighbors`.
+        near: which keys a token sees, and how they are scored.
     """
-    near = Neighbors(group, position, table, left, right, attention, scale)
     if transformed():
         return _plain_gated(x, weight, bias, gamma, beta, out_weight, out_bias, *near)
     return _gated(x, weight, bias, gamma, beta, out_weight, out_bias, *near)[0]

@@ -107,8 +107,6 @@ class GAU(PackedModule):
         self.span = SPANS[config.span](config.window, causal)
         self.positions = POSITIONS[config.positions]
         self.function = ATTENTIONS[config.attention]
-        self.scale = float(self.function.scale(self.d_z, config.window))
-        """of the products, where the window bounds the number of keys"""
         self.base = nn.Linear(d_model, self.d_z + 2 * self.d_v)
         self.gamma = nn.Parameter(torch.empty(2, self.d_z))
         self.beta = nn.Parameter(torch.empty(2, self.d_z))
@@ -187,13 +185,7 @@ class GAU(PackedModule):
             self.beta,
             self.out.weight,
             self.out.bias,
-            packed.row,
-            left=span.left,
-            right=span.right,
-            attention=self.config.attention,
-            scale=self.scale,
-            table=None if self.bias is None else self.bias.table,
-            position=self.positions.coordinate(packed.position, None),
+            span.neighbors(packed.row, packed.position, self.d_z, self._scoring()),
         )
 
     def make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> WorkingMemory:

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqboat.core.sma import Packed
+from seqboat.ops.band import Neighbors
 from seqboat.ops.banded import banded
 from seqboat.ops.dense import dense
 from seqboat.ops.flex import flex_banded
@@ -224,20 +225,15 @@ class MemorySpan(Span):
             query = query.index_select(0, source)
             value = torch.cat([old.values, value.to(old.values.dtype)]).index_select(0, source)
             position = torch.cat([old.positions, position]).index_select(0, source)
-        attended = KERNELS[scoring.kernel](
-            query,
-            key,
-            value,
-            group,
-            left=self.left,
-            right=self.right,
-            attention=scoring.attention,
-            scale=float(ATTENTIONS[scoring.attention].scale(query.shape[1], self.window)),
-            table=scoring.table,
-            position=scoring.positions.coordinate(position, None),
-            dropout=scoring.dropout,
-        )
+        near = self.neighbors(group, position, query.shape[1], scoring)
+        attended = KERNELS[scoring.kernel](query, key, value, near, scoring.dropout)
         return attended if places is None else attended.index_select(0, places)
+
+    def neighbors(self, group: Tensor, position: Tensor, d_z: int, scoring: Scoring) -> Neighbors:
+        """What each token of a packed array sees, given its sequence and its position."""
+        coordinate = scoring.positions.coordinate(position, None)
+        scale = float(ATTENTIONS[scoring.attention].scale(d_z, self.window))
+        return Neighbors(group, coordinate, scoring.table, self.left, self.right, scoring.attention, scale)
 
     def _oldest_first(self, state: WorkingMemory) -> WorkingMemory:
         """The memory with its oldest tokens first, its sequences behind each other."""
