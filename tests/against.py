@@ -44,7 +44,7 @@ def check_against(layer: Mixer, oracle: Callable[[Tensor], Tensor], lengths: lis
 
 
 def by_head(x: Tensor, heads: int) -> list[Tensor]:
-    """The share of each head in (time, heads * d_head)."""
+    """The part of each head in (time, heads * d_head)."""
     return list(x.chunk(heads, dim=-1))
 
 

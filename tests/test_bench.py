@@ -250,7 +250,7 @@ def test_figures_are_drawn_against_what_was_swept(tmp_path: Path) -> None:
 def test_memory_is_estimated_and_measured() -> None:
     setting = replace(TINY, length=2048, batch=1)
     plain = parse_candidate("transformer:implementation=plain")
-    # in processes of their own, as always: here, memory that other tests freed would be used again, and not seen
+    # in separate processes, as always: here, memory that other tests freed would be used again, and not seen
     found, refused = (
         in_child(measure_memory, plain, setting, ("training",), available) for available in (2**40, 2**20)
     )

@@ -83,7 +83,7 @@ def test_random_blocks_follow_the_seed_and_nothing_else() -> None:
     patterns = [layer.look(number, 40).blocks for layer in (one, two, other)]
     assert patterns[0].equal(patterns[1]) and not patterns[0].equal(patterns[2])
     assert not patterns[0][:, 0].equal(patterns[0][:, 1]), "every head draws for itself"
-    # longer batch mates change nothing
+    # longer sequences in the batch change nothing
     padded = one.look(torch.tensor([40, 57]), 57)
     alone = one.look(number, 40)
     assert padded.blocks[0, :, :40][padded.valid[0, :, :40]].equal(alone.blocks[0][alone.valid[0]])
@@ -96,7 +96,7 @@ def test_random_blocks_are_spread_evenly() -> None:
     layer = BigBird(8, BigBirdConfig(heads=8, block_size=2, random_blocks=4))
     drawn = layer.look(torch.tensor([128]), 128).blocks[..., -4:]
     share = torch.histc(drawn.float(), bins=4, min=0, max=128) / drawn.numel()
-    # 4,096 draws: a deviation is 0.007
+    # 4,096 draws: the std is 0.007
     assert ((share - 0.25).abs() < 0.04).all()
 
 

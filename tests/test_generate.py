@@ -216,7 +216,7 @@ def test_draws_follow_the_probabilities() -> None:
     session = start(make_model(), 1)._replace(logits=logits, used=torch.zeros(rows, 5, dtype=torch.bool))
     drawn = Chooser(SamplingConfig(seed=0), rows).choose(session)
     shares = torch.bincount(drawn, minlength=5) / rows
-    # four standard deviations of a share of one half
+    # four standard deviations of a fraction of one half
     torch.testing.assert_close(shares, torch.tensor(LOG_PROBS).exp(), atol=4 * 0.5 / rows**0.5, rtol=0)
     few = Chooser(SamplingConfig(seed=0, top_k=2), rows).choose(session)
     assert set(few.tolist()) == {1, 3}
@@ -306,7 +306,7 @@ def test_the_stop_string_is_never_shown() -> None:
 
 
 def test_rows_end_on_their_own() -> None:
-    """A row that met its stop string rests: its state stays, and the others go on as if alone."""
+    """A row that met its stop string rests: its state stays, and the others continue as if alone."""
     model = make_model()
     free = generate(model, PROMPTS, max_new_bytes=40, sampling=GREEDY)
     stop = free[1].data[9:12]
@@ -371,7 +371,7 @@ def test_decoder_and_finder_do_not_care_where_bytes_are_cut(cut: int) -> None:
 
 
 def test_a_session_is_a_value() -> None:
-    """Going on from a session twice gives the same text twice: it is never overwritten."""
+    """Continuing from a session twice gives the same text twice: it is never overwritten."""
     model = make_model()
     session = read(model, start(model, 2), [b"one", b"another"])
     before = {name: part.clone() for name, part in tensors(session)}
@@ -551,7 +551,7 @@ def test_the_session_does_not_grow() -> None:
 
 @pytest.mark.slow
 def test_memory_does_not_grow_and_long_prompts_are_read_in_little() -> None:
-    """In a process of its own: what the allocator keeps of other tests must not count."""
+    """In a separate process: what the allocator keeps of other tests must not count."""
     script = ROOT / "benchmarks" / "generation.py"
     done = subprocess.run(
         [sys.executable, str(script), "--json"], capture_output=True, text=True, check=True, timeout=550

@@ -115,7 +115,7 @@ def greedy_by_steps(model: LanguageModel, prompt: list[int], new: int) -> list[i
 
 @torch.no_grad()
 def beams_by_steps(model: LanguageModel, prompt: list[int], new: int, beams: int) -> list[int]:
-    """The best of so many beams, one row alone, by the core's own steps."""
+    """The best of several beams, one sequence alone, by the core's own steps."""
     logits, state, _ = model(torch.tensor([prompt]))
     scores, first = logits[0, -1].log_softmax(dim=-1).topk(beams)
     state = select_rows(state, torch.zeros(beams, dtype=torch.int64))

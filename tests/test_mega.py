@@ -142,7 +142,7 @@ def test_whole_is_pieces_is_steps(name: str) -> None:
             y, state, _ = layer.step(x[:, t], state, mask[:, t], inplace=inplace)
             outputs.append(y)
         torch.testing.assert_close(torch.stack(outputs, dim=1), whole.y)
-    # a sequence goes on from either state in the same way
+    # a sequence continues from either state in the same way
     more = torch.randn(3, 5, 6, dtype=torch.float64)
     torch.testing.assert_close(layer(more, None, state).y, layer(more, None, whole.state).y)
 

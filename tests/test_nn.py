@@ -26,7 +26,7 @@ def values(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
-def randomise(norm: Norm) -> Norm:
+def randomize(norm: Norm) -> Norm:
     norm.double()
     for parameter in norm.parameters():
         nn.init.normal_(parameter)
@@ -144,7 +144,7 @@ def test_norms_keep_type_and_layout(name: str) -> None:
     x = values(2, 5, 6)
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         assert norm.to(dtype)(x.to(dtype)).dtype == dtype
-    norm = randomise(norm)
+    norm = randomize(norm)
     turned = x.transpose(0, 1).contiguous().transpose(0, 1)
     torch.testing.assert_close(norm(turned), norm(x))
     norm.eval()
@@ -196,6 +196,6 @@ def test_initial_values_of_linear_layers() -> None:
     for layer in (stack[0], stack[2]):
         assert isinstance(layer, nn.Linear)
         assert float(layer.weight.abs().max()) <= 0.04
-        # a normal cut at two deviations has 0.88 of its deviation
+        # a normal cut at two standard deviations has 0.88 of its std
         assert float(layer.weight.std()) == pytest.approx(0.02 * 0.8796, rel=0.02)
     assert isinstance(stack[0], nn.Linear) and not stack[0].bias.any()

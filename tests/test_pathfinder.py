@@ -36,7 +36,7 @@ ImageDraw = pytest.importorskip("PIL.ImageDraw")
 
 
 def flood(ink: NDArray[np.bool_]) -> list[NDArray[np.int64]]:
-    """Connected groups of pixels, diagonal neighbours included, as (n, 2) places."""
+    """Connected groups of pixels, diagonal neighbors included, as (n, 2) places."""
     seen = np.zeros_like(ink)
     groups = []
     for start in map(tuple, np.argwhere(ink)):
@@ -86,9 +86,9 @@ def trace(
     """
     found = []
     for group in flood(ink):
-        centre = group.mean(axis=0) + 0.5
+        center = group.mean(axis=0) + 0.5
         axis = np.linalg.svd(group - group.mean(axis=0), full_matrices=False)[2][0]
-        found.append((centre - length / 2 * axis, centre + length / 2 * axis))
+        found.append((center - length / 2 * axis, center + length / 2 * axis))
     start, goal = dots
     used: set[int] = set()
 
@@ -159,14 +159,14 @@ def solve_pathx(ink: NDArray[np.bool_], dots: list[NDArray[np.float64]], margin:
     length = PATHX.paddle_length
     full, stubs = [], []
     for group in flood(ink):
-        centre = group.mean(axis=0) + 0.5
-        dot = min(dots, key=lambda d: float(np.linalg.norm(d - centre)))
-        if np.linalg.norm(dot - centre) < length + 0.5:
-            stubs.append((dot, (centre - dot) / np.linalg.norm(centre - dot)))
+        center = group.mean(axis=0) + 0.5
+        dot = min(dots, key=lambda d: float(np.linalg.norm(d - center)))
+        if np.linalg.norm(dot - center) < length + 0.5:
+            stubs.append((dot, (center - dot) / np.linalg.norm(center - dot)))
         elif len(group) > 2:
             axis = np.linalg.svd(group - group.mean(axis=0), full_matrices=False)[2][0]
-            full.append((centre, axis))
-    segments = [[tuple(centre + way * length / 2 * axis) for way in (-1, 1)] for centre, axis in full]
+            full.append((center, axis))
+    segments = [[tuple(center + way * length / 2 * axis) for way in (-1, 1)] for center, axis in full]
     segments += [[tuple(dot), tuple(dot + length * axis)] for dot, axis in stubs]
     zoom = 5
     picture = strokes(segments, PATHX.size, zoom)

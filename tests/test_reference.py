@@ -193,7 +193,7 @@ def gradients(rows: list[Row], inputs: list[Tensor], seed: int) -> tuple[Tensor,
 
 
 def compare(case: Case, by_step: bool = False) -> list[list[bool]]:
-    """Hold the layer to the reference; the decisions are returned for those who want to know them."""
+    """Hold the layer to the reference; the decisions are returned for whatever needs them."""
     layer = make_layer(case)
     x, mask = make_batch(case)
     return compare_layer(layer, x, mask, case.splits, case.seed, by_step)

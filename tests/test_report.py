@@ -43,7 +43,7 @@ from small_runs import ToyConfig, register, small_run
 ATTACK = "<script>alert(1)</script>"
 BIDI, ESCAPE = "\u202e", "\x1b[31m"
 TEXTS = (
-    f"{ATTACK} and words that go on for a while, line after line\nof them",
+    f"{ATTACK} and words that continue for a while, line after line\nof them",
     f"turn {BIDI}around, {ESCAPE}red, \u0301 mark, żółw & <b>bold</b> é",
     "a",
     "</script><!-- <img src=x onerror=alert(3)>",
@@ -384,7 +384,7 @@ def test_weights_give_way_to_size(pages: Pages) -> None:
     assert pack_samples([sample], task, 0).keep == 0
 
 
-def test_bytes_are_spelt_one_by_one() -> None:
+def test_bytes_are_spelled_one_by_one() -> None:
     assert spell_bytes("żó€😀".encode()) == ["ż", "·", "ó", "·", "€", "·", "·", "😀", "·", "·", "·"]
     assert spell_bytes(b"\xc5a\x1b\t \xe2\x82") == ["⟨C5⟩", "a", "␛", "⇥", " ", "⟨E2⟩", "⟨82⟩"]
     assert spell_bytes(f"{BIDI}\u0301".encode()) == ["⟨202E⟩", "·", "·", "◌\u0301", "·"]

@@ -1,4 +1,4 @@
-"""Who decides: decisions by hand, temperatures, noise, extreme values, statistics."""
+"""Routers: decisions by hand, temperatures, noise, extreme values, statistics."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_threshold_by_hand() -> None:
 
 
 def best_of_row(score: Tensor, allowed: Tensor, share: float) -> list[int]:
-    """The places of the largest scores among the allowed ones, a share of these rounded up."""
+    """The places of the largest scores among the allowed ones, a fraction of these rounded up."""
     places = [t for t in range(len(score)) if allowed[t]]
     count = math.ceil(share * len(places) - 1e-9)
     return sorted(sorted(places, key=lambda t: -float(score[t]))[:count])

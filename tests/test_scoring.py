@@ -120,7 +120,7 @@ def test_files_are_scored_one_by_one(run: Path, tmp_path: Path, capsys: pytest.C
         want.bits / 300
     )
     assert first["activation"] == list(want.activation)
-    # every file is a text of its own
+    # every file is a separate text
     assert second["bits"] == pytest.approx(total(score(model, [array(two.read_bytes())])).bits)
     assert third["bytes"] == 0 and third["bits_per_byte"] is None
 

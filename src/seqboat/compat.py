@@ -113,8 +113,8 @@ def _table_slice(config: Mapping[str, Any], size: int) -> slice:
     """
     side = config["window_size"]
     reach = side
-    centre = side + (size + 1) // 2 - 1
-    return slice(centre - reach, centre + reach + 1)
+    center = side + (size + 1) // 2 - 1
+    return slice(center - reach, center + reach + 1)
 
 
 def layer_parameters(params: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:

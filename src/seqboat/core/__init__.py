@@ -1,1 +1,1 @@
-"""The mechanism: which tokens a module sees, who decides, and what limits the decision."""
+"""The mechanism: which tokens a module sees, what decides, and what limits the decision."""

@@ -5,7 +5,7 @@ take and the number of modules that a token may activate, or steers the fraction
 routers alive: an inactive token sends its router no gradient, so a module that nothing activates early on may never
 be used again.
 
-Limits are counted per sequence, so that no sequence depends on its batch mates. Of n tokens, a fraction allows
+Limits are counted per sequence, so that no sequence depends on others in the batch. Of n tokens, a fraction allows
 floor(fraction * n). `Policy` (`core.policy`) applies them.
 """
 

@@ -1,7 +1,7 @@
 """Extra losses: what parts of a model add to the loss of its task.
 
 There are two kinds. A layer whose budget is steered by the loss adds a term for the decisions it took on a batch.
-Any module may have a method `auxiliary_loss()` that returns a term of its own, or None. `extra_loss` adds up both.
+Any module may have a method `auxiliary_loss()` that returns a loss term, or None. `extra_loss` adds up both.
 """
 
 from __future__ import annotations

@@ -89,8 +89,8 @@ class Router(nn.Module, ABC):
 def decide(logit: Tensor) -> Routing:
     """Activate where the probability is above one half.
 
-    A token that is not finite has a logit that is not finite; it activates nothing, so that it cannot reach its
-    batch mates.
+    A token that is not finite has a logit that is not finite; it activates nothing, so that it cannot
+    affect other sequences.
     """
     probs = torch.sigmoid(logit)
     return Routing((probs > 0.5) & (logit < math.inf), probs)
@@ -233,7 +233,7 @@ class AlwaysActive(Router):
     """Every token activates every module, with confidence one."""
 
     def route(self, x: Tensor) -> Routing:
-        # a token that is not finite activates nothing, so that it cannot reach its batch mates
+        # a token that is not finite activates nothing, so that it cannot affect other sequences
         finite = x.detach().sum(dim=-1, keepdim=True).isfinite()
         active = finite.expand(*x.shape[:-1], self.modules_count)
         return Routing(active, active.to(x.dtype))

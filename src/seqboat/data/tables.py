@@ -178,7 +178,7 @@ def _csv_rows(lines: _Lines, delimiter: str, text_column: str, label_column: str
                 first, taken = record.take()
                 lines.skip(first, "a quote that is not closed, or text behind a closing quote")
                 lines.put_back(taken[1:])
-                # a reader that has met the end, even of a record cut short, does not go on
+                # a reader that has met the end, even of a record cut short, does not continue
                 reader = csv.reader(record, delimiter=delimiter, strict=True)
                 continue
             if fields is None:

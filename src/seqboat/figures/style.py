@@ -51,7 +51,7 @@ def style_of(theme: Theme) -> Style:
 
 
 def line_style(style: Style, number: int) -> dict[str, Any]:
-    """Color, marker and dashes of the line with this number; all three differ from its neighbours."""
+    """Color, marker and dashes of the line with this number; all three differ from its neighbors."""
     return {
         "color": style.lines[number % len(style.lines)],
         "marker": _MARKS[number % len(_MARKS)],

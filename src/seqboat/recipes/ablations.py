@@ -1,8 +1,8 @@
-"""The ablations of the paper's appendix E: both tables, in full and as small twins.
+"""The ablations of the paper's appendix E: both tables, in full and as small variants.
 
 A row changes the SeqBoat of a recipe of the Long Range Arena and nothing else (`mixers.seqboat.ablations`): the
 steps, the learning rate and the widths stay. The names are `ablations.TASK.ROW`: `ablations.listops.local` in full,
-`ablations.listops-small.local` its small twin. The tables' first rows are the recipes themselves; what their speed is
+`ablations.listops-small.local` its small variant. The first rows are the recipes themselves; their speed is
 compared with is MEGA in the same recipe, `ablations.TASK.mega`, with the widths of its SeqBoat.
 """
 

@@ -13,7 +13,7 @@ from seqboat.training.optim import OptimizerConfig, ScheduleConfig
 
 
 def enwik8(mixer: MixerConfig | None = None) -> RunConfig:
-    """enwik8, 8 sequences of 8,192 bytes, 400,000 updates; 39M parameters.
+    """enwik8, 8 sequences of 8,192 bytes, 400,000 steps; 39M parameters.
 
     Evaluation reads at least 7,000 bytes before each byte that it scores.
     """

@@ -1,7 +1,7 @@
 """Long Range Arena: table 1 of the paper, with the settings of appendix A.5.
 
 What the appendix leaves open: betas (0.9, 0.98), gradients clipped at norm 1, warm-up from 1e-7, the steps of
-warm-up, and the cut of the state-space kernel. Every row has a `-small` twin for two CPU cores, at most a quarter
+warm-up, and the cut of the state-space kernel. Every row has a `-small` variant for two CPU cores, at most a quarter
 of an hour each; its docstring says what was cut.
 """
 
@@ -37,7 +37,7 @@ def _run(
     every: int,
     bucketing: bool = False,
 ) -> RunConfig:
-    """A row of the table: so many steps over batches of one size, scored after every so many."""
+    """A row of the table: a number of steps over batches of one size, scored at a fixed interval."""
     return RunConfig(
         task=task,
         model=model,
@@ -269,7 +269,7 @@ def pathfinder_small(mixer: MixerConfig | None = None) -> RunConfig:
 
 
 def pathx_small(mixer: MixerConfig | None = None) -> RunConfig:
-    """Path-X at full length in a narrow model: shows that 16,384 tokens train, not that they are learnt.
+    """Path-X at full length in a narrow model: shows that 16,384 tokens train, not that they are learned.
 
     Cut: 2 layers of width 32 instead of 6 of 128, 1,600 images seen instead of 16 million, working memory 64. The
     published task stays at chance for many epochs, and so does this one.

@@ -245,8 +245,8 @@ def _distance(
 def reduce(fine: NDArray[np.float64]) -> NDArray[np.float64]:
     """A square image at half its size, with the Lanczos filter of three lobes, clipped to [0, 1]."""
     small = len(fine) // SCALE
-    centres = (np.arange(small) + 0.5) * SCALE
-    distance = (np.arange(len(fine)) + 0.5 - centres[:, None]) / SCALE
+    centers = (np.arange(small) + 0.5) * SCALE
+    distance = (np.arange(len(fine)) + 0.5 - centers[:, None]) / SCALE
     filters = np.where(np.abs(distance) < 3, np.sinc(distance) * np.sinc(distance / 3), 0.0)
     filters /= filters.sum(axis=1, keepdims=True)
     result: NDArray[np.float64] = np.clip(filters @ fine @ filters.T, 0.0, 1.0)
