@@ -13,7 +13,7 @@ from seqboat.mixers.ssm.ema import EMAConfig
 from seqboat.models.backbone import BackboneConfig
 from seqboat.tasks.base import TaskConfig
 from seqboat.tasks.lmtext import LMTextTaskConfig
-from seqboat.training.checkpoint import MODEL, Store, model_tensors
+from seqboat.training.checkpoint import MODEL, CheckpointStore, model_tensors
 from seqboat.training.config import RunConfig, to_dict
 
 TEXT = "Ein schöner Text € mit Zeilen,\nund noch einer.\n" * 60
@@ -49,7 +49,7 @@ def write_run(folder: Path, config: RunConfig, seed: int = 0, noise: float = 0.0
             model.backbone.norm.weight.normal_()  # type: ignore[union-attr, operator]
     folder.mkdir(parents=True, exist_ok=True)
     state = {"config": to_dict(config), "classes": task.classes, "versions": {}}
-    Store(folder).save(1, {MODEL: model_tensors(model)}, state, best=True)
+    CheckpointStore(folder).save(1, {MODEL: model_tensors(model)}, state, best=True)
     return folder
 
 

@@ -18,7 +18,8 @@ from seqboat.core.losses import extra_loss
 from seqboat.core.state import state_bytes
 from seqboat.mixers import AdaptiveSpan, AdaptiveSpanConfig
 from seqboat.models.backbone import BackboneConfig, Classifier
-from seqboat.training.loop import add_auxiliary_gradients, train
+from seqboat.training.loop import train
+from seqboat.training.step import add_auxiliary_gradients
 from small_runs import Spy, ToyConfig, small_run
 
 BASE = AdaptiveSpanConfig(heads=2, max_span=9, ramp=3)

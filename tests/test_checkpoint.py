@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import random
 import shutil
@@ -23,7 +24,8 @@ from seqboat.training.checkpoint import (
     PHASES,
     STATE,
     CheckpointError,
-    Store,
+    CheckpointStore,
+    NewerFormat,
     load_model_tensors,
     load_optimizer_tensors,
     model_tensors,
@@ -40,17 +42,17 @@ def content(step: int) -> dict[str, dict[str, torch.Tensor]]:
     }
 
 
-def save(store: Store, step: int, **options: Any) -> None:
+def save(store: CheckpointStore, step: int, **options: Any) -> None:
     store.save(step, content(step), {"progress": {"step": step}, "note": "é"}, **options)
 
 
-def warnings_of(folder: Path) -> tuple[Store, list[str]]:
+def warnings_of(folder: Path) -> tuple[CheckpointStore, list[str]]:
     told: list[str] = []
-    return Store(folder, warn=told.append), told
+    return CheckpointStore(folder, warn=told.append), told
 
 
 def test_round_trip_and_pointers(tmp_path: Path) -> None:
-    store = Store(tmp_path)
+    store = CheckpointStore(tmp_path)
     save(store, 1, best=True)
     save(store, 2)
     found = store.newest()
@@ -64,12 +66,12 @@ def test_round_trip_and_pointers(tmp_path: Path) -> None:
 
 
 def test_old_checkpoints_go_and_the_best_stays(tmp_path: Path) -> None:
-    store = Store(tmp_path, keep=2)
+    store = CheckpointStore(tmp_path, keep=2)
     for step in range(1, 7):
         save(store, step, best=step == 2)
     assert store.steps() == [2, 5, 6]
     with pytest.raises(ValueError, match="keep must be at least 1, got 0"):
-        Store(tmp_path, keep=0)
+        CheckpointStore(tmp_path, keep=0)
 
 
 @pytest.mark.parametrize("name", [MODEL, OPTIM, STATE])
@@ -122,7 +124,7 @@ def test_an_extra_file_is_found(tmp_path: Path) -> None:
 
 
 def test_a_newer_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Store(tmp_path)
+    store = CheckpointStore(tmp_path)
     monkeypatch.setattr(ck, "FORMAT", 2)
     save(store, 1)
     monkeypatch.undo()
@@ -146,6 +148,142 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
         verify(folder)
 
 
+def test_an_edited_format_is_damage_and_a_newer_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    store = CheckpointStore(tmp_path, keep=9, warn=told.append)
+    save(store, 1)
+    save(store, 2)
+    path = store.path(2) / STATE
+    path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
+    found = store.newest()
+    assert found is not None and found.step == 1 and "does not match its own sha256" in told[0]
+    monkeypatch.setattr(ck, "FORMAT", 2)
+    save(store, 3)
+    monkeypatch.undo()
+    for read in (store.newest, store.recover):
+        with pytest.raises(NewerFormat, match=r"step-3/state.json has format 2.*a newer version of seqboat"):
+            read()
+    assert store.steps() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("newest", [False, True])
+@pytest.mark.parametrize("middle", [False, True])
+@pytest.mark.parametrize("best", [False, True])
+@pytest.mark.parametrize("harm", ["truncate", "pipe", "folder", "not a folder"])
+def test_nothing_whole_is_ever_deleted(
+    tmp_path: Path, newest: bool, middle: bool, best: bool, harm: str
+) -> None:
+    """Checkpoints 2 (best), 4 and 6, damaged in every combination; then the run continues and saves more."""
+    writer = CheckpointStore(tmp_path, keep=2)
+    for step in (2, 4, 6):
+        save(writer, step, best=step == 2)
+    damaged = {step for step, bad in ((2, best), (4, middle), (6, newest)) if bad}
+    for step in damaged:
+        path = writer.path(step) / MODEL
+        if harm == "truncate":
+            truncate(path)
+            continue
+        path.unlink()
+        if harm == "pipe":
+            os.mkfifo(path)
+        elif harm == "folder":
+            path.mkdir()
+        else:
+            shutil.rmtree(writer.path(step))
+            writer.path(step).write_text("x")
+    told: list[str] = []
+    store = CheckpointStore(tmp_path, keep=2, warn=told.append)
+    before = sorted(entry.name for entry in tmp_path.iterdir())
+    if len(damaged) == 3:
+        with pytest.raises(CheckpointError, match=r"has 3 checkpoints and none can be read \(.*step-6"):
+            store.recover()
+        assert sorted(entry.name for entry in tmp_path.iterdir()) == before
+        return
+    whole = {2, 4, 6} - damaged
+    found = store.recover()
+    assert found is not None and found.step == max(whole)
+    assert set(store.steps()) == whole
+    assert {entry.name for entry in tmp_path.glob("damaged-*")} == {f"damaged-step-{s}" for s in damaged}
+    assert len(told) == len(damaged) and all("moved aside to damaged-step-" in line for line in told)
+    step = found.step
+    for _ in range(3):
+        step += 1
+        save(store, step)
+        # the newest two and the best, as far as they were whole
+        assert store.steps()[-1] == step and store.pointed("latest") == step
+        assert verify(store.path(step)).step == step
+        assert ({2} & whole) <= set(store.steps())
+    assert len(set(store.steps()) - {2}) == 2
+
+
+def test_moved_checkpoints_keep_a_run_from_starting_over(tmp_path: Path) -> None:
+    store, _ = warnings_of(tmp_path)
+    assert store.recover() is None
+    save(store, 1)
+    for _ in range(2):
+        save(store, 2)
+        truncate(store.path(2) / MODEL)
+        store.recover()
+    assert sorted(p.name for p in tmp_path.glob("damaged-*")) == ["damaged-step-2", "damaged-step-2-2"]
+    shutil.rmtree(store.path(1))
+    with pytest.raises(CheckpointError, match="2 checkpoints and none can be read"):
+        store.recover()
+
+
+def test_a_checkpoint_that_is_replaced_survives_a_kill(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    save(store, 1)
+    os.rename(store.path(1), tmp_path / f"{ck.OLD}step-1-99")  # where a process dies between two renames
+    store.sweep()
+    assert verify(store.path(1)).step == 1
+    save(store, 1)
+    assert store.steps() == [1] and not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"files": []}, "has no valid 'files'"),
+        ({"step": "x"}, "has no valid 'step'"),
+        ({"step": 7}, "is of step 7, but its folder is step-1"),
+        ({"progress": []}, "has no valid 'progress'"),
+    ],
+)
+def test_sealed_nonsense_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 1)
+    path = store.path(1) / STATE
+    state = json.loads(path.read_text())
+    del state["sha256"]
+    path.write_text(ck._seal({**state, **change}))
+    with pytest.raises(CheckpointError, match=message):
+        verify(store.path(1))
+
+
+def test_hostile_state_files_are_refused(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path)
+    save(store, 1)
+    path = store.path(1) / STATE
+    path.write_text("[" * 200_000)
+    with pytest.raises(CheckpointError, match=r"state.json cannot be read: it is nested too deeply"):
+        verify(store.path(1))
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(CheckpointError, match=r"state.json cannot be read: .* is not a file: it is"):
+        verify(store.path(1))
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    with pytest.raises(CheckpointError, match="is not a file: it is"):
+        verify(store.path(1))
+    path.unlink()
+    with open(path, "wb") as file:
+        file.truncate(ck.MAX_STATE + 1)
+    with pytest.raises(CheckpointError, match="is too large"):
+        verify(store.path(1))
+
+
 def test_best_falls_back_to_the_newest(tmp_path: Path) -> None:
     store, told = warnings_of(tmp_path)
     save(store, 1, best=True)
@@ -163,17 +301,17 @@ def test_a_failure_in_any_phase_leaves_whole_checkpoints(tmp_path: Path, phase: 
             raise OSError(errno.EIO, "broken disk")
 
     armed = False
-    store = Store(tmp_path, keep=1, on_phase=fail)
+    store = CheckpointStore(tmp_path, keep=1, on_phase=fail)
     save(store, 1)
     armed = True
     with pytest.raises(CheckpointError, match=r"cannot write .*step-2: .*broken disk"):
         save(store, 2)
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
-    found = Store(tmp_path).newest()
+    found = CheckpointStore(tmp_path).newest()
     assert found is not None and found.step == (2 if phase in ("pointer", "prune") else 1)
     armed = False
     save(store, 3)
-    assert Store(tmp_path).steps() == [3]
+    assert CheckpointStore(tmp_path).steps() == [3]
 
 
 KILLED = """
@@ -182,7 +320,7 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from test_checkpoint import save
 from seqboat.data.files import Lock
-from seqboat.training.checkpoint import PHASES, Store
+from seqboat.training.checkpoint import PHASES, CheckpointStore
 
 def die(name):
     if name == phase and armed:
@@ -194,7 +332,7 @@ for phase in PHASES:
     if os.fork() == 0:
         armed = False
         with Lock(folder):
-            store = Store(folder, keep=1, on_phase=die)
+            store = CheckpointStore(folder, keep=1, on_phase=die)
             save(store, 1)
             armed = True
             save(store, 2, best=True)
@@ -232,7 +370,7 @@ def test_kill_in_any_phase_leaves_whole_checkpoints(killed: Path, phase: str) ->
 
 
 def test_disk_full_is_seen_before_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Store(tmp_path)
+    store = CheckpointStore(tmp_path)
     save(store, 1)
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
@@ -245,7 +383,7 @@ def test_disk_full_is_seen_before_writing(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("kind", ["system", "safetensors"])
 def test_disk_full_while_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    store = Store(tmp_path)
+    store = CheckpointStore(tmp_path)
     save(store, 1)
     real = ck.save_file
 
@@ -276,7 +414,7 @@ def test_a_full_volume(tmp_path: Path) -> None:
     ):
         pytest.skip("no right to mount a small volume")
     try:
-        store = Store(volume, keep=9)
+        store = CheckpointStore(volume, keep=9)
         state: dict[str, Any] = {}
         big = {MODEL: {"weight": torch.zeros(300_000)}}
         store.save(1, big, state)
@@ -296,7 +434,7 @@ def test_a_full_volume(tmp_path: Path) -> None:
 
 
 def test_sweeping_leaves_everything_else(tmp_path: Path) -> None:
-    store = Store(tmp_path)
+    store = CheckpointStore(tmp_path)
     save(store, 1)
     (tmp_path / ".stage-9-123").mkdir()
     (tmp_path / ".latest-123").write_text("x")

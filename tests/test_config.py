@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,16 @@ def test_wrong_overrides_are_named(arguments: list[str], message: str) -> None:
         ("seed: !!python/object/apply:os.getcwd []", "is not plain YAML"),
         ("a: [", "is not plain YAML"),
         ("seed: \x00", "is not plain YAML"),
+        (
+            "a: &a [x,x,x,x,x,x,x,x]\nb: &b [*a,*a,*a,*a,*a]\nc: &c [*b,*b,*b,*b,*b]\nseed: [*c,*c,*c,*c,*c]",
+            "field 'a' is unknown",
+        ),
+        ("seed: [" + "&a [x,x,x,x], " + "*a, " * 15 + "]", r"seed must be an integer, got \[\['x'"),
+        ("model: {mixer: {name: [&a [x], *a, *a]}}", "is unknown"),
+        ("a: &a {}\nb: [" + "*a, " * 40 + "]", "more than 16 aliases in a YAML file"),
+        ("seed: " + "[" * 5000, "nested too deeply|is not plain YAML"),
+        ("seed: " + "9" * 5000, "is not plain YAML"),
+        ("seed: " + "a" * 5000, r"seed must be an integer, got 'aaaa.*\.\.\..*aaa'$"),
     ],
 )
 def test_wrong_files_are_named(tmp_path: Path, text: str, message: str) -> None:
@@ -182,7 +193,7 @@ def test_wrong_files_are_named(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         from_yaml(path, small_run())
     assert str(path) in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 1000
 
 
 def test_files_without_a_recipe_must_be_complete(tmp_path: Path) -> None:
@@ -195,6 +206,12 @@ def test_files_without_a_recipe_must_be_complete(tmp_path: Path) -> None:
     path.write_text("#" * (1 << 21))
     with pytest.raises(ValueError, match="too large for a configuration"):
         from_yaml(path)
+
+
+def test_a_pipe_is_no_configuration(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.yaml")
+    with pytest.raises(ValueError, match=r"config.yaml is not a file: it is a folder, a pipe or a device"):
+        from_yaml(tmp_path / "config.yaml")
 
 
 def test_a_file_over_a_recipe_changes_only_what_it_says(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -15,10 +16,11 @@ import pytest
 import torch
 
 from seqboat.tasks import TASKS
-from seqboat.training.checkpoint import MODEL, OPTIM, Store
+from seqboat.training.checkpoint import MODEL, OPTIM, CheckpointStore
 from seqboat.training.config import RunConfig
 from seqboat.training.loop import train
 from seqboat.training.metrics import iterate_metrics
+from seqboat.training.parallel import ProcessesError
 from small_runs import Spy, ToyConfig, small_run, without_dropout
 
 HERE = Path(__file__).parent
@@ -119,7 +121,7 @@ def free_ports(count: int) -> list[str]:
     return ports
 
 
-def start(rank: int, folder: Path, ports: list[str]) -> subprocess.Popen[str]:
+def start(rank: int, folder: Path, ports: list[str], play: str = "play") -> subprocess.Popen[str]:
     environment = {
         **os.environ,
         "RANK": str(rank),
@@ -131,7 +133,10 @@ def start(rank: int, folder: Path, ports: list[str]) -> subprocess.Popen[str]:
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
     }
-    script = "import sys; from pathlib import Path; import test_distributed; test_distributed.play(Path(sys.argv[1]))"
+    script = (
+        "import sys; from pathlib import Path; import test_distributed; "
+        f"test_distributed.{play}(Path(sys.argv[1]))"
+    )
     return subprocess.Popen(
         [sys.executable, "-c", script, str(folder)],
         env=environment,
@@ -139,6 +144,37 @@ def start(rank: int, folder: Path, ports: list[str]) -> subprocess.Popen[str]:
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+def play_frozen(folder: Path) -> None:
+    """One of the two processes stops for good after three steps."""
+    TASKS["toy"] = ToyConfig
+
+    def freeze(done: int, model: torch.nn.Module) -> None:
+        if done == 3 and os.environ["RANK"] == os.environ["FROZEN"]:
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    try:
+        train(run_config(training={"timeout": 4.0}), folder / "run", display=Spy(), on_step=freeze)
+    except ProcessesError as error:
+        print("SAID", error, flush=True)
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_frozen_process_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, frozen: int) -> None:
+    monkeypatch.setenv("FROZEN", str(frozen))
+    ports = free_ports(1)
+    processes = [start(rank, tmp_path, ports, "play_frozen") for rank in range(2)]
+    try:
+        output = processes[1 - frozen].communicate(timeout=60)[0]
+        expected = (
+            f"SAID rank {1 - frozen} of 2 waited more than 4 s or lost its connection: no answer from rank "
+        )
+        assert expected + str(frozen) in output, output
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
 
 
 @pytest.fixture(scope="module")
@@ -215,7 +251,7 @@ def test_scores_are_those_of_one_process(alone: Path, played: Path, name: str) -
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_checkpoints_hold_whole_tensors(alone: Path, played: Path, name: str) -> None:
-    ours, theirs = Store(played / name).newest(), Store(alone).newest()
+    ours, theirs = CheckpointStore(played / name).newest(), CheckpointStore(alone).newest()
     assert ours is not None and theirs is not None
     for file in (MODEL, OPTIM):
         one, two = ours.tensors(file), theirs.tensors(file)
@@ -231,7 +267,7 @@ def test_batch_norms_are_those_of_one_process(alone_with_norms: Path, played: Pa
     for metric in ("loss", "accuracy"):
         scores = values(played / name, metric, "val"), values(alone_with_norms, metric, "val")
         assert scores[0] == pytest.approx(scores[1], abs=1e-5)
-    one, two = Store(played / name).newest(), Store(alone_with_norms).newest()
+    one, two = CheckpointStore(played / name).newest(), CheckpointStore(alone_with_norms).newest()
     assert one is not None and two is not None
     averages = {key: value for key, value in two.tensors(MODEL).items() if "running" in key}
     assert len(averages) == 4

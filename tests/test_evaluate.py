@@ -23,7 +23,7 @@ from seqboat.models.backbone import LanguageModel
 from seqboat.runs import Run
 from seqboat.tasks import TASKS
 from seqboat.tasks.base import Batch, Task
-from seqboat.training.checkpoint import MODEL, CheckpointError, Store
+from seqboat.training.checkpoint import MODEL, CheckpointError, CheckpointStore
 from seqboat.training.config import RunConfig
 from seqboat.training.display import LiveDisplay, PlainDisplay, make_display
 from seqboat.training.evaluate import (
@@ -244,7 +244,7 @@ def test_activation_counts_real_tokens_of_both_sequences() -> None:
 def test_models_come_back(run: Path) -> None:
     model, config = Run(run).model, Run(run).config
     assert config == small_run(schedule={"steps": 8}, evaluation={"every": 4}) and not model.training
-    best = Store(run).best()
+    best = CheckpointStore(run).best()
     assert best is not None and same_tensors(dict(model.state_dict()), best.tensors(MODEL))
     latest = Run(run, which="latest").model
     named = Run(run / "step-8").model
@@ -327,9 +327,9 @@ def test_train_eval_resume_from_the_command_line(
     assert main(["eval", out, "--batch_size", "8"]) == 0
     assert capsys.readouterr().err == "\r1/2 batches\r2/2 batches\n"
     assert main(["train", "--resume", "--out", out]) == 0
-    assert "finished already" in capsys.readouterr().out
+    assert "already finished" in capsys.readouterr().out
     assert main(["train", "recall", "--out", out, *RECALL]) == 2
-    assert "holds a run already" in capsys.readouterr().err
+    assert "already holds a run" in capsys.readouterr().err
 
 
 def test_the_printed_configuration_runs_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -58,25 +60,70 @@ def test_names_of_files_that_are_not_text(tmp_path: Path) -> None:
 
 def test_two_runs_in_one_folder(tmp_path: Path) -> None:
     with Lock(tmp_path):
-        with pytest.raises(ValueError, match=rf"is in use by another run .*\"pid\": {os.getpid()}"):
+        with pytest.raises(ValueError, match=rf"is in use by another run \(pid {os.getpid()} on .* since 20"):
             Lock(tmp_path).acquire()
         script = (
             "import sys; from pathlib import Path; from seqboat.data.files import Lock; "
             "Lock(Path(sys.argv[1])).acquire()"
         )
         done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True)
-        assert done.returncode == 1 and f'"pid": {os.getpid()}' in done.stderr
+        assert done.returncode == 1 and f"pid {os.getpid()} on" in done.stderr
     with Lock(tmp_path):
         pass
 
 
-def test_a_lock_of_another_host_is_respected(tmp_path: Path) -> None:
-    (tmp_path / "lock").write_text(json.dumps({"pid": 1, "host": "elsewhere.example"}))
-    with pytest.raises(ValueError, match=r"elsewhere.example.*remove .*lock if that run is dead"):
+def other_machine(folder: Path) -> Path:
+    """A lock that a process on another machine wrote."""
+    path = folder / "lock"
+    path.write_text(
+        json.dumps({"pid": 1, "host": "elsewhere.example", "machine": "m", "since": "2026-01-01T00:00:00"})
+    )
+    return path
+
+
+def test_a_living_lock_of_another_machine_is_respected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Lock, "HEARTBEAT", 0.2)
+    path = other_machine(tmp_path)
+    beat = threading.Timer(0.2, os.utime, (path,))
+    beat.start()
+    message = (
+        r"pid 1 on 'elsewhere.example' since 2026-01-01.*remove .*lock to take over if that process is dead"
+    )
+    with pytest.raises(ValueError, match=message):
         Lock(tmp_path).acquire()
-    (tmp_path / "lock").unlink()
+    beat.join()
+    path.unlink()
     with Lock(tmp_path):
         pass
+
+
+def test_a_dead_lock_of_another_machine_is_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container that was killed and starts again elsewhere, under another host name."""
+    monkeypatch.setattr(Lock, "HEARTBEAT", 0.05)
+    other_machine(tmp_path)
+    with Lock(tmp_path) as lock:
+        before = lock.path.stat().st_mtime_ns
+        time.sleep(0.3)
+        assert lock.path.stat().st_mtime_ns > before  # it beats
+        lock.check()
+    # on the same machine a dead process needs no waiting, whatever its host name was
+    line = json.loads(Lock._line())
+    (tmp_path / "lock").write_text(json.dumps({**line, "host": "former-name"}))
+    monkeypatch.setattr(Lock, "HEARTBEAT", 1000.0)
+    started = time.monotonic()
+    with Lock(tmp_path):
+        assert time.monotonic() - started < 5
+
+
+def test_a_lock_that_was_taken_over_is_noticed(tmp_path: Path) -> None:
+    with Lock(tmp_path) as lock:
+        other_machine(tmp_path)
+        with pytest.raises(ValueError, match=r"in use by another run \(pid 1 on 'elsewhere.example'"):
+            lock.check()
 
 
 def test_a_lock_file_that_its_holder_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

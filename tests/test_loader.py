@@ -12,7 +12,17 @@ import numpy as np
 import pytest
 import torch
 
-from seqboat.training.loader import POOL, LoaderError, Part, Plan, batches, share, shuffled
+from seqboat.training.loader import (
+    POOL,
+    LoaderError,
+    Part,
+    Plan,
+    batches,
+    check_lengths,
+    micro_batches,
+    shuffled,
+    split_batch,
+)
 from small_runs import ToyConfig
 
 
@@ -66,10 +76,30 @@ def test_streams_continue_from_batch_to_batch() -> None:
 @pytest.mark.parametrize("parts", [1, 2, 3, 8])
 def test_parts_of_a_batch_are_the_batch(parts: int) -> None:
     batch = [5, 3, 9, 1, 4]
-    shared = share(batch, parts)
+    shared = split_batch(batch, parts)
     assert len(shared) == parts
     assert [i for part in shared if part.counted for i in part.examples] == batch
     assert all(part.examples for part in shared)
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_micro_batches_stay_within_their_tokens(processes: int, accumulation: int) -> None:
+    lengths = np.array([3, 100, 4, 5, 90, 6, 7, 8, 2, 50, 3, 4])
+    batch = list(range(12))
+    shared = micro_batches(batch, processes, accumulation, lengths, 100)
+    assert len(shared) == processes and len({len(mine) for mine in shared}) == 1
+    counted = [part for mine in shared for part in mine if part.counted]
+    assert sorted(i for part in counted for i in part.examples) == batch
+    assert all(len(p.examples) * max(lengths[list(p.examples)]) <= 100 for mine in shared for p in mine)
+    # nothing changes where nothing is too large
+    assert micro_batches(batch, processes, accumulation, lengths, 10**6) == micro_batches(
+        batch, processes, accumulation
+    )
+    with pytest.raises(
+        ValueError, match=r"train example 1 has 100 tokens, more than training.max_tokens = 99: cut long"
+    ):
+        check_lengths(lengths, 99, "train")
 
 
 def test_bad_plans_are_named() -> None:
@@ -137,6 +167,23 @@ def test_a_connection_that_stays_broken_is_reported(monkeypatch: pytest.MonkeyPa
 def test_a_hanging_worker_is_given_up() -> None:
     with pytest.raises(LoaderError, match=r"dataset toy, split train, records \[1\]: DataLoader timed out"):
         read(ToyConfig(slow=30.0), [Part((1,), True)], 1, timeout=0.5)
+
+
+def test_a_stopped_worker_is_named_and_ended() -> None:
+    task = ToyConfig(slow=0.05).build()
+    parts = (Part((i,), True) for i in range(40))
+    source = batches(task, task.dataset("train"), "train", parts, 2, 1.5)
+    next(source)
+    child = _children()[-1]
+    os.kill(child, signal.SIGSTOP)
+    started = time.monotonic()
+    with pytest.raises(
+        LoaderError, match=rf"records \[\d+\]: .*timed out .*; worker 1 \(pid {child}\) is stopped"
+    ):
+        for _ in source:
+            pass
+    assert time.monotonic() - started < 15
+    assert child not in _children()
 
 
 def _children() -> list[int]:

@@ -413,7 +413,7 @@ def test_a_run_that_diverges_does_not_keep_others_from_running(
         return (
             real(job)
             if job.trial.name == "fast"
-            else reproduce.Outcome(3, 7, None, "the loss was not finite")
+            else reproduce.RunOutcome(3, 7, None, "the loss was not finite")
         )
 
     monkeypatch.setattr(reproduce, "run_job", run)
@@ -429,7 +429,7 @@ def test_an_interrupted_run_ends_the_command_with_its_code(
 
     def stopped(job: Job) -> Any:
         seen.append(job)
-        return reproduce.Outcome(130, 7, None, "stopped by SIGINT after step 7; --resume goes on")
+        return reproduce.RunOutcome(130, 7, None, "stopped by SIGINT after step 7; --resume goes on")
 
     monkeypatch.setattr(reproduce, "run_job", stopped)
     assert main(["reproduce", "toys", "--out", str(tmp_path)]) == 130

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from seqboat.runs import Run
 from seqboat.tasks import TASKS
-from seqboat.training.checkpoint import MODEL, STATE, CheckpointError, Store
+from seqboat.training.checkpoint import MODEL, STATE, CheckpointError, CheckpointStore
 from seqboat.training.loop import train
 from small_runs import Spy, ToyConfig, small_run
 from test_imports import ONLY_THE_CORE
@@ -48,7 +48,7 @@ def reseal(step: Path, **changes: object) -> None:
 
 def test_everything_comes_from_one_checkpoint(run: Path) -> None:
     found = Run(run, "latest")
-    assert found.step == 8 and found.steps == Store(run).steps() and str(found) == str(run)
+    assert found.step == 8 and found.steps == CheckpointStore(run).steps() and str(found) == str(run)
     assert found.checkpoint.path == run / "step-8" and found.folder == run and not found.shipped
     assert found.config.schedule.steps == 8 and found.task.name == "toy"
     assert found.about["seed"] == found.config.seed
@@ -77,7 +77,7 @@ def test_a_reader_is_patient_with_a_run_that_replaces_its_checkpoints(
     # flushing to disk would make the writer too slow to get in the way
     monkeypatch.setattr(os, "fsync", lambda handle: None)
     source = Run(run)
-    store = Store(tmp_path, keep=1)
+    store = CheckpointStore(tmp_path, keep=1)
     state = {key: source.checkpoint.state[key] for key in ("config", "classes", "labels", "versions")}
     weights = {name: value.clone() for name, value in source.weights.items()}
     store.save(0, {MODEL: weights}, state, best=True)

@@ -13,7 +13,7 @@ from seqboat import runs
 from seqboat.cli import main
 from seqboat.runs import Run, find_run, shipped_models
 from seqboat.text.generate import SamplingConfig, generate
-from seqboat.training.checkpoint import MODEL, CheckpointError, Store
+from seqboat.training.checkpoint import MODEL, CheckpointError, CheckpointStore
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_a_packed_run_is_a_run(run: Path, tmp_path: Path, dtype: torch.dtype) -> None:
     folder = Run(run).pack(tmp_path / "small", dtype=dtype, card="A toy.\n")
-    stored = Store(folder).best()
+    stored = CheckpointStore(folder).best()
     assert stored is not None and {t.dtype for t in stored.tensors(MODEL).values()} == {dtype}
     assert {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} == {
         "README.md",
@@ -58,9 +58,9 @@ def test_what_is_refused(run: Path, tmp_path: Path) -> None:
     model = Run(large).language_model
     with torch.no_grad():
         model.backbone.embedding.weight[0, 0] = 1e6
-    best = Store(large).best()
+    best = CheckpointStore(large).best()
     assert best is not None
-    Store(large).save(2, {MODEL: dict(model.state_dict())}, best.state, best=True)
+    CheckpointStore(large).save(2, {MODEL: dict(model.state_dict())}, best.state, best=True)
     with pytest.raises(
         ValueError, match=r"embedding.weight does not fit into torch.float16: .* up to 1e\+06"
     ):

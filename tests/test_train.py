@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
@@ -13,17 +14,20 @@ import types
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from seqboat.core.routers import AlwaysActiveConfig, GumbelConfig, GumbelSoftmax
 from seqboat.tasks import TASKS
-from seqboat.training import loop as train_module
-from seqboat.training.checkpoint import MODEL, OPTIM, CheckpointError, Store
+from seqboat.training import diagnosis
+from seqboat.training.checkpoint import MODEL, OPTIM, CheckpointError, CheckpointStore, _seal
 from seqboat.training.config import RunConfig, from_yaml, to_dict
+from seqboat.training.display import PlainDisplay
 from seqboat.training.loader import LoaderError
-from seqboat.training.loop import Outcome, train
+from seqboat.training.loop import RunOutcome, train
 from seqboat.training.metrics import iterate_metrics
+from seqboat.training.signals import StopSignals
 from seqboat.training.track import numbers
 from small_runs import Spy, ToyConfig, numbers_of, same_tensors, small_run
 
@@ -46,7 +50,7 @@ def stop_after(step: int) -> Any:
 
 
 def final(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    found = Store(folder).newest()
+    found = CheckpointStore(folder).newest()
     assert found is not None
     return found.tensors(MODEL), found.tensors(OPTIM)
 
@@ -91,8 +95,10 @@ def test_a_run_leaves_everything_beside_its_checkpoints(straight: Path) -> None:
     }
     assert wanted <= training[0].keys() and len(training[0]["activation"]) == 2
     assert [r["step"] for r in records if r["split"] == "val"] == [12, 24]
-    assert Store(straight).pointed("latest") == 24 and Store(straight).pointed("best") in (12, 24)
-    state = Store(straight).newest()
+    assert CheckpointStore(straight).pointed("latest") == 24 and CheckpointStore(straight).pointed(
+        "best"
+    ) in (12, 24)
+    state = CheckpointStore(straight).newest()
     assert state is not None and state.state["sampler"] == {"epoch": 4, "position": 0}
     # nothing of the machine or its user is written
     text = (straight / "step-24" / "state.json").read_text() + (straight / "run.json").read_text()
@@ -127,7 +133,7 @@ def test_resuming_continues_bit_for_bit(tmp_path: Path, straight: Path, k: int) 
 def test_a_finished_run_stays_finished(straight: Path) -> None:
     before = metrics(straight)
     outcome = train(small_run(), straight, resume=True, display=Spy())
-    assert outcome == Outcome(0, 24, outcome.best, "the run was finished already")
+    assert outcome == RunOutcome(0, 24, outcome.best, "the run had already finished")
     assert metrics(straight) == before
 
 
@@ -193,7 +199,7 @@ def test_carried_state_sees_the_text_before(tmp_path: Path) -> None:
 
 
 def test_wrong_uses_of_carried_state(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="carry_state needs a language model, but toy is none"):
+    with pytest.raises(ValueError, match="carry_state needs a language model, but toy is not one"):
         train(small_run(training={"carry_state": True, "bucketing": False}), tmp_path / "a", display=Spy())
     assert not (tmp_path / "a").exists()
     lm = small_run(
@@ -236,6 +242,26 @@ def test_micro_batches_add_up(tmp_path: Path) -> None:
             assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
 
 
+def test_long_examples_split_batches_and_change_no_loss(tmp_path: Path) -> None:
+    from small_runs import without_dropout
+
+    losses = []
+    for limit in (2**19, 24):
+        config = without_dropout(
+            small_run(training={"max_tokens": limit, "bucketing": False}, schedule={"steps": 8})
+        )
+        spy = Spy()
+        train(config, tmp_path / str(limit), display=spy)
+        losses.append((spy.losses, [score["loss"] for score in spy.scores]))
+    for one, two in zip(*losses, strict=True):
+        assert two == pytest.approx(one, rel=1e-5)
+    with pytest.raises(
+        ValueError, match=r"train example \d+ has 12 tokens, more than training.max_tokens = 11"
+    ):
+        train(small_run(training={"max_tokens": 11}), tmp_path / "refused", display=Spy())
+    assert not (tmp_path / "refused").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_compiled_runs_agree(tmp_path: Path) -> None:
@@ -254,7 +280,7 @@ def test_compiled_runs_agree(tmp_path: Path) -> None:
 
 def test_a_folder_with_a_run_is_not_overwritten(straight: Path) -> None:
     before = metrics(straight)
-    with pytest.raises(ValueError, match=r"holds a run already: resume it \(--resume\)"):
+    with pytest.raises(ValueError, match=r"already holds a run: resume it \(--resume\)"):
         train(small_run(), straight, display=Spy())
     assert metrics(straight) == before
 
@@ -308,6 +334,32 @@ def test_a_damaged_newest_checkpoint_costs_one_interval(tmp_path: Path, straight
     assert same_runs(straight, tmp_path)
 
 
+def test_a_run_without_a_readable_checkpoint_is_not_started_over(tmp_path: Path) -> None:
+    with pytest.raises(Stop):
+        train(small_run(), tmp_path, display=Spy(), on_step=stop_after(14))
+    for path in tmp_path.glob(f"step-*/{MODEL}"):
+        path.write_bytes(path.read_bytes()[:-1])
+    before = {p.name: p.stat().st_mtime_ns for p in tmp_path.iterdir() if p.name != "lock"}
+    with pytest.raises(CheckpointError, match="2 checkpoints and none can be read"):
+        train(small_run(), tmp_path, resume=True, display=Spy())
+    assert {p.name: p.stat().st_mtime_ns for p in tmp_path.iterdir() if p.name != "lock"} == before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"step": 10**9}, {"step": -1}, {"best_step": 99}, {"tokens": -5}, {"elapsed": "x"}, {"unknown": 1}],
+)
+def test_impossible_progress_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    with pytest.raises(Stop):
+        train(small_run(), tmp_path, display=Spy(), on_step=stop_after(5))
+    path = tmp_path / "step-4" / "state.json"
+    state = json.loads(path.read_text())
+    del state["sha256"]
+    path.write_text(_seal({**state, "progress": {**state["progress"], **change}}))
+    with pytest.raises(CheckpointError, match=r"step-4: its progress (is impossible|does not fit)"):
+        train(small_run(), tmp_path, resume=True, display=Spy())
+
+
 def test_a_full_disk_ends_the_run_and_resuming_repairs_it(
     tmp_path: Path, straight: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -322,7 +374,7 @@ def test_a_full_disk_ends_the_run_and_resuming_repairs_it(
 
     with pytest.raises(CheckpointError, match=r"no space for .*step-8"):
         train(small_run(), tmp_path, display=Spy(), on_step=fill)
-    assert Store(tmp_path).steps() == [4]
+    assert CheckpointStore(tmp_path).steps() == [4]
     usage["free"] = 10**12
     train(small_run(), tmp_path, resume=True, display=Spy())
     assert same_runs(straight, tmp_path)
@@ -330,12 +382,13 @@ def test_a_full_disk_ends_the_run_and_resuming_repairs_it(
 
 LAUNCHER = """
 import os, sys, time
-folder, here, steps, slow = sys.argv[1:]
+folder, here, steps, slow, workers = sys.argv[1:]
 sys.path.insert(0, here)
 import small_runs
 from seqboat.training.loop import train
 small_runs.register()
-config = small_runs.small_run(training={"save_every": 1}, schedule={"steps": int(steps)})
+training = {"save_every": 1 if workers == "0" else 4, "workers": int(workers)}
+config = small_runs.small_run(training=training, schedule={"steps": int(steps)})
 
 def step(done, model):
     print(done, flush=True)
@@ -345,6 +398,7 @@ def step(done, model):
 for line in sys.stdin:
     child = os.fork()
     if child == 0:
+        os.setsid()
         print(os.getpid(), flush=True)
         outcome = train(config, folder, resume=True, display=small_runs.Spy(), on_step=step)
         os._exit(outcome.exit_code)
@@ -356,9 +410,10 @@ for line in sys.stdin:
 class Launcher:
     """Runs in processes of their own, one after the other."""
 
-    def __init__(self, folder: Path, steps: int, slow: float = 0.0) -> None:
+    def __init__(self, folder: Path, steps: int, slow: float = 0.0, workers: int = 0) -> None:
+        arguments = [str(folder), str(Path(__file__).parent), str(steps), str(slow), str(workers)]
         self.process = subprocess.Popen(
-            [sys.executable, "-c", LAUNCHER, str(folder), str(Path(__file__).parent), str(steps), str(slow)],
+            [sys.executable, "-c", LAUNCHER, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -405,7 +460,7 @@ def kill_often(folder: Path, kills: int, steps: int) -> None:
             time.sleep(chance.random() * 0.1)
             os.kill(child, signal.SIGKILL)
             assert launcher.wait() == -signal.SIGKILL
-            found = Store(folder / "killed").newest() if (folder / "killed").exists() else None
+            found = CheckpointStore(folder / "killed").newest() if (folder / "killed").exists() else None
             reached = found.step if found else 0
             # no finished checkpoint is ever lost
             assert reached >= newest
@@ -424,7 +479,7 @@ def test_kill_at_random_moments(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_kill_at_many_random_moments(tmp_path: Path) -> None:
-    kill_often(tmp_path, 20, 200)
+    kill_often(tmp_path, 50, 400)
 
 
 # signals
@@ -441,7 +496,7 @@ def test_signals_finish_the_step_and_save(tmp_path: Path, straight: Path, number
     # the signal came after step 5, so step 6 is the one that is finished
     assert (outcome.exit_code, outcome.step) == (code, 6)
     assert signal.Signals(number).name in outcome.message and "--resume" in outcome.message
-    assert Store(tmp_path).pointed("latest") == 6
+    assert CheckpointStore(tmp_path).pointed("latest") == 6
     assert signal.getsignal(number) is before
     assert train(small_run(), tmp_path, resume=True, display=Spy()).exit_code == 0
     assert same_runs(straight, tmp_path)
@@ -455,7 +510,7 @@ def test_a_second_interrupt_stops_at_once(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         train(small_run(), tmp_path, display=Spy(), on_step=send)
-    assert Store(tmp_path).steps() == [4]
+    assert CheckpointStore(tmp_path).steps() == [4]
 
 
 def test_an_interrupted_process_exits_with_its_code(tmp_path: Path) -> None:
@@ -465,10 +520,92 @@ def test_an_interrupted_process_exits_with_its_code(tmp_path: Path) -> None:
             assert launcher.read().isdigit()
             os.kill(child, number)
             assert launcher.wait() == code
-    assert Store(tmp_path / "run").newest() is not None
+    assert CheckpointStore(tmp_path / "run").newest() is not None
+
+
+def test_signals_to_a_whole_group_with_workers(tmp_path: Path, straight: Path) -> None:
+    """Schedulers signal the data workers too: the run still takes one step at most, saves and says why it ended."""
+    codes = ((signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGUSR1, 75), (signal.SIGINT, 130))
+    with Launcher(tmp_path / "run", 24, slow=0.1, workers=2) as launcher:
+        for number, code in codes:
+            child = launcher.start()
+            step = int(launcher.read())
+            os.killpg(child, number)
+            assert launcher.wait() == code
+            found = CheckpointStore(tmp_path / "run").newest()
+            assert found is not None and step <= found.step <= step + 2
+        launcher.start()
+        assert launcher.wait() == 0
+    assert same_runs(straight, tmp_path / "run")
+    assert metrics(tmp_path / "run") == metrics(straight)
+
+
+def test_hangups_under_nohup_stay_ignored() -> None:
+    old = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignals() as signals:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signals.received == 0
+    finally:
+        signal.signal(signal.SIGHUP, old)
+
+
+@pytest.mark.parametrize("interrupted", [12, 24])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_during_evaluation_stop_within_a_batch(
+    tmp_path: Path, straight: Path, monkeypatch: pytest.MonkeyPatch, interrupted: int, number: Any
+) -> None:
+    from small_runs import ToyData
+
+    real, reads = ToyData.__getitem__, []
+
+    def read(self: Any, index: int) -> Any:
+        if self.split == "val":
+            reads.append(index)
+            if len(reads) == (1 if interrupted == 12 else 46):
+                os.kill(os.getpid(), number)
+        return real(self, index)
+
+    monkeypatch.setattr(ToyData, "lengths", lambda self: np.full(45, 12))
+    monkeypatch.setattr(ToyData, "__getitem__", read)
+    config = small_run(training={"bucketing": False})
+    outcome = train(config, tmp_path / "run", display=Spy())
+    assert (outcome.exit_code, outcome.step) == (128 + number, interrupted)
+    # one batch of 16 of the 45 examples
+    assert len(reads) == (16 if interrupted == 12 else 45 + 16)
+    monkeypatch.undo()
+    monkeypatch.setitem(TASKS, "toy", ToyConfig)
+    monkeypatch.setattr(ToyData, "lengths", lambda self: np.full(45, 12))
+    train(config, tmp_path / "alone", display=Spy())
+    assert train(config, tmp_path / "run", resume=True, display=Spy()).exit_code == 0
+    assert same_runs(tmp_path / "alone", tmp_path / "run")
+    assert metrics(tmp_path / "run") == metrics(tmp_path / "alone")
+
+
+def test_a_signal_before_an_evaluation_skips_it(tmp_path: Path, straight: Path) -> None:
+    def send(done: int, model: torch.nn.Module) -> None:
+        if done == 11:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    spy = Spy()
+    outcome = train(small_run(), tmp_path, display=spy, on_step=send)
+    assert (outcome.exit_code, outcome.step, spy.scores) == (143, 12, [])
+    assert train(small_run(), tmp_path, resume=True, display=Spy()).exit_code == 0
+    assert same_runs(straight, tmp_path) and metrics(tmp_path) == metrics(straight)
 
 
 # numbers that are not finite
+
+
+def test_a_logged_step_that_is_not_finite_is_shown(tmp_path: Path) -> None:
+    """A learning rate out of all bounds ends a run with code 3, whatever is displayed at that step."""
+    stream = io.StringIO()
+    config = small_run(optimizer={"lr": 1e30, "clip": None}, schedule={"warmup_steps": 0})
+    outcome = train(config, tmp_path / "five", display=PlainDisplay(stream))
+    assert outcome.exit_code == 3 and "5 steps in a row" in outcome.message
+    assert "norm -" in stream.getvalue()
+    outcome = train(config.replace(training={"max_skipped": 1}), tmp_path / "one", display=Spy())
+    assert outcome.exit_code == 3 and "was not finite in step" in outcome.message
 
 
 def test_not_finite_steps_are_not_applied(tmp_path: Path) -> None:
@@ -512,7 +649,7 @@ def test_five_in_a_row_end_the_run_with_code_3(tmp_path: Path) -> None:
     assert "5 steps in a row, the last being step 11" in outcome.message
     assert "the output of backbone.layers.1.linear is not finite" in outcome.message
     # what is kept is from before
-    assert Store(tmp_path).steps() == [4, 8] or Store(tmp_path).steps() == [4]
+    assert CheckpointStore(tmp_path).steps() == [4, 8] or CheckpointStore(tmp_path).steps() == [4]
 
 
 def test_a_gradient_that_is_not_finite_is_named(tmp_path: Path) -> None:
@@ -548,13 +685,13 @@ def test_early_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outcome = train(config, tmp_path, display=Spy())
     # the first evaluation is the best, the next three are no better
     assert (outcome.step, outcome.message) == (8, "no better for 3 evaluations")
-    assert Store(tmp_path).pointed("best") == 2
+    assert CheckpointStore(tmp_path).pointed("best") == 2
     again = train(config, tmp_path, resume=True, display=Spy())
-    assert (again.step, again.message) == (8, "the run was finished already")
+    assert (again.step, again.message) == (8, "the run had already finished")
 
 
 def test_a_router_that_stays_dead_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(train_module, "DEAD_AFTER", 5)
+    monkeypatch.setattr(diagnosis, "DEAD_AFTER", 5)
 
     def switch(done: int, model: torch.nn.Module) -> None:
         bias = model.get_parameter("backbone.layers.1.sma.router.logits.bias")
@@ -567,13 +704,13 @@ def test_a_router_that_stays_dead_is_named(tmp_path: Path, monkeypatch: pytest.M
     assert dead == [
         "layer 2: its router has activated no token since step 2; the layer works without its module"
     ]
-    assert any(m == "layer 2 is awake again at step 13" for m in spy.messages)
+    assert any(m == "layer 2 is active again at step 13" for m in spy.messages)
 
 
 def test_a_resumed_run_knows_since_when_a_router_is_dead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train_module, "DEAD_AFTER", 5)
+    monkeypatch.setattr(diagnosis, "DEAD_AFTER", 5)
     config = small_run()
     mixer: Any = config.model.mixer
     config = config.replace(
@@ -629,7 +766,7 @@ def test_metrics_that_cannot_be_written_do_not_stop_a_run(tmp_path: Path) -> Non
 
     spy = Spy()
     assert train(small_run(), tmp_path, display=spy, on_step=harm).exit_code == 0
-    assert len([m for m in spy.messages if m.startswith("metrics cannot be written")]) == 1
+    assert len([m for m in spy.messages if m.startswith("cannot write metrics")]) == 1
 
 
 class FakeTracker(types.ModuleType):
@@ -695,7 +832,7 @@ def test_numbers_of_a_record() -> None:
 
 
 def test_the_configuration_in_a_checkpoint_is_the_run_s(straight: Path) -> None:
-    found = Store(straight).newest()
+    found = CheckpointStore(straight).newest()
     assert found is not None
     config: RunConfig = small_run()
     assert found.state["config"] == json.loads(json.dumps(to_dict(config)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import reprlib
 from pathlib import Path
 
 import torch
@@ -15,10 +16,25 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+class _Short(reprlib.Repr):
+    """Values in messages: a hostile file can hold one whose full repr takes minutes to write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = self.maxdict = 2
+        self.maxlist = self.maxtuple = self.maxset = 4
+        self.maxstring = self.maxother = self.maxlong = 120
+
+
+def short(value: object) -> str:
+    """The repr of a value, cut short where it is long or deep."""
+    return _Short().repr(value)
+
+
 def check_positive(name: str, value: int, least: int = 1) -> None:
     """Refuse a count that is not a whole number of at least `least`."""
     whole = isinstance(value, int) and not isinstance(value, bool)
-    require(whole and value >= least, f"{name} must be an integer >= {least}, got {value!r}")
+    require(whole and value >= least, f"{name} must be an integer >= {least}, got {short(value)}")
 
 
 def check_rate(name: str, value: float) -> None:
@@ -36,7 +52,7 @@ def check_steps(dt_min: float, dt_max: float) -> None:
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     """Refuse a word that is not one of the choices."""
-    require(value in choices, f"{name} must be one of {', '.join(choices)}; got {value!r}")
+    require(value in choices, f"{name} must be one of {', '.join(choices)}; got {short(value)}")
 
 
 def check_output(name: str, path: Path) -> None:

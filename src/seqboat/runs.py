@@ -40,7 +40,7 @@ from seqboat.training.checkpoint import (
     MODEL,
     Checkpoint,
     CheckpointError,
-    Store,
+    CheckpointStore,
     load_model_tensors,
     verify,
 )
@@ -119,7 +119,7 @@ class Run:
     @property
     def steps(self) -> list[int]:
         """Steps at which the run has a checkpoint now, oldest first."""
-        return Store(self.folder).steps()
+        return CheckpointStore(self.folder).steps()
 
     # the checkpoint
 
@@ -128,7 +128,7 @@ class Run:
         """The checkpoint and its weights, opened together: a run that still trains may delete the files any time."""
         for attempt in range(ATTEMPTS):
             said: list[str] = []
-            store = Store(self.folder, warn=said.append)
+            store = CheckpointStore(self.folder, warn=said.append)
             before = store.steps()
             failure: Exception | None = None
             try:
@@ -149,7 +149,7 @@ class Run:
             break
         return found, weights
 
-    def _find(self, store: Store) -> Checkpoint:
+    def _find(self, store: CheckpointStore) -> Checkpoint:
         if self._is_checkpoint:
             return verify(self.path)
         found = store.best() if self.which == "best" else store.newest()
@@ -320,7 +320,7 @@ class Run:
             )
         folder.mkdir(parents=True, exist_ok=True)
         state = {key: self.checkpoint.state[key] for key in PACKED if key in self.checkpoint.state}
-        saved = Store(folder).save(self.step, {MODEL: weights}, state, best=True)
+        saved = CheckpointStore(folder).save(self.step, {MODEL: weights}, state, best=True)
         # checkpoints are readable by their owner alone, but a package is for everyone on the machine
         (saved / MODEL).chmod(0o644)
         if card is not None:

@@ -15,8 +15,11 @@ import json
 import os
 import socket
 import stat
+import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -114,12 +117,33 @@ def write_json(path: Path, content: object, *, indent: int = 1, sort_keys: bool 
     write_text(path, text + "\n")
 
 
+def _machine() -> str:
+    """What tells this machine, since it was started, from others; empty where the system does not say.
+
+    Containers on one machine share it, whatever host name they have.
+    """
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
 class InUse(ValueError):
     """A folder that another process works in."""
 
 
 class Lock:
-    """Keeps other processes out of a folder while this one lives; the lock of a dead process is taken over."""
+    """Keeps other processes out of a folder while this one lives; the lock of a dead process is taken over.
+
+    On one machine the system tells the dead from the living. A holder on another machine, or in a container that was
+    moved, is watched: it touches the lock file every HEARTBEAT seconds, and counts as dead after PATIENCE of them
+    without a touch.
+    """
+
+    HEARTBEAT = 5.0
+    """Seconds between two touches of the lock file."""
+    PATIENCE = 3
+    """Heartbeats to wait for a holder on another machine."""
 
     _held: set[Path] = set()  # noqa: RUF012 - shared on purpose: record locks do not exclude their own process
 
@@ -133,6 +157,8 @@ class Lock:
         self.path = folder.resolve() / name
         self.busy = busy or f"{self.path.parent} is in use by another run"
         self._file: Any = None
+        self._own = ""
+        self._released = threading.Event()
 
     def acquire(self) -> None:
         """Take the lock.
@@ -146,15 +172,44 @@ class Lock:
         file = self._open()
         file.seek(0)
         holder = file.read().strip()
-        # a lock of the system tells the dead from the living, but may not reach other hosts
-        if holder and self._host(holder) != socket.gethostname():
+        # a lock of the system may not reach other machines
+        if holder and not self._is_local(holder) and self._beats():
             file.close()
             raise self._refusal(holder)
+        self._own = self._line()
         file.truncate(0)
-        file.write(self._line() + "\n")
+        file.write(self._own + "\n")
         file.flush()
         self._file = file
         self._held.add(self.path)
+        self._released = threading.Event()
+        threading.Thread(target=self._beat, args=(self._released,), daemon=True).start()
+
+    def _beat(self, released: threading.Event) -> None:
+        while not released.wait(self.HEARTBEAT):
+            with suppress(OSError):
+                os.utime(self.path)
+
+    def _beats(self) -> bool:
+        """Whether another process touches the lock file."""
+        seen, ends = os.stat(self.path).st_mtime_ns, time.monotonic() + self.PATIENCE * self.HEARTBEAT
+        while time.monotonic() < ends:
+            time.sleep(self.HEARTBEAT / 10)
+            if os.stat(self.path).st_mtime_ns != seen:
+                return True
+        return False
+
+    def check(self) -> None:
+        """Refuse to go on if another process has taken the lock over, while this one was suspended for example.
+
+        Raises:
+            InUse: naming that process.
+        """
+        # through the open handle: closing another one would give the lock back
+        self._file.seek(0)
+        holder = self._file.read().strip()
+        if holder != self._own:
+            raise self._refusal(holder or "unknown")
 
     def _open(self) -> Any:
         """The lock file, open and locked."""
@@ -178,19 +233,31 @@ class Lock:
 
     @staticmethod
     def _line() -> str:
-        return json.dumps({"pid": os.getpid(), "host": socket.gethostname()})
+        since = datetime.now(UTC).isoformat(timespec="seconds")
+        who = {"pid": os.getpid(), "host": socket.gethostname(), "machine": _machine(), "since": since}
+        return json.dumps(who)
 
     def _refusal(self, holder: str) -> InUse:
+        try:
+            who = json.loads(holder)
+            known = f"pid {int(who['pid'])} on {who['host']!r} since {who.get('since', 'an unknown time')}"
+        except (ValueError, KeyError, TypeError, RecursionError):
+            known = "an unknown process"
         return InUse(
-            f"{self.busy} ({holder}); choose another folder, or remove {self.path} if that run is dead"
+            f"{self.busy} ({known}); choose another folder, or remove {self.path} to take over if that process is "
+            "dead"
         )
 
     @staticmethod
-    def _host(holder: str) -> str | None:
+    def _is_local(holder: str) -> bool:
+        """Whether the system's lock, which this process now has, also binds the process that wrote this."""
         try:
-            return str(json.loads(holder)["host"])
-        except (ValueError, KeyError, TypeError):
-            return None
+            who = json.loads(holder)
+            if who.get("machine"):
+                return bool(who["machine"] == _machine())
+            return bool(who["host"] == socket.gethostname())
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return False
 
     def release(self, *, remove: bool = False) -> None:
         """Give the lock back.
@@ -199,6 +266,7 @@ class Lock:
             remove: the file too.
         """
         if self._file is not None:
+            self._released.set()
             self._file.truncate(0)
             if remove:
                 self.path.unlink(missing_ok=True)

@@ -17,10 +17,10 @@ from typing import TypeVar
 
 from seqboat.paper.targets.base import Job, Target
 from seqboat.paper.trials import Bench, Scale, Trial
-from seqboat.training.checkpoint import Store
+from seqboat.training.checkpoint import CheckpointStore
 from seqboat.training.config import difference
 from seqboat.training.display import Display
-from seqboat.training.loop import Outcome, train
+from seqboat.training.loop import RunOutcome, train
 
 Part = TypeVar("Part", Trial, Bench)
 
@@ -56,7 +56,7 @@ def plan(
 
 def _progress(run: Path, trial: Trial, seed: int) -> tuple[int, bool]:
     """Steps done, and whether that is all."""
-    found = Store(run).newest() if run.is_dir() else None
+    found = CheckpointStore(run).newest() if run.is_dir() else None
     if found is None:
         return 0, False
     other = difference(found.config(), trial.config(seed))
@@ -72,7 +72,7 @@ def refreshed(job: Job) -> Job:
     return job._replace(step=step, finished=finished)
 
 
-def run_job(job: Job, display: Display | None = None) -> Outcome:
+def run_job(job: Job, display: Display | None = None) -> RunOutcome:
     """Train a run to its end, continuing where it stopped."""
     return train(job.trial.config(job.seed), job.folder, resume=True, display=display)
 

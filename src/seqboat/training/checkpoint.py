@@ -27,13 +27,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from seqboat.checks import require
+from seqboat.checks import require, short
 from seqboat.data.console import printable
-from seqboat.data.files import digest_of, flush_file, flush_folder, write_text
+from seqboat.data.files import digest_of, flush_file, flush_folder, open_regular, write_text
 from seqboat.training.config import RunConfig, from_dict
+from seqboat.training.parallel import gather_shards, shard_like
 
 FORMAT = 1
 """Version of the layout above; a newer one is refused."""
@@ -41,12 +43,22 @@ MODEL, OPTIM, STATE = "model.safetensors", "optim.safetensors", "state.json"
 STAGE = ".stage-"
 PHASES = ("stage", "write", "flush", "rename", "pointer", "prune")
 """What saving does, in order; `on_phase` is called before each."""
+OLD = ".old-"
+"""Prefix of a checkpoint that is being replaced by a new one of the same step."""
+DAMAGED = "damaged-"
+"""Prefix of checkpoints that were moved aside."""
+MAX_STATE = 1 << 24
+"""Bytes of a state.json beyond which it is refused."""
 SLACK = 1 << 20
 """Bytes beyond the tensors that a checkpoint may take."""
 
 
 class CheckpointError(Exception):
     """A checkpoint cannot be written or read: the message names the file and the reason."""
+
+
+class NewerFormat(CheckpointError):
+    """A checkpoint that a newer version wrote: never passed over, because what follows would overwrite it."""
 
 
 class Checkpoint(NamedTuple):
@@ -69,7 +81,10 @@ class Checkpoint(NamedTuple):
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """The tensors of one of its files, on the CPU."""
-        return load_file(self.path / name)
+        try:
+            return load_file(self.path / name)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{self.path / name} cannot be read: {error}") from error
 
 
 def _seal(state: Mapping[str, Any]) -> str:
@@ -81,19 +96,42 @@ def _seal(state: Mapping[str, Any]) -> str:
 
 def _unseal(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        with open_regular(path) as file:
+            content = file.read(MAX_STATE + 1)
+        require(len(content) <= MAX_STATE, f"it is too large: more than {MAX_STATE:,} bytes")
+        text = content.decode("utf-8")
         state = json.loads(text)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise CheckpointError(f"{path} cannot be read: {reason}") from error
     if not isinstance(state, dict) or "sha256" not in state:
         raise CheckpointError(f"{path} is not the state of a checkpoint")
-    if state.get("format", 0) != FORMAT:
-        raise CheckpointError(f"{path} has format {state.get('format')!r}, this version reads {FORMAT}")
-    plain = {key: value for key, value in state.items() if key != "sha256"}
+    form, plain = state.get("format"), {key: value for key, value in state.items() if key != "sha256"}
+    # a seal that fits the present format says that only the number was changed
+    changed = json.loads(_seal({**plain, "format": FORMAT}))["sha256"] == state["sha256"]
+    if isinstance(form, int) and form > FORMAT and not changed:
+        raise NewerFormat(
+            f"{path} has format {form}, this version reads {FORMAT}: a newer version of seqboat wrote it"
+        )
+    if form != FORMAT and not changed:
+        raise CheckpointError(f"{path} has format {short(form)}, this version reads {FORMAT}")
     # the text is compared too: the same values in other bytes are a changed file
     if _seal(plain) != text:
         raise CheckpointError(f"{path} does not match its own sha256: the file was changed or damaged")
+    _check_state(plain, path)
     return plain
+
+
+def _check_state(state: dict[str, Any], path: Path) -> None:
+    """Refuse a sealed state that lacks what every checkpoint has."""
+    for key, kind in (("files", dict), ("step", int)):
+        if not isinstance(state.get(key), kind):
+            raise CheckpointError(f"{path} has no valid {key!r}")
+    for key in ("config", "progress", "versions"):
+        if not isinstance(state.get(key, {}), dict):
+            raise CheckpointError(f"{path} has no valid {key!r}")
+    if path.parent.name.startswith("step-") and path.parent.name != f"step-{state['step']}":
+        raise CheckpointError(f"{path} is of step {state['step']}, but its folder is {path.parent.name}")
 
 
 def verify(path: Path) -> Checkpoint:
@@ -102,14 +140,19 @@ def verify(path: Path) -> Checkpoint:
         raise CheckpointError(f"{path} is not a checkpoint folder")
     state = _unseal(path / STATE)
     expected = state["files"]
-    found = {entry.name for entry in path.iterdir()} - {STATE}
-    for name in sorted(expected.keys() - found):
-        raise CheckpointError(f"{path / name} is missing")
-    for name in sorted(found - expected.keys()):
-        raise CheckpointError(f"{path / name} does not belong to the checkpoint")
-    for name, digest in sorted(expected.items()):
-        if digest_of(path / name) != digest:
-            raise CheckpointError(f"{path / name} does not match its sha256: the file was changed or damaged")
+    try:
+        found = {entry.name for entry in path.iterdir()} - {STATE}
+        for name in sorted(expected.keys() - found):
+            raise CheckpointError(f"{path / name} is missing")
+        for name in sorted(found - expected.keys()):
+            raise CheckpointError(f"{path / name} does not belong to the checkpoint")
+        for name, digest in sorted(expected.items()):
+            if digest_of(path / name) != digest:
+                raise CheckpointError(
+                    f"{path / name} does not match its sha256: the file was changed or damaged"
+                )
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
     return Checkpoint(path, state)
 
 
@@ -117,7 +160,7 @@ def _warn(message: str) -> None:
     warnings.warn(printable(message), stacklevel=3)
 
 
-class Store:
+class CheckpointStore:
     """The checkpoints of a run's folder. Whoever writes holds the folder's `Lock`.
 
     Args:
@@ -139,9 +182,10 @@ class Store:
         self.keep = keep
         self._phase = on_phase or (lambda phase: None)
         self._warn = warn
+        self._whole: set[int] = set()
 
     def steps(self) -> list[int]:
-        """Steps of the checkpoints that are there, oldest first."""
+        """Steps of the checkpoints in the folder, oldest first."""
         names = [entry.name for entry in self.folder.iterdir()] if self.folder.is_dir() else []
         return sorted(
             int(n.removeprefix("step-")) for n in names if n.startswith("step-") and n[5:].isdigit()
@@ -185,11 +229,13 @@ class Store:
                 flush_file(entry)
             flush_folder(stage)
             self._phase("rename")
+            old = self.folder / f"{OLD}{final.name}-{os.getpid()}"
             if final.exists():
-                # a damaged checkpoint of this step that a resumed run writes anew
-                self._remove(final)
+                os.rename(final, old)  # put back by `sweep` if this process dies here
             os.rename(stage, final)
             flush_folder(self.folder)
+            shutil.rmtree(old, ignore_errors=True)
+            self._whole.add(step)
             self._phase("pointer")
             self.point("latest", step)
             if best:
@@ -222,11 +268,13 @@ class Store:
         return int(text[5:]) if text.startswith("step-") and text[5:].isdigit() else None
 
     def prune(self) -> None:
-        """Remove checkpoints that are neither among the newest nor the best."""
-        best = self.pointed("best")
-        for step in self.steps()[: -self.keep]:
-            if step != best:
+        """Remove old checkpoints: only ones that this object wrote or found whole, never the newest or the best."""
+        kept = {self.pointed("best"), self.pointed("latest")}
+        whole = sorted(self._whole.intersection(self.steps()))
+        for step in whole[: -self.keep]:
+            if step not in kept:
                 self._remove(self.path(step))
+                self._whole.discard(step)
 
     def _remove(self, path: Path) -> None:
         doomed = path.with_name(f"{STAGE}{path.name}-{os.getpid()}")
@@ -236,7 +284,13 @@ class Store:
     def sweep(self) -> None:
         """Remove what dead runs left unfinished; only under the lock of the folder."""
         for entry in self.folder.iterdir():
-            if entry.name.startswith(STAGE):
+            if entry.name.startswith(OLD):
+                final = self.folder / entry.name.removeprefix(OLD).rpartition("-")[0]
+                if final.exists():
+                    shutil.rmtree(entry, ignore_errors=True)
+                else:
+                    os.rename(entry, final)
+            elif entry.name.startswith(STAGE):
                 shutil.rmtree(entry, ignore_errors=True)
             elif entry.name.startswith(
                 (".latest-", ".best-", ".config.yaml-", ".run.json-", ".metrics.jsonl-")
@@ -245,12 +299,58 @@ class Store:
 
     def newest(self) -> Checkpoint | None:
         """The newest whole checkpoint; damaged ones are passed over with a warning."""
+        passed: set[int] = set()
+        while steps := [step for step in self.steps() if step not in passed]:
+            try:
+                return verify(self.path(steps[-1]))
+            except NewerFormat:
+                raise
+            except CheckpointError as error:
+                passed.add(steps[-1])
+                if self.path(steps[-1]).exists():  # else the run removed it in the meantime
+                    self._warn(f"{error}; trying the checkpoint before it")
+        return None
+
+    def recover(self) -> Checkpoint | None:
+        """The newest whole checkpoint, for a run that will write here; None if there are no checkpoints at all.
+
+        Damaged checkpoints are moved aside, so that nothing ever counts them or overwrites them. Only under the lock
+        of the folder.
+
+        Raises:
+            CheckpointError: if there are checkpoints and none of them can be read; nothing is moved then.
+        """
+        troubles: dict[int, CheckpointError] = {}
+        newest: Checkpoint | None = None
         for step in reversed(self.steps()):
             try:
-                return verify(self.path(step))
+                found = verify(self.path(step))
+            except NewerFormat:
+                raise
             except CheckpointError as error:
-                self._warn(f"{error}; trying the checkpoint before it")
-        return None
+                troubles[step] = error
+            else:
+                self._whole.add(step)
+                newest = newest or found
+        aside = sorted(entry.name for entry in self.folder.glob(f"{DAMAGED}step-*"))
+        if newest is None and (troubles or aside):
+            reason = str(next(iter(troubles.values()))) if troubles else f"{aside[-1]} was moved aside"
+            raise CheckpointError(
+                f"{self.folder} has {len(troubles) + len(aside)} checkpoints and none can be read ({reason}); "
+                "restore one from a copy, or start again in another folder (--out)"
+            )
+        for step, trouble in troubles.items():
+            target = self._free_name(f"{DAMAGED}step-{step}")
+            os.rename(self.path(step), target)
+            self._warn(f"{trouble}; moved aside to {target.name}")
+        return newest
+
+    def _free_name(self, name: str) -> Path:
+        path, number = self.folder / name, 1
+        while os.path.lexists(path):
+            number += 1
+            path = self.folder / f"{name}-{number}"
+        return path
 
     def best(self) -> Checkpoint | None:
         """The best checkpoint, or the newest if there is no whole best one."""
@@ -258,7 +358,12 @@ class Store:
         if step is not None:
             try:
                 return verify(self.path(step))
+            except NewerFormat:
+                raise
             except CheckpointError as error:
+                again = self.pointed("best")
+                if again is not None and again != step:  # a run replaced it in the meantime
+                    return self.best()
                 self._warn(f"{error}; taking the newest checkpoint instead of the best")
         return self.newest()
 
@@ -272,7 +377,7 @@ def _is_full(error: BaseException) -> bool:
 
 def model_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers by name, whole on every process, each shared one once."""
-    return {name: whole(value.detach()) for name, value in _own_tensors(model).items()}
+    return {name: gather_shards(value.detach()) for name, value in _own_tensors(model).items()}
 
 
 def _own_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -299,7 +404,7 @@ def load_model_tensors(model: torch.nn.Module, tensors: Mapping[str, Tensor]) ->
             )
     with torch.no_grad():
         for name, value in tensors.items():
-            own[name].copy_(like(value, own[name]))
+            own[name].copy_(shard_like(value, own[name]))
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -308,7 +413,7 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     for group in optimizer.param_groups:
         for name, parameter in zip(group["param_names"], group["params"], strict=True):
             for slot, value in optimizer.state.get(parameter, {}).items():
-                tensors[f"{name}/{slot}"] = whole(value)
+                tensors[f"{name}/{slot}"] = gather_shards(value)
     return tensors
 
 
@@ -323,24 +428,10 @@ def load_optimizer_tensors(optimizer: torch.optim.Optimizer, tensors: Mapping[st
             slots = by_name.pop(name, {})
             # the optimizer counts on the CPU; its averages are laid out like their parameter
             state = {
-                slot: value if slot == "step" else like(value, parameter) for slot, value in slots.items()
+                slot: value if slot == "step" else shard_like(value, parameter)
+                for slot, value in slots.items()
             }
             if state:
                 optimizer.state[parameter] = state
     if by_name:
         raise CheckpointError(f"the optimizer has no parameter {sorted(by_name)[0]}")
-
-
-def whole(value: Tensor) -> Tensor:
-    """A tensor that may be spread over processes, in one piece; every process must call this."""
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
-
-
-def like(value: Tensor, target: Tensor) -> Tensor:
-    """A whole tensor on the device of another, spread over processes as that one is."""
-    if hasattr(target, "full_tensor"):
-        from torch.distributed.tensor import DTensor, distribute_tensor
-
-        assert isinstance(target, DTensor)
-        return distribute_tensor(value.to(target.device), target.device_mesh, target.placements)
-    return value.to(target.device)

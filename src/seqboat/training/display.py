@@ -58,6 +58,12 @@ def metric_text(record: Mapping[str, Any]) -> str:
     return "  ".join(f"{k} {v:.4f}" for k, v in record.items() if k not in NO_SCORES and isinstance(v, float))
 
 
+def norm_text(record: Mapping[str, Any]) -> str:
+    """The norm of the gradient; "-" where it is not finite."""
+    norm = record["grad_norm"]
+    return "-" if norm is None else f"{norm:.2f}"
+
+
 class PlainDisplay(Display):
     """One line for every record."""
 
@@ -72,7 +78,7 @@ class PlainDisplay(Display):
     def log(self, record: Mapping[str, Any]) -> None:
         self.tell(
             f"step {record['step']}/{self.steps}  {metric_text(record)}  lr {record['lr']:.2e}  "
-            f"norm {record['grad_norm']:.2f}  {record['tokens_per_s']:,.0f} tokens/s  "
+            f"norm {norm_text(record)}  {record['tokens_per_s']:,.0f} tokens/s  "
             f"{record['memory_mb']:,.0f} MB  active % {rate_text(record['activation'])}"
         )
 
@@ -136,7 +142,7 @@ class LiveDisplay(Display):
             table.add_row("train", metric_text(record))
             if self.held_out:
                 table.add_row(str(self.held_out["split"]), metric_text(self.held_out))
-            table.add_row("learning rate", f"{record['lr']:.2e}   gradient norm {record['grad_norm']:.2f}")
+            table.add_row("learning rate", f"{record['lr']:.2e}   gradient norm {norm_text(record)}")
             table.add_row("speed", f"{record['tokens_per_s']:,.0f} tokens/s   {record['memory_mb']:,.0f} MB")
         layers = Table.grid(padding=(0, 1))
         for number, rate in enumerate(record.get("activation", []), start=1):

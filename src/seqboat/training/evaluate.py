@@ -17,7 +17,7 @@ from seqboat.core.sma import Routing
 from seqboat.core.state import map_state
 from seqboat.tasks.base import Batch, Dataset, Split, Task, apply_model, draw_subset
 from seqboat.tasks.segments import SegmentDataset
-from seqboat.training.loader import Part, batches, share
+from seqboat.training.loader import TIMEOUT, Part, batches, micro_batches, split_batch
 from seqboat.training.parallel import World
 
 
@@ -45,6 +45,10 @@ def activation_sums(
 def rates(sums: Tensor) -> list[float | None]:
     """Activation rate of each layer; None where nothing was routed."""
     return [active / seen if seen else None for active, seen in sums.tolist()]
+
+
+class EvaluationInterrupted(Exception):
+    """An evaluation was asked to stop before its end."""
 
 
 class Evaluation(NamedTuple):
@@ -99,13 +103,21 @@ def cut_text(text: NDArray[Any], reading: Windows | Streaming, limit: int | None
     return SegmentDataset({"text": text}, "text", 0, len(text), scored, reading.context)
 
 
-def evaluation_parts(dataset: Dataset, batch_size: int, world: World, fixed: bool) -> list[Part]:
+def evaluation_parts(
+    dataset: Dataset, batch_size: int, world: World, fixed: bool, max_tokens: int | None = None
+) -> list[Part]:
     """The batches of this process; all processes get as many. Similar lengths go together."""
     order = np.arange(len(dataset))
+    lengths = None
     if not fixed:
-        order = np.argsort(dataset.lengths(), kind="stable")
-    cuts = range(0, len(order), batch_size)
-    return [share(order[i : i + batch_size], world.size)[world.rank] for i in cuts]
+        lengths = dataset.lengths()
+        order = np.argsort(lengths, kind="stable")
+    cuts = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
+    if lengths is None or max_tokens is None:
+        return [split_batch(cut, world.size)[world.rank] for cut in cuts]
+    return [
+        part for cut in cuts for part in micro_batches(cut, world.size, 1, lengths, max_tokens)[world.rank]
+    ]
 
 
 def stream_parts(count: int, batch_size: int, world: World) -> list[Part]:
@@ -134,6 +146,9 @@ def evaluate(
     carry_state: bool = False,
     reading: Windows | Streaming | None = None,
     progress: Callable[[int, int], None] | None = None,
+    max_tokens: int | None = None,
+    timeout: float = TIMEOUT,
+    interrupted: Callable[[], bool] | None = None,
     modules: Sequence[int | None] | None = None,
 ) -> Evaluation:
     """Score a model.
@@ -151,6 +166,9 @@ def evaluate(
         reading: how to cut a long text instead of as the task does and `carry_state` says; a limit then counts
             tokens at its beginning. Several sequences of a `Streaming` read parts of the text side by side.
         progress: called with the number of batches done and of all batches.
+        max_tokens: of a batch of one process, padding included; larger batches are split.
+        timeout: seconds to wait for a data worker.
+        interrupted: called after every batch; True ends the evaluation with EvaluationInterrupted.
         modules: index of the module of each layer whose activation is counted; the mean over all by default.
     """
     task.check_split(split)
@@ -165,14 +183,16 @@ def evaluate(
         parts = stream_parts(len(dataset), batch_size, world)
     else:
         dataset = draw_subset(dataset, limit)
-        parts = evaluation_parts(dataset, batch_size, world, task.fixed_length)
+        parts = evaluation_parts(dataset, batch_size, world, task.fixed_length, max_tokens)
     totals: dict[str, Tensor] = {}
     routed: Tensor | None = None
     state = None
     was_training = model.training
     model.eval()
     try:
-        for done, (part, batch) in enumerate(batches(task, dataset, split, iter(parts), workers), start=1):
+        for done, (part, batch) in enumerate(
+            batches(task, dataset, split, iter(parts), workers, timeout), start=1
+        ):
             batch = batch.to(world.device)
             if state is not None:
                 state = first_rows(state, len(part.examples))
@@ -187,6 +207,8 @@ def evaluate(
                 totals[name] = totals[name] + value if name in totals else value
             if progress is not None:
                 progress(done, len(parts))
+            if interrupted is not None and interrupted():
+                raise EvaluationInterrupted
     finally:
         model.train(was_training)
     assert routed is not None

@@ -1,7 +1,7 @@
 """Batches: which examples, in which order, for whom. The order is a pure function of seed and step.
 
     Plan(count, batch_size, seed, lengths).batch(step) -> the examples of a global batch
-    share(batch, parts)[part]                          -> the examples of one process and micro-batch
+    split_batch(batch, parts)[part]                    -> the examples of one process and micro-batch
     batches(task, split, plan, ...)                    -> them as tensors, through 0 or more workers
 
 Nothing remembers a position: resuming is asking for another step, and any number of workers or processes sees the
@@ -10,9 +10,17 @@ same global batches.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import contextlib
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Generator, Iterator, Sequence
 from functools import lru_cache
 from multiprocessing import ProcessError
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +29,7 @@ from numpy.typing import NDArray
 
 from seqboat.checks import check_positive, require
 from seqboat.tasks.base import Batch, Dataset, Split, Task
+from seqboat.training.signals import ignore_stop_signals
 
 POOL = 50
 """With bucketing, examples are sorted by length inside pools of so many batches."""
@@ -108,12 +117,12 @@ class Part(NamedTuple):
     """False for a stand-in: its result is thrown away, it only keeps the processes in step"""
 
 
-def share(batch: Sequence[int] | NDArray[np.int64], parts: int) -> list[Part]:
+def split_batch(batch: Sequence[int] | NDArray[np.int64], parts: int) -> list[Part]:
     """Cut a global batch into parts, in order, as even as can be; those without an example get a stand-in.
 
-    >>> share([7, 8, 9], 2)
+    >>> split_batch([7, 8, 9], 2)
     [Part(examples=(7, 8), counted=True), Part(examples=(9,), counted=True)]
-    >>> share([7], 2)
+    >>> split_batch([7], 2)
     [Part(examples=(7,), counted=True), Part(examples=(7,), counted=False)]
     """
     pieces = np.array_split(np.asarray(batch, dtype=np.int64), parts)
@@ -121,6 +130,63 @@ def share(batch: Sequence[int] | NDArray[np.int64], parts: int) -> list[Part]:
     return [
         Part(tuple(int(i) for i in piece), True) if len(piece) else Part((first,), False) for piece in pieces
     ]
+
+
+def micro_batches(
+    batch: Sequence[int] | NDArray[np.int64],
+    processes: int,
+    accumulation: int,
+    lengths: NDArray[np.integer] | None = None,
+    max_tokens: int = 0,
+) -> list[list[Part]]:
+    """The micro-batches of each process; all processes get as many.
+
+    Args:
+        batch: the examples of a global batch.
+        processes: how many there are.
+        accumulation: micro-batches per process.
+        lengths: of all examples, to split micro-batches further that are too large; None never splits.
+        max_tokens: of a micro-batch, padding included; no example may be longer.
+
+    >>> micro_batches([0, 1, 2], 1, 1, np.array([2, 9, 3]), 10)
+    [[Part(examples=(0, 2), counted=True), Part(examples=(1,), counted=True)]]
+    """
+    parts = split_batch(batch, processes * accumulation)
+    if lengths is not None:
+        parts_of = [
+            [
+                piece
+                for part in parts[start : start + accumulation]
+                for piece in _split(part, lengths, max_tokens)
+            ]
+            for start in range(0, len(parts), accumulation)
+        ]
+        most = max(map(len, parts_of))
+        shortest = int(min(batch, key=lambda example: lengths[example]))
+        return [mine + [Part((shortest,), False)] * (most - len(mine)) for mine in parts_of]
+    return [parts[start : start + accumulation] for start in range(0, len(parts), accumulation)]
+
+
+def _split(part: Part, lengths: NDArray[np.integer], max_tokens: int) -> list[Part]:
+    """Parts of at most `max_tokens`, similar lengths together."""
+    if len(part.examples) * max(int(lengths[i]) for i in part.examples) <= max_tokens:
+        return [part]
+    pieces: list[list[int]] = [[]]
+    for example in sorted(part.examples, key=lambda i: lengths[i]):
+        if pieces[-1] and (len(pieces[-1]) + 1) * int(lengths[example]) > max_tokens:
+            pieces.append([])
+        pieces[-1].append(example)
+    return [Part(tuple(piece), part.counted) for piece in pieces]
+
+
+def check_lengths(lengths: NDArray[np.integer], max_tokens: int, split: str) -> None:
+    """Refuse an example that is larger than a micro-batch may be, before any memory is taken for it."""
+    longest = int(np.argmax(lengths))
+    require(
+        int(lengths[longest]) <= max_tokens,
+        f"{split} example {longest} has {int(lengths[longest]):,} tokens, more than training.max_tokens = "
+        f"{max_tokens:,}: cut long examples (task.max_length) or raise training.max_tokens",
+    )
 
 
 class _Failure(NamedTuple):
@@ -164,7 +230,7 @@ def batches(
     workers: int = 0,
     timeout: float = TIMEOUT,
     pin_memory: bool = False,
-) -> Iterator[Loaded]:
+) -> Generator[Loaded]:
     """Read parts in their order.
 
     Args:
@@ -190,23 +256,92 @@ def batches(
         num_workers=workers,
         timeout=timeout if workers else 0,
         pin_memory=pin_memory,
+        worker_init_fn=ignore_stop_signals,
         # its own generator: making an iterator must not move the global one
         generator=torch.Generator(),
     )
     iterator = iter(loader)
-    while True:
+    crew = _Crew(iterator, timeout)
+    try:
+        while True:
+            try:
+                with crew.waiting():
+                    item = _next(iterator)
+            except StopIteration:
+                return
+            except (RuntimeError, *_BROKEN) as error:
+                waiting = list(asked[0].examples) if asked else []
+                reason = "; ".join([first_line(error), *(crew.stuck or crew.stopped())])
+                raise LoaderError(
+                    f"dataset {task.name}, split {split}, records {waiting}: {reason}"
+                ) from error
+            if isinstance(item, _Failure):
+                raise LoaderError(item.message)
+            yield Loaded(asked.pop(0), item)
+    finally:
+        crew.dismiss()
+
+
+class _Crew:
+    """The workers of a loader. A thread watches them, because torch waits without end for a worker that was
+    stopped after it announced a batch: it is killed, which torch notices.
+    """
+
+    def __init__(self, iterator: object, timeout: float) -> None:
+        self.iterator, self.timeout = iterator, timeout
+        self.workers: list[BaseProcess] = list(getattr(iterator, "_workers", ()))
+        self.stuck: list[str] = []
+        self._deadline = math.inf
+        self._ended = threading.Event()
+        if self.workers:
+            threading.Thread(target=self._watch, daemon=True).start()
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """A block that waits for a batch."""
+        # a second later than torch, which knows more where it notices by itself
+        self._deadline = time.monotonic() + self.timeout + 1
         try:
-            item = _next(iterator)
-        except StopIteration:
-            return
-        except (RuntimeError, *_BROKEN) as error:
-            waiting = list(asked[0].examples) if asked else []
-            raise LoaderError(
-                f"dataset {task.name}, split {split}, records {waiting}: {first_line(error)}"
-            ) from error
-        if isinstance(item, _Failure):
-            raise LoaderError(item.message)
-        yield Loaded(asked.pop(0), item)
+            yield
+        finally:
+            self._deadline = math.inf
+
+    def _watch(self) -> None:
+        while not self._ended.wait(min(1.0, self.timeout)):
+            if time.monotonic() > self._deadline:
+                self.stuck = self.stopped() or [f"no data for {self.timeout:g} s"]
+                for worker in self.workers:
+                    if worker.pid is not None and (not self.stopped() or _is_stopped(worker.pid)):
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(worker.pid, signal.SIGKILL)
+                return
+
+    def stopped(self) -> list[str]:
+        """Which workers are alive but do not run, as far as the system tells."""
+        return [
+            f"worker {number} (pid {worker.pid}) is stopped"
+            for number, worker in enumerate(self.workers)
+            if worker.pid is not None and _is_stopped(worker.pid)
+        ]
+
+    def dismiss(self) -> None:
+        """End the workers; stuck ones are killed, because workers ignore SIGTERM."""
+        self._ended.set()
+        if self.workers:
+            with contextlib.suppress(Exception):
+                self.iterator._shutdown_workers()  # type: ignore[attr-defined]
+        for worker in self.workers:
+            if worker.is_alive():
+                worker.kill()
+                worker.join()
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process is stopped; always False on systems without /proc."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    except OSError:
+        return False
 
 
 _BROKEN = (OSError, EOFError, ProcessError)

@@ -1,4 +1,4 @@
-"""The training loop: a run is a configuration and a folder, and survives whatever happens to it.
+"""The training loop: a run is a configuration and a folder, and can be interrupted at any moment.
 
     folder/config.yaml      every setting of the run
     folder/run.json         seed, versions, number of parameters
@@ -6,9 +6,8 @@
     folder/step-N/          checkpoints, see `seqboat.training.checkpoint`
 
 Every step is a function of the weights, the configuration and the number of the step: the batch follows from the
-seed and the step, and so does the noise of dropout and routers, which is seeded anew in every step. A resumed run
-therefore continues bit for bit without any saved generator. Losses are summed over all processes and micro-batches
-and divided by how many targets were scored in the whole batch, so that uneven parts average exactly.
+seed and the step, and so does the noise of dropout and routers. A resumed run therefore continues bit for bit
+without any saved generator.
 """
 
 from __future__ import annotations
@@ -16,64 +15,53 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import platform
 import resource
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
-import safetensors
 import torch
-from torch import Tensor, nn
+from numpy.typing import NDArray
+from torch import nn
 
-from seqboat.core.counts import count_layers
-from seqboat.core.losses import auxiliary_loss, budget_loss
-from seqboat.core.policy import outer_policies, update_budgets
-from seqboat.core.routers import set_training_step
-from seqboat.core.sma import Routing
-from seqboat.core.state import detach_state, map_state, tensors
+from seqboat.checks import short
 from seqboat.data.files import Lock, write_text
-from seqboat.tasks.base import Batch, Loss, apply_model
+from seqboat.tasks.base import Split
 from seqboat.training import checkpoint as ck
 from seqboat.training.config import RunConfig, difference, to_dict, to_yaml
+from seqboat.training.diagnosis import watch_routers
 from seqboat.training.display import Display, make_display
-from seqboat.training.evaluate import activation_sums, evaluate, rates
-from seqboat.training.loader import Loaded, Part, Plan, batches, share
-from seqboat.training.metrics import iterate_metrics
-from seqboat.training.optim import build_optimizer, learning_rate, set_learning_rate
-from seqboat.training.parallel import World, join, spread
+from seqboat.training.evaluate import EvaluationInterrupted, evaluate
+from seqboat.training.loader import Part, Plan, batches, check_lengths, micro_batches
+from seqboat.training.metrics import MetricsWriter
+from seqboat.training.parallel import World, join, parallelize
+from seqboat.training.provenance import commit, versions
+from seqboat.training.signals import StopSignals, exit_code
+from seqboat.training.step import Stepper, StepResult, StepTotals, finite_or_none, signal_flags
 from seqboat.training.track import make_trackers
-from seqboat.version import __version__
 
 CARRY = "carry.safetensors"
-MAX_SKIPPED = 5
-"""Steps with a loss or gradient that is not finite, in a row, after which a run gives up."""
-DEAD_AFTER = 200
-"""Steps without an activated token after which a layer's router is reported."""
 EXIT_DIVERGED = 3
-BAD_INPUTS = "the inputs are not finite"
 
 
-class Outcome(NamedTuple):
+class RunOutcome(NamedTuple):
     """How a run ended."""
 
     exit_code: int
-    """0 finished, 3 diverged, 130 or 143 stopped by a signal"""
+    """0 finished, 3 diverged, others: stopped by a signal (`seqboat.training.signals`)"""
     step: int
-    """updates done"""
+    """steps taken"""
     best: float | None
     """best value of the task's metric on held-out data"""
     message: str
 
 
-class Progress(NamedTuple):
+class TrainingProgress(NamedTuple):
     """What a run knows besides weights; part of every checkpoint."""
 
     step: int = 0
@@ -82,7 +70,7 @@ class Progress(NamedTuple):
     waited: int = 0
     """evaluations since the best one"""
     skipped: int = 0
-    """steps that were not applied, in a row up to now"""
+    """steps in a row, up to now, that were not applied"""
     skipped_in_all: int = 0
     tokens: int = 0
     elapsed: float = 0.0
@@ -92,38 +80,30 @@ class Progress(NamedTuple):
     finished: bool = False
     dead: dict[str, int] | None = None
     """modules without an activated token: the step since when; 0 once that was reported"""
+    evaluation_due: bool = False
+    """whether the evaluation after this step was interrupted and must still happen"""
 
 
-def versions() -> dict[str, str]:
-    """What the numbers of a run may depend on."""
-    return {
-        "seqboat": __version__,
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "safetensors": safetensors.__version__,
-        "python": platform.python_version(),
-    }
-
-
-def commit() -> str | None:
-    """The commit of the working copy that this package is in, if it is in one."""
+def read_progress(found: ck.Checkpoint, steps: int) -> TrainingProgress:
+    """The progress in a checkpoint; CheckpointError if no run of this many steps can have it."""
     try:
-        found = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--exclude=*"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            timeout=10,
+        progress = TrainingProgress(**found.state["progress"])
+        counts = (progress.waited, progress.skipped, progress.skipped_in_all, progress.tokens)
+        sound = (
+            type(progress.step) is int
+            and found.step == progress.step
+            and 0 <= progress.step <= steps
+            and (progress.best_step is None or 0 <= progress.best_step <= progress.step)
+            and all(type(count) is int and count >= 0 for count in counts)
+            and all(math.isfinite(s) and s >= 0 for s in (progress.elapsed, progress.processor))
         )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return found.stdout.strip() or None if found.returncode == 0 else None
-
-
-def seed_step(seed: int, step: int, rank: int, part: int) -> None:
-    """Seed the noise of one micro-batch."""
-    state = np.random.SeedSequence((seed, step, rank, part)).generate_state(1, np.uint64)
-    torch.manual_seed(int(state[0]))
+    except (KeyError, TypeError) as error:
+        raise ck.CheckpointError(f"{found.path}: its progress does not fit: {error}") from error
+    if not sound:
+        raise ck.CheckpointError(
+            f"{found.path}: its progress is impossible in a run of {steps} steps: {short(progress._asdict())}"
+        )
+    return progress
 
 
 def peak_memory(device: torch.device) -> float:
@@ -134,53 +114,6 @@ def peak_memory(device: torch.device) -> float:
     return used / (2**20 if sys.platform == "darwin" else 2**10)
 
 
-class Signals:
-    """The first SIGINT or SIGTERM asks the loop to stop after the step; a second SIGINT stops at once."""
-
-    def __init__(self) -> None:
-        self.received = 0
-        self._old: dict[int, Any] = {}
-
-    def __enter__(self) -> Signals:
-        # handlers belong to the main thread; a run in another one is stopped by whoever started it
-        with contextlib.suppress(ValueError):
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._old[number] = signal.signal(number, self._receive)
-        return self
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self.received and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.received = self.received or number
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._old.items():
-            signal.signal(number, handler)
-
-
-class Metrics:
-    """metrics.jsonl: a line per record. If it cannot be written the run goes on."""
-
-    def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
-        self.path, self.warn = path, warn
-        self.failed = False
-
-    def rewind(self, step: int) -> None:
-        """Drop what a run wrote after the checkpoint that it goes on from."""
-        if self.path.exists():
-            kept = [r for r in iterate_metrics(self.path) if r.get("step", 0) <= step]
-            write_text(self.path, "".join(json.dumps(r) + "\n" for r in kept))
-
-    def write(self, record: dict[str, Any]) -> None:
-        try:
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
-        except OSError as error:
-            if not self.failed:
-                self.warn(f"metrics cannot be written: {error}")
-            self.failed = True
-
-
 def train(
     config: RunConfig,
     folder: Path | str,
@@ -189,48 +122,49 @@ def train(
     display: Display | None = None,
     on_phase: Callable[[str], None] | None = None,
     on_step: Callable[[int, nn.Module], None] | None = None,
-) -> Outcome:
+) -> RunOutcome:
     """Train a model.
 
     Args:
         config: of the run.
         folder: of the run; must be new or empty, unless resuming.
-        resume: whether to go on from the newest whole checkpoint; starts anew where there is none.
-        display: shows progress; made to fit the terminal by default.
+        resume: continue from the newest whole checkpoint; a folder without checkpoints starts from step 0.
+        display: shows progress; chosen to fit the terminal by default.
         on_phase: called before each phase of saving (`checkpoint.PHASES`).
-        on_step: called with the number of updates done and the model after every step.
+        on_step: called with the number of steps taken and the model after every step.
     """
     folder = Path(folder)
-    with join(config.training.device) as world:
+    with join(config.training.device, config.training.timeout) as world:
         display = display or make_display(world.first)
         with contextlib.ExitStack() as stack:
             error: Exception | None = None
+            lock: Lock | None = None
             if world.first:
                 try:
-                    # a run that never starts, for want of data for example, leaves no folder behind
+                    # a run that never starts, for lack of data for example, leaves no folder behind
                     stack.callback(remove_unused, folder)
                     prepare_folder(folder, resume)
-                    stack.enter_context(Lock(folder))
-                    ck.Store(folder).sweep()
+                    lock = stack.enter_context(Lock(folder))
+                    ck.CheckpointStore(folder).sweep()
                 except (OSError, ValueError) as caught:
                     error = caught
             world.agree(error)
             stack.callback(display.close)
-            return Run(config, folder, world, display, resume, on_phase, on_step).run()
+            return Trainer(config, folder, world, display, resume, lock, on_phase, on_step).run()
 
 
 def prepare_folder(folder: Path, resume: bool) -> None:
     """Make a run's folder, or refuse one that cannot be used."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # a name of its own: a run that was killed here may have left its probe behind
+        # a fresh name: a run that was killed here may have left its probe behind
         with tempfile.TemporaryDirectory(prefix=".stage-probe-", dir=folder):
             pass
     except OSError as error:
         raise ValueError(f"cannot write to the run's folder {folder}: {error.strerror}") from error
-    if not resume and (ck.Store(folder).steps() or (folder / "config.yaml").exists()):
+    if not resume and (ck.CheckpointStore(folder).steps() or (folder / "config.yaml").exists()):
         raise ValueError(
-            f"{folder} holds a run already: resume it (--resume) or choose another folder (--out)"
+            f"{folder} already holds a run: resume it (--resume) or choose another folder (--out)"
         )
 
 
@@ -242,7 +176,7 @@ def remove_unused(folder: Path) -> None:
             folder.rmdir()
 
 
-class Run:
+class Trainer:
     """One run, from set-up to its outcome."""
 
     def __init__(
@@ -252,32 +186,17 @@ class Run:
         world: World,
         display: Display,
         resume: bool,
+        lock: Lock | None,
         on_phase: Callable[[str], None] | None,
         on_step: Callable[[int, nn.Module], None] | None,
     ) -> None:
         self.config, self.folder, self.world, self.display = config, folder, world, display
-        self.on_step = on_step
+        self.lock, self.on_step = lock, on_step
         training = config.training
-        parts = world.size * training.accumulation
-        if training.batch_size < parts:
-            raise ValueError(
-                f"training.batch_size must be at least processes x training.accumulation = {parts}, "
-                f"got {training.batch_size}"
-            )
         self.task = config.build_task()
-        if training.carry_state and self.task.kind != "lm":
-            raise ValueError(f"training.carry_state needs a language model, but {self.task.name} is none")
-        if training.carry_state and training.batch_size % parts:
-            raise ValueError(
-                f"with training.carry_state, training.batch_size must be a multiple of processes x "
-                f"training.accumulation = {parts}, got {training.batch_size}"
-            )
-        if training.carry_state and getattr(config.task, "context", None):
-            raise ValueError(
-                "training.carry_state and task.context exclude each other: the state is the context"
-            )
+        self._check_batches()
         self.data = self.task.dataset("train")
-        self.task.dataset(config.evaluation.split)  # what is wrong with it is said now, not after many steps
+        self.task.dataset(config.evaluation.split)  # problems with it are reported now, not after many steps
         self.plan = Plan(
             len(self.data),
             training.batch_size,
@@ -285,6 +204,8 @@ class Run:
             self.data.lengths() if training.bucketing else None,
             training.carry_state,
         )
+        self.lengths = self._sizes("train") if not training.carry_state else None
+        self._sizes(config.evaluation.split)
         torch.manual_seed(config.seed)
         model = config.build_model(self.task).to(world.device).train()
         if training.gradient_checkpointing:
@@ -295,23 +216,53 @@ class Run:
             capture_active_tokens()
             model.compile()
         self.parameters = sum(p.numel() for p in model.parameters())
-        self.modules = routed_modules(model)
-        self.model = spread(model, world, training.distributed)
-        self.module = self.model.module
-        self.optimizer = build_optimizer(self.module, config.optimizer)
-        self.store = ck.Store(folder, training.keep, on_phase, display.tell)
-        self.metrics = Metrics(folder / "metrics.jsonl", display.tell)
-        self.progress = Progress()
+        parallel = parallelize(model, world, training.distributed)
+        self.module = parallel.module
+        self.stepper = Stepper(config, self.task, parallel, world, self.plan.per_epoch)
+        self.store = ck.CheckpointStore(folder, training.keep, on_phase, display.tell)
+        self.metrics = MetricsWriter(folder / "metrics.jsonl", display.tell)
+        self.trackers: list[Any] = []
+        self.signals = StopSignals()
+        self.progress = TrainingProgress()
         self.started = self.worked_from = 0.0
-        self.carried: list[Any] = [None] * training.accumulation
         self.resumed = resume and self.load()
         if world.first:
             self.describe()
 
+    def _check_batches(self) -> None:
+        """Refuse batches that cannot be divided among processes and micro-batches."""
+        training = self.config.training
+        parts = self.world.size * training.accumulation
+        if training.batch_size < parts:
+            raise ValueError(
+                f"training.batch_size must be at least processes x training.accumulation = {parts}, "
+                f"got {training.batch_size}"
+            )
+        if training.carry_state and self.task.kind != "lm":
+            raise ValueError(f"training.carry_state needs a language model, but {self.task.name} is not one")
+        if training.carry_state and training.batch_size % parts:
+            raise ValueError(
+                f"with training.carry_state, training.batch_size must be a multiple of processes x "
+                f"training.accumulation = {parts}, got {training.batch_size}"
+            )
+        if training.carry_state and getattr(self.config.task, "context", None):
+            raise ValueError(
+                "training.carry_state and task.context exclude each other: the state is the context"
+            )
+
+    def _sizes(self, split: Split) -> NDArray[np.integer] | None:
+        """Tokens of each example of a split; None if all are equally long, so that batch_size says it all."""
+        if self.task.fixed_length:
+            return None
+        sizes = self.task.lengths(split)
+        sizes = 2 * sizes.astype(np.int64) if self.task.kind == "match" else sizes
+        check_lengths(sizes, self.config.training.max_tokens, split)
+        return sizes
+
     # the folder
 
     def describe(self) -> None:
-        """Leave configuration, seed and versions beside the checkpoints."""
+        """Write configuration, seed and versions beside the checkpoints."""
         write_text(self.folder / "config.yaml", to_yaml(self.config))
         about = {
             "seed": self.config.seed,
@@ -325,8 +276,8 @@ class Run:
         self.metrics.rewind(self.progress.step)
 
     def load(self) -> bool:
-        """Go on from the newest whole checkpoint, if there is one."""
-        found = self.store.newest()
+        """Continue from the newest whole checkpoint, if there is one."""
+        found = self._find()
         if found is None:
             return False
         other = difference(found.config(), self.config)
@@ -338,10 +289,10 @@ class Run:
                 "numbers may differ in their last digits"
             )
         ck.load_model_tensors(self.module, found.tensors(ck.MODEL))
-        ck.load_optimizer_tensors(self.optimizer, found.tensors(ck.OPTIM))
-        self.progress = Progress(**found.state["progress"])
+        ck.load_optimizer_tensors(self.stepper.optimizer, found.tensors(ck.OPTIM))
+        self.progress = read_progress(found, self.config.schedule.steps)
         if CARRY in found.state["files"]:
-            self._load_carried(found.tensors(CARRY))
+            self.stepper.load_carried(found.tensors(CARRY))
         if self.world.first:
             # the pointers may be older than the checkpoint, if the process died between the two
             self.store.point("latest", self.progress.step)
@@ -349,11 +300,29 @@ class Run:
                 self.store.point("best", self.progress.best_step)
         return True
 
+    def _find(self) -> ck.Checkpoint | None:
+        """The checkpoint to continue from: the first process looks for it, the others take the same."""
+        found: ck.Checkpoint | None = None
+        error: Exception | None = None
+        if self.world.first:
+            try:
+                found = self.store.recover()
+            except (OSError, ck.CheckpointError) as caught:
+                error = caught
+        self.world.agree(error)
+        step = self.world.broadcast(None if found is None else found.step)
+        if self.world.first or step is None:
+            return found
+        return ck.verify(self.store.path(step))
+
     def save(self, best: bool = False) -> None:
         """Write a checkpoint; all processes take part."""
-        files = {ck.MODEL: ck.model_tensors(self.module), ck.OPTIM: ck.optimizer_tensors(self.optimizer)}
+        files = {
+            ck.MODEL: ck.model_tensors(self.module),
+            ck.OPTIM: ck.optimizer_tensors(self.stepper.optimizer),
+        }
         if self.config.training.carry_state:
-            files[CARRY] = self._carried_tensors()
+            files[CARRY] = self.stepper.carried_tensors()
         step = self.progress.step
         state = {
             "progress": self.progress._asdict(),
@@ -369,48 +338,30 @@ class Run:
         error: Exception | None = None
         if self.world.first:
             try:
+                if self.lock is not None:
+                    self.lock.check()
                 self.store.save(step, files, state, best)
             except Exception as caught:
                 error = caught
         self.world.agree(error)
 
-    def _carried_tensors(self) -> dict[str, Tensor]:
-        """The carried states of all rows of the global batch, in its order."""
-        if self.carried[0] is None:
-            return {}
-        parts = [dict(tensors(state)) for state in self.carried]
-        return {name: self.world.gather_rows(torch.cat([part[name] for part in parts])) for name in parts[0]}
-
-    def _load_carried(self, saved: dict[str, Tensor]) -> None:
-        """Give every process and micro-batch its rows back."""
-        parts = self.config.training.accumulation
-        rows = self.config.training.batch_size // (self.world.size * parts)
-        for part in range(parts if saved else 0):
-            start = (self.world.rank * parts + part) * rows
-            fresh = self.module.init_state(rows)  # type: ignore[operator]
-            values = iter([saved[name][start : start + rows] for name, _ in tensors(fresh)])
-            self.carried[part] = map_state(
-                lambda like, values=values: next(values).clone().to(like.device),  # type: ignore[misc]
-                fresh,
-            )
-
     # the loop
 
-    def run(self) -> Outcome:
-        """Train to the end, to a signal, or until it makes no sense any more."""
-        steps = self.config.schedule.steps
-        trackers = make_trackers(self.config.training.trackers, self.folder) if self.world.first else []
-        self.display.start(self._title(), steps, self.progress.step)
+    def run(self) -> RunOutcome:
+        """Train to the end, to a signal, or until the run diverges."""
+        if self.world.first:
+            self.trackers = make_trackers(self.config.training.trackers, self.folder)
+        self.display.start(self._title(), self.config.schedule.steps, self.progress.step)
         if self.resumed:
             self.display.tell(f"resumed after step {self.progress.step}")
         if self.task.skips is not None and self.task.skips.count:
             skips = self.task.skips
             self.display.tell(f"{skips.count} records of the data were left out; the first: {skips.first}")
         try:
-            with Signals() as signals:
-                return self._loop(steps, signals, trackers)
+            with self.signals:
+                return self._loop()
         finally:
-            for tracker in trackers:
+            for tracker in self.trackers:
                 tracker.close()
 
     def _title(self) -> str:
@@ -418,112 +369,151 @@ class Run:
         name = self.config.recipe or self.task.name
         return f"{name}: {self.parameters:,} parameters, {where}, {self.folder}"
 
-    def _parts(self, step: int) -> Iterator[Part]:
-        """The parts of this process, from a step on."""
-        accumulation = self.config.training.accumulation
-        for number in range(step, self.config.schedule.steps):
-            parts = share(self.plan.batch(number), self.world.size * accumulation)
-            yield from parts[self.world.rank * accumulation : (self.world.rank + 1) * accumulation]
+    def _parts(self, step: int) -> list[Part]:
+        """The micro-batches of this process in one step."""
+        training = self.config.training
+        of_processes = micro_batches(
+            self.plan.batch(step), self.world.size, training.accumulation, self.lengths, training.max_tokens
+        )
+        return of_processes[self.world.rank]
 
-    def _loop(self, steps: int, signals: Signals, trackers: list[Any]) -> Outcome:
-        training, evaluation = self.config.training, self.config.evaluation
+    def _all_parts(self) -> Iterator[Part]:
+        for step in range(self.progress.step, self.config.schedule.steps):
+            yield from self._parts(step)
+
+    def _loop(self) -> RunOutcome:
+        training, steps = self.config.training, self.config.schedule.steps
         if self.progress.finished:
-            return Outcome(0, self.progress.step, self.progress.best, "the run was finished already")
-        pin = self.world.device.type == "cuda"
+            return self._outcome(0, "the run had already finished")
+        self.started = time.monotonic() - self.progress.elapsed
+        self.worked_from = time.process_time() - self.progress.processor
+        if self.progress.evaluation_due and (outcome := self._after_step(0)):
+            return outcome
         source = batches(
-            self.task, self.data, "train", self._parts(self.progress.step), training.workers, pin_memory=pin
+            self.task,
+            self.data,
+            "train",
+            self._all_parts(),
+            training.workers,
+            training.timeout,
+            pin_memory=self.world.device.type == "cuda",
         )
         clock, tokens = time.monotonic(), 0
-        self.started = clock - self.progress.elapsed
-        self.worked_from = time.process_time() - self.progress.processor
-        stopped_early = False
-        while self.progress.step < steps and not stopped_early:
-            step = self.progress.step
-            micro = [next(source) for _ in range(training.accumulation)]
-            logged = (step + 1) % training.log_every == 0 or step + 1 == steps
-            result = self.step(step, micro, signals.received, logged)
-            tokens += result.tokens
-            self.progress = self.progress._replace(step=step + 1, tokens=self.progress.tokens + result.tokens)
-            if logged:
-                now = time.monotonic()
-                record = {
-                    "step": step + 1,
-                    "split": "train",
-                    "epoch": (step + 1) / self.plan.per_epoch,
-                    **result.metrics,
-                    "lr": result.lr,
-                    "grad_norm": _finite(result.norm),
-                    "tokens_per_s": tokens / max(now - clock, 1e-9),
-                    "memory_mb": peak_memory(self.world.device),
-                    "activation": result.activation,
-                }
-                self._record(record, trackers)
-                self.display.log(record)
-                self._watch_routers(step + 1, result.taken)
-                clock, tokens = now, 0
-            improved = saved = False
-            if (step + 1) % evaluation.every == 0 or step + 1 == steps:
+        with contextlib.closing(source):
+            while self.progress.step < steps:
+                step = self.progress.step
+                micro = [next(source) for _ in self._parts(step)]
+                logged = (step + 1) % training.log_every == 0 or step + 1 == steps
+                result = self.stepper.step(step, micro, self.signals.received, logged)
+                tokens += result.tokens
+                self._advance(result)
+                if logged:
+                    now = time.monotonic()
+                    self._log(result, tokens / max(now - clock, 1e-9))
+                    clock, tokens = now, 0
+                if self.on_step is not None:
+                    self.on_step(step + 1, self.module)
+                if self.progress.skipped >= training.max_skipped:
+                    return self._give_up(result)
                 before = time.monotonic()
-                improved = self._evaluate(trackers)
+                if outcome := self._after_step(result.signal):
+                    return outcome
                 clock += time.monotonic() - before
-                limit = evaluation.patience
-                stopped_early = limit is not None and self.progress.waited >= limit
-            done = step + 1 == steps or stopped_early
-            if done:
-                self.progress = self.progress._replace(finished=True)
-            if self.on_step is not None:
-                self.on_step(step + 1, self.module)
-            if self.progress.skipped >= MAX_SKIPPED:
-                return self._give_up(result)
-            if improved or done or (step + 1) % training.save_every == 0:
-                self.save(best=improved)
-                saved = True
-            if result.signal and not done:
-                if not saved:
-                    self.save()
-                name = signal.Signals(result.signal).name
-                return Outcome(
-                    128 + result.signal,
-                    self.progress.step,
-                    self.progress.best,
-                    f"stopped by {name} after step {self.progress.step}; --resume goes on",
-                )
-        reason = f"no better for {self.progress.waited} evaluations" if stopped_early else "finished"
-        return Outcome(0, self.progress.step, self.progress.best, reason)
+        raise AssertionError("a run ends after its last step")
 
-    def _record(self, record: dict[str, Any], trackers: list[Any]) -> None:
+    def _outcome(self, code: int, message: str) -> RunOutcome:
+        return RunOutcome(code, self.progress.step, self.progress.best, message)
+
+    def _advance(self, result: StepResult) -> None:
+        """Count a step, and report it if it was not applied."""
+        progress = self.progress
+        step = progress.step + 1
+        due = step % self.config.evaluation.every == 0 or step == self.config.schedule.steps
+        skipped = progress.skipped + 1 if result.trouble else 0
+        self.progress = progress._replace(
+            step=step,
+            tokens=progress.tokens + result.tokens,
+            skipped=skipped,
+            skipped_in_all=progress.skipped_in_all + bool(result.trouble),
+            evaluation_due=due,
+        )
+        if result.trouble:
+            examples = self.plan.batch(step - 1).tolist()
+            self.display.tell(
+                f"step {step} not applied: {result.trouble}; training examples {_few(examples)} "
+                f"({skipped} in a row)"
+            )
+            if self.world.first:
+                record = {"step": step, "split": "skipped", "trouble": result.trouble, "examples": examples}
+                self.metrics.write(record)
+
+    def _log(self, result: StepResult, speed: float) -> None:
+        step = self.progress.step
+        record = {
+            "step": step,
+            "split": "train",
+            "epoch": step / self.plan.per_epoch,
+            **result.metrics,
+            "lr": result.lr,
+            "grad_norm": finite_or_none(result.norm),
+            "tokens_per_s": speed,
+            "memory_mb": peak_memory(self.world.device),
+            "activation": result.activation,
+        }
+        self._record(record)
+        self.display.log(record)
+        dead = watch_routers(
+            self.progress.dead or {}, step, self.stepper.modules, result.activated, self.display.tell
+        )
+        self.progress = self.progress._replace(dead=dead)
+
+    def _after_step(self, stop: int) -> RunOutcome | None:
+        """Evaluate and save when due; returns the outcome if the run ends here.
+
+        Args:
+            stop: the signal that asks to stop, or 0. It also cuts an evaluation short, which the resumed run repeats.
+        """
+        improved = False
+        if self.progress.evaluation_due and not stop:
+            try:
+                improved = self._evaluate()
+            except EvaluationInterrupted:
+                stop = self._agreed_signal()
+        step, patience = self.progress.step, self.config.evaluation.patience
+        early = patience is not None and self.progress.waited >= patience
+        done = not self.progress.evaluation_due and (step == self.config.schedule.steps or early)
+        if done:
+            self.progress = self.progress._replace(finished=True)
+        if improved or done or stop or step % self.config.training.save_every == 0:
+            self.save(best=improved)
+        if done:
+            last = step == self.config.schedule.steps
+            return self._outcome(
+                0, "finished" if last else f"no better for {self.progress.waited} evaluations"
+            )
+        if stop:
+            name = signal.Signals(stop).name
+            return self._outcome(
+                exit_code(stop), f"stopped by {name} after step {step}; --resume continues the run"
+            )
+        return None
+
+    def _agreed_signal(self) -> int:
+        """The signal that asks all processes to stop, or 0; every process must call this."""
+        return StepTotals(signals=signal_flags(self.signals.received)).over(self.world).stop
+
+    def _record(self, record: dict[str, Any]) -> None:
         self.progress = self.progress._replace(
             elapsed=time.monotonic() - self.started, processor=time.process_time() - self.worked_from
         )
         record |= {"elapsed": self.progress.elapsed, "processor": self.progress.processor}
         if self.world.first:
             self.metrics.write(record)
-            for tracker in trackers:
+            for tracker in self.trackers:
                 tracker.log(record)
 
-    def _watch_routers(self, step: int, taken: list[int]) -> None:
-        """Name modules that no token has activated for long.
-
-        Args:
-            step: updates done.
-            taken: tokens that each module of each routed layer took in this step.
-        """
-        dead = dict(self.progress.dead or {})
-        for (layer, module), count in zip(self.modules, taken, strict=True):
-            name = f"layer {layer}" if module is None else f"layer {layer}, module {module}"
-            if count:
-                if dead.pop(name, step) == 0:
-                    self.display.tell(f"{name} is awake again at step {step}")
-            elif dead.setdefault(name, step) and step - dead[name] >= DEAD_AFTER:
-                self.display.tell(
-                    f"{name}: its router has activated no token since step {dead[name]}; "
-                    f"the layer works without {module or 'its module'}"
-                )
-                dead[name] = 0  # said
-        self.progress = self.progress._replace(dead=dead)
-
-    def _evaluate(self, trackers: list[Any]) -> bool:
-        """Score held-out data; returns whether it is the best so far."""
+    def _evaluate(self) -> bool:
+        """Score held-out data; returns whether the result is the best so far."""
         evaluation = self.config.evaluation
         started = time.monotonic()
         result = evaluate(
@@ -536,11 +526,15 @@ class Run:
             workers=self.config.training.workers,
             bf16=self.config.training.precision == "bf16",
             carry_state=self.config.training.carry_state,
+            max_tokens=self.config.training.max_tokens,
+            timeout=self.config.training.timeout,
+            interrupted=lambda: self._agreed_signal() != 0,
         )
         value = result.metrics[self.task.metric]
         best = self.progress.best
         sign = 1 if self.task.better == "higher" else -1
         improved = math.isfinite(value) and (best is None or sign * value > sign * best)
+        self.progress = self.progress._replace(evaluation_due=False)
         if improved:
             self.progress = self.progress._replace(best=value, best_step=self.progress.step, waited=0)
         else:
@@ -548,248 +542,23 @@ class Run:
         record = {
             "step": self.progress.step,
             "split": evaluation.split,
-            **{name: _finite(number) for name, number in result.metrics.items()},
+            **{name: finite_or_none(number) for name, number in result.metrics.items()},
             "activation": result.activation,
             "seconds": time.monotonic() - started,
         }
-        self._record(record, trackers)
+        self._record(record)
         self.display.scored(record, improved)
         return improved
 
-    def _give_up(self, result: Step) -> Outcome:
-        message = (
-            f"the loss or its gradient was not finite in {MAX_SKIPPED} steps in a row, the last being step "
-            f"{self.progress.step}: {result.trouble}"
+    def _give_up(self, result: StepResult) -> RunOutcome:
+        count = self.progress.skipped
+        often = f"{count} steps in a row, the last being step" if count > 1 else "step"
+        return self._outcome(
+            EXIT_DIVERGED,
+            f"the loss or its gradient was not finite in {often} {self.progress.step}: {result.trouble}",
         )
-        return Outcome(EXIT_DIVERGED, self.progress.step, self.progress.best, message)
-
-    # a step
-
-    def step(self, step: int, micro: list[Loaded], received: int, logged: bool) -> Step:
-        """One update.
-
-        Args:
-            step: updates done before.
-            micro: the micro-batches of this process.
-            received: the number of a signal, or 0.
-            logged: whether scores and activation are wanted.
-        """
-        config, world = self.config, self.world
-        lr = learning_rate(step, config.optimizer.lr, config.schedule)
-        set_learning_rate(self.optimizer, lr)
-        set_training_step(self.module, step)
-        if config.training.carry_state and step % self.plan.per_epoch == 0:
-            self.carried = [None] * len(self.carried)
-        # running averages of norms move in the forward pass: a step that is not applied must not move them either
-        buffers = [buffer.clone() for buffer in self.module.buffers()]
-        carried = list(self.carried)
-        self.optimizer.zero_grad(set_to_none=True)
-        sums = torch.zeros(5, dtype=torch.float64)
-        routed: Tensor | None = None
-        taken = torch.zeros(len(self.modules), dtype=torch.int64, device=world.device)
-        scores: dict[str, Tensor] = {}
-        for number, loaded in enumerate(micro):
-            part, batch = loaded.part, self._place(loaded)
-            seed_step(config.seed, step, world.rank, number)
-            with self.model.accumulate(last=number + 1 == len(micro)):
-                with self._autocast():
-                    output = apply_model(self.model.run, self.task.kind, batch, carried[number])
-                loss = self.task.loss(output, batch)
-                whole = self._with_budget(loss, output.routings, batch)
-                (whole if part.counted else 0 * whole).backward()
-            if config.training.carry_state:
-                self.carried[number] = detach_state(output.state)
-            if part.counted:
-                sums[0] += loss.total.detach().double().cpu()
-                sums[1] += float(loss.scored)
-                sums[2] += batch.tokens
-            if logged:
-                counts = activation_sums(output.routings, batch) * part.counted
-                routed = counts if routed is None else routed + counts
-                taken = taken + tokens_taken(output.routings, len(counts)) * part.counted
-                for name, value in self.task.score(output, batch).items():
-                    value = value.cpu() * part.counted
-                    scores[name] = scores[name] + value if name in scores else value
-        # a signal may reach some processes only, or one before another: all of them stop at the same step
-        sums[3], sums[4] = (float(received == s) for s in (signal.SIGINT, signal.SIGTERM))
-        sums = world.sum(sums.to(world.device)).cpu()
-        total, scored = float(sums[0]), float(sums[1])
-        norm = self._finish_gradients(world.size / max(scored, 1.0))
-        stop = signal.SIGINT if sums[3] else signal.SIGTERM if sums[4] else 0
-        if math.isfinite(total) and math.isfinite(norm):
-            self.optimizer.step()
-            update_budgets(self.module)
-            self.progress = self.progress._replace(skipped=0)
-            trouble = ""
-        else:
-            trouble = self._diagnose(step, micro, carried)
-            with torch.no_grad():
-                for buffer, value in zip(self.module.buffers(), buffers, strict=True):
-                    buffer.copy_(value)
-            self.carried = carried
-            self.progress = self.progress._replace(
-                skipped=self.progress.skipped + 1, skipped_in_all=self.progress.skipped_in_all + 1
-            )
-            self._report_skipped(step, trouble)
-        metrics: dict[str, float | None] = {"loss": _finite(total / max(scored, 1.0))}
-        activation: list[float | None] = []
-        if logged:
-            assert routed is not None
-            activation = rates(world.sum(routed.to(world.device)).cpu())
-            taken = world.sum(taken)
-            summed = {name: world.sum(value.to(world.device)).cpu() for name, value in scores.items()}
-            metrics |= {n: _finite(v) for n, v in self.task.summarise(summed).items() if n != "loss"}
-        return Step(metrics, lr, norm, int(sums[2]), int(stop), activation, taken.tolist(), trouble)
-
-    def _with_budget(self, loss: Loss, routings: Sequence[Routing | None], batch: Batch) -> Tensor:
-        """The loss to minimise: that of the task, and what budgets add to it for every target."""
-        masks = [batch.mask] if batch.second is None else [batch.mask, batch.second_mask]
-        extra = budget_loss(self.module, routings, masks)
-        return loss.total if extra is None else loss.total + extra * loss.scored
-
-    def _place(self, loaded: Loaded) -> Batch:
-        """A part on the device; the tokens of a stand-in are padding, so that no norm counts them."""
-        batch = loaded.batch.to(self.world.device, non_blocking=True)
-        return batch if loaded.part.counted else batch.hidden()
-
-    def _autocast(self) -> torch.autocast:
-        bf16 = self.config.training.precision == "bf16"
-        return torch.autocast(self.world.device.type, torch.bfloat16, enabled=bf16)
-
-    def _finish_gradients(self, scale: float) -> float:
-        """Turn averages over processes of sums into the average over all targets, clip, and return the norm."""
-        for parameter in self.module.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(scale)
-        add_auxiliary_gradients(self.module)
-        parameters = [p for p in self.module.parameters() if p.grad is not None]
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        limit = self.config.optimizer.clip
-        # a norm that is not finite would spread to every gradient, and hide where it came from
-        if limit is not None and math.isfinite(float(ck.whole(norm))):
-            torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
-        return float(ck.whole(norm))
-
-    def _report_skipped(self, step: int, trouble: str) -> None:
-        examples = self.plan.batch(step).tolist()
-        self.display.tell(
-            f"step {step + 1} not applied: {trouble}; training examples {_few(examples)} "
-            f"({self.progress.skipped} in a row)"
-        )
-        if self.world.first:
-            record = {"step": step + 1, "split": "skipped", "trouble": trouble, "examples": examples}
-            self.metrics.write(record)
-
-    def _diagnose(self, step: int, micro: list[Loaded], carried: list[Any]) -> str:
-        """Where numbers stop being finite: an input, the output of a module, or a gradient."""
-        found = []
-        # all processes run all parts, whatever they find: layers and norms wait for each other
-        for number, loaded in enumerate(micro):
-            seed_step(self.config.seed, step, self.world.rank, number)
-            with self._autocast():
-                batch = self._place(loaded)
-                found.append(first_nonfinite(self.module, self.task.kind, batch, carried[number]))
-        troubles = [trouble for trouble in self.world.gather(found) if trouble]
-        if troubles:
-            # the inputs of one process may have spread to the norms of others
-            return BAD_INPUTS if BAD_INPUTS in troubles else troubles[0]
-        for name, parameter in reversed(list(self.module.named_parameters())):
-            gradient = parameter.grad
-            if gradient is not None and not bool(ck.whole(gradient).isfinite().all()):
-                return f"the gradient of {name} is not finite"
-        return "the loss is not finite, though every output of the model is"
-
-
-def add_auxiliary_gradients(model: nn.Module) -> None:
-    """Add the gradient of what layers ask for besides the task (`core.losses.auxiliary_loss`).
-
-    It depends on no data, so it is the same in all processes and takes no part in their averages.
-    """
-    loss = auxiliary_loss(model)
-    if loss is None:
-        return
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    # not backward(): hooks that average over processes must not see it
-    found = torch.autograd.grad(loss, parameters, allow_unused=True)
-    for parameter, gradient in zip(parameters, found, strict=True):
-        if gradient is not None:
-            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-
-
-class Step(NamedTuple):
-    """What one update did."""
-
-    metrics: dict[str, float | None]
-    lr: float
-    norm: float
-    tokens: int
-    signal: int
-    activation: list[float | None]
-    taken: list[int]
-    """tokens that each module of each routed layer took, if it was asked for"""
-    trouble: str
-    """why the step was not applied; empty if it was"""
-
-
-def tokens_taken(routings: Sequence[Routing | None], layers: int) -> Tensor:
-    """How many tokens each module of each routed layer activated; for a pair of sequences, both together."""
-    # padding is never active: no masks are needed
-    counts = count_layers(routings, [None] * (len(routings) // max(layers, 1)))
-    found = [layer.active for layer in counts if layer is not None]
-    return torch.cat(found) if found else torch.zeros(0, dtype=torch.int64)
-
-
-def routed_modules(model: nn.Module) -> list[tuple[int, str | None]]:
-    """The number of the layer, from 1, and the name of every module that a router wakes.
-
-    A module that is alone in its layer has no name.
-    """
-    layers: Iterable[nn.Module] = model.backbone.layers  # type: ignore[assignment, union-attr]
-    found: list[tuple[int, str | None]] = []
-    for number, layer in enumerate(layers, start=1):
-        for policy in outer_policies(layer):
-            alone = len(policy.names) == 1
-            found += [(number, None if alone else name) for name in policy.names]
-    return found
-
-
-def _finite(value: float) -> float | None:
-    """None for numbers that JSON cannot hold."""
-    return value if math.isfinite(value) else None
 
 
 def _few(numbers: list[int], most: int = 8) -> str:
     shown = ", ".join(str(n) for n in numbers[:most])
     return f"{shown}, ... ({len(numbers)} in all)" if len(numbers) > most else shown
-
-
-@torch.no_grad()
-def first_nonfinite(model: nn.Module, kind: Any, batch: Batch, state: Any = None) -> str | None:
-    """Run a model on a batch and name the first module whose output is not finite."""
-    found: list[str] = []
-
-    def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            if not found and not _all_finite(output):
-                found.append(name)
-
-        return hook
-
-    handles = [part.register_forward_hook(watch(name)) for name, part in model.named_modules() if name]
-    try:
-        output = apply_model(model, kind, batch, state)
-    finally:
-        for handle in handles:
-            handle.remove()
-    if batch.inputs.is_floating_point() and not bool(batch.inputs.isfinite().all()):
-        return BAD_INPUTS
-    if found:
-        return f"the output of {found[0]} is not finite"
-    return None if _all_finite(output.logits) else "the logits are not finite"
-
-
-def _all_finite(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return not value.is_floating_point() or bool(value.isfinite().all())
-    return not isinstance(value, tuple | list) or all(_all_finite(part) for part in value)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from seqboat.data.files import write_text
 
 
 def iterate_metrics(path: Path | str) -> Iterator[dict[str, Any]]:
@@ -14,7 +16,31 @@ def iterate_metrics(path: Path | str) -> Iterator[dict[str, Any]]:
         for line in file:
             try:
                 record = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(record, dict) and isinstance(record.get("step"), int):
                 yield record
+
+
+class MetricsWriter:
+    """Appends records; a run continues if they cannot be written."""
+
+    def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
+        self.path, self.warn = path, warn
+        self.failed = False
+
+    def rewind(self, step: int) -> None:
+        """Drop the records that come after the checkpoint from which a run resumes."""
+        if self.path.exists():
+            kept = [r for r in iterate_metrics(self.path) if r.get("step", 0) <= step]
+            write_text(self.path, "".join(json.dumps(r) + "\n" for r in kept))
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append a record."""
+        try:
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+        except OSError as error:
+            if not self.failed:
+                self.warn(f"cannot write metrics: {error}")
+            self.failed = True

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
-from typing import Any, NamedTuple, cast
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -17,6 +20,8 @@ from torch import Tensor, nn
 
 from seqboat.checks import require
 from seqboat.core.nn import batch_norms
+
+T = TypeVar("T")
 
 
 class World(NamedTuple):
@@ -58,16 +63,19 @@ class World(NamedTuple):
         dist.all_gather_object(parts, items)
         return [item for part in parts for item in part]
 
+    def broadcast(self, value: Any) -> Any:
+        """The first process's value."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
     def agree(self, error: Exception | None) -> None:
         """Raise the first process's error in all of them."""
-        if self.size == 1:
-            if error is not None:
-                raise error
-            return
-        box = [error]
-        dist.broadcast_object_list(box, src=0)
-        if box[0] is not None:
-            raise box[0]
+        error = self.broadcast(error)
+        if error is not None:
+            raise error
 
 
 class _Total(torch.autograd.Function):
@@ -104,22 +112,85 @@ def choose_device(name: str, local_rank: int = 0, what: str = "training.device")
     return device
 
 
+class ProcessesError(Exception):
+    """A process of the run does not answer: the message names its rank."""
+
+
 @contextlib.contextmanager
-def join(device: str = "auto") -> Iterator[World]:
-    """Join the processes that this one was started with, until the end of the block."""
+def join(device: str = "auto", timeout: float = 120.0) -> Iterator[World]:
+    """Join the processes that this one was started with, until the end of the block.
+
+    Args:
+        device: of this process.
+        timeout: seconds to wait for another process.
+
+    Raises:
+        ProcessesError: naming the processes that do not answer within the timeout.
+    """
     size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     place = choose_device(device, int(os.environ.get("LOCAL_RANK", "0")))
     if size == 1:
         yield World(0, 1, place)
         return
-    dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
+    limit = timedelta(seconds=timeout)
+    store, rank, size = next(dist.rendezvous("env://", rank, size, timeout=limit))
+    dist.init_process_group(
+        "nccl" if place.type == "cuda" else "gloo",
+        store=dist.PrefixStore("run", store),
+        rank=rank,
+        world_size=size,
+        timeout=limit,
+    )
     try:
         yield World(rank, size, place)
+    except RuntimeError as error:
+        if not any(word in str(error).lower() for word in _LOST):
+            raise
+        found = within(min(timeout, 10.0) + 5, lambda: _silent_ranks(store, rank, size, min(timeout, 10.0)))
+        # the store of a frozen rank 0 does not answer at all
+        silent = ", ".join(map(str, [0] if found is None else found)) or "unknown"
+        raise ProcessesError(
+            f"rank {rank} of {size} waited more than {timeout:g} s or lost its connection: no answer from rank "
+            f"{silent}"
+        ) from error
     finally:
-        dist.destroy_process_group()
+        within(10.0, dist.destroy_process_group)
 
 
-class Spread(NamedTuple):
+_LOST = ("timed out", "timeout", "connection closed", "connection reset", "connection refused", "broken pipe")
+"""Words in the errors of torch.distributed about processes that do not answer."""
+
+
+def within(seconds: float, call: Callable[[], T]) -> T | None:
+    """The result of a call that may block for ever; None if it takes longer or fails."""
+    results: list[T] = []
+
+    def run() -> None:
+        with contextlib.suppress(RuntimeError):
+            results.append(call())
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return results[0] if results else None
+
+
+def _silent_ranks(store: dist.Store, rank: int, size: int, patience: float) -> list[int]:
+    """Ranks that do not notice the failure too. The store lives in rank 0, or in the launcher."""
+    try:
+        store.set_timeout(timedelta(seconds=patience))
+        store.set(f"noticed/{rank}", "yes")
+        ends = time.monotonic() + patience
+        while True:
+            silent = [other for other in range(size) if not store.check([f"noticed/{other}"])]
+            if not silent or time.monotonic() > ends:
+                return silent
+            time.sleep(0.2)
+    except RuntimeError:
+        return [0]
+
+
+class ParallelModel(NamedTuple):
     """A model as the processes see it."""
 
     run: nn.Module
@@ -139,14 +210,14 @@ class Spread(NamedTuple):
             yield
 
 
-def spread(model: nn.Module, world: World, method: str) -> Spread:
+def parallelize(model: nn.Module, world: World, method: str) -> ParallelModel:
     """Copy a model to all processes (ddp) or spread its parameters over them (fsdp).
 
     Every parameter gets a gradient in every step, also where a layer activates no token, so no process ever waits
     for a parameter that another one did not use. Batch norms take the moments of all processes' tokens together.
     """
     if world.size == 1:
-        return Spread(model, model)
+        return ParallelModel(model, model)
     for norm in batch_norms(model):
         norm.total = total
     if method == "fsdp":
@@ -158,5 +229,20 @@ def spread(model: nn.Module, world: World, method: str) -> Spread:
         for layer in backbone.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        return Spread(model, model)
-    return Spread(nn.parallel.DistributedDataParallel(model), model)
+        return ParallelModel(model, model)
+    return ParallelModel(nn.parallel.DistributedDataParallel(model), model)
+
+
+def gather_shards(value: Tensor) -> Tensor:
+    """A tensor that may be sharded over processes, in one piece; every process must call this."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def shard_like(value: Tensor, target: Tensor) -> Tensor:
+    """A whole tensor on the device of another, sharded over processes as that one is."""
+    if hasattr(target, "full_tensor"):
+        from torch.distributed.tensor import DTensor, distribute_tensor
+
+        assert isinstance(target, DTensor)
+        return distribute_tensor(value.to(target.device), target.device_mesh, target.placements)
+    return value.to(target.device)

@@ -51,7 +51,7 @@ class TensorBoard:
         self.writer.close()
 
 
-class Remote:
+class ServiceTracker:
     """trackio and wandb, which share their interface."""
 
     def __init__(self, library: str, folder: Path) -> None:
@@ -74,4 +74,4 @@ def _load(module: str, library: str) -> Any:
 
 def make_trackers(names: Sequence[str], folder: Path) -> list[Tracker]:
     """The trackers of a run."""
-    return [TensorBoard(folder) if name == "tensorboard" else Remote(name, folder) for name in names]
+    return [TensorBoard(folder) if name == "tensorboard" else ServiceTracker(name, folder) for name in names]

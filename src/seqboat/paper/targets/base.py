@@ -17,7 +17,7 @@ from seqboat.data.files import write_json
 from seqboat.paper.tables import Pictures, Record, Records
 from seqboat.paper.trials import Bench, Scale, Trial
 from seqboat.runs import Run
-from seqboat.training.loop import commit, versions
+from seqboat.training.provenance import commit, versions
 
 OnProgress = Callable[[int, int], None]
 """Called with the batches done and all."""

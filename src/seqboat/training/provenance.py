@@ -1,0 +1,39 @@
+"""What the numbers of a run may depend on: versions and the commit of the code."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import safetensors
+import torch
+
+from seqboat.version import __version__
+
+
+def versions() -> dict[str, str]:
+    """Versions of the libraries that compute."""
+    return {
+        "seqboat": __version__,
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "safetensors": safetensors.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def commit() -> str | None:
+    """The commit of the working copy that this package is in, if it is in one."""
+    try:
+        found = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--exclude=*"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=10,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return found.stdout.strip() or None if found.returncode == 0 else None
