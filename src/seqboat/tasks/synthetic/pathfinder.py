@@ -277,7 +277,10 @@ def png_size(content: bytes) -> tuple[int, int]:
 def _metadata(name: str, content: bytes) -> Iterator[list[str]]:
     """The fields of each image; the files are called .npy, but those of LRA are text."""
     if content.startswith(np.lib.format.MAGIC_PREFIX):
-        rows = parse_npy(content, name)
+        try:
+            rows = parse_npy(content, name)
+        except ValueError as error:
+            raise ValueError(f"{name} is not a table of strings, or cut short") from error
         require(rows.ndim == 2, f"{name} is not a table of strings: it has {rows.ndim} axes")
         yield from ([str(field) for field in row] for row in rows)
     else:
