@@ -4,7 +4,7 @@
     python tests/machines.py --only "*odd offsets"
     python tests/machines.py --page docs/machines.md
 
-The last commit is cloned to a folder of its own, with nothing beside it, and each variant runs there with another
+The last commit is cloned to an empty folder, and each variant runs there with another
 environment: other instruction sets and numbers of threads for the tests that compute, other users, homes, locales
 and paths for those that read and write files. Two variants run at a time. What has finished is kept for this
 commit, so a second call continues where the first was stopped.
@@ -199,13 +199,13 @@ def path_without(programs: Sequence[str], scratch: Path) -> Path:
 
 
 def as_nobody(command: list[str], scratch: Path) -> list[str]:
-    """The command as a user without rights, who can read this Python even where it lies in root's home."""
+    """The command as a user without rights that can read this Python even where it lies in root's home."""
     command = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", *command]
     needed = [Path(sys.base_prefix), Path(sys.prefix)]
     closed = {p for place in needed for p in place.parents if not p.stat().st_mode & 0o001}
     if not closed:
         return command
-    # in a name space of mounts of its own: cover the closed folder, show the parts that are needed
+    # in a separate mount namespace: cover the closed folder, show the parts that are needed
     lines = ["set -e"]
     for number, place in enumerate(needed):
         lines += [

@@ -197,7 +197,7 @@ def reseal(folder: Path) -> None:
             path.write_text(json.dumps(state, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
-# one command in a process of its own
+# one command in a separate process
 
 
 class Outcome(NamedTuple):
@@ -292,13 +292,13 @@ def write_sources(home: Path) -> None:
     """Small whole files of every kind that commands read from users."""
     rng = random.Random(0)
     rows = [(f"a {rng.choice(['good', 'bad'])} film, number {i}", i) for i in range(40)]
-    labelled = [(text, "yes" if "good" in text else "no") for text, _ in rows]
-    csv = "text,label\n" + "".join(f'"{text}",{label}\n' for text, label in labelled)
+    labeled = [(text, "yes" if "good" in text else "no") for text, _ in rows]
+    csv = "text,label\n" + "".join(f'"{text}",{label}\n' for text, label in labeled)
     (home / "table.csv").write_text(csv, encoding="utf-8")
     (home / "table.tsv").write_text(csv.replace('",', "\t").replace('"', "").replace("text,", "text\t"))
     with gzip.open(home / "table.csv.gz", "wb") as packed:
         packed.write(csv.encode())
-    lines = "".join(json.dumps({"text": text, "label": label}) + "\n" for text, label in labelled)
+    lines = "".join(json.dumps({"text": text, "label": label}) + "\n" for text, label in labeled)
     (home / "table.jsonl").write_text(lines, encoding="utf-8")
     (home / "text.txt").write_text("It was a dark and stormy night. " * 60, encoding="utf-8")
     (home / "mask.json").write_text(json.dumps([True, False] * 10))

@@ -1,4 +1,4 @@
-"""The contract of every mixer: whole, split and single steps agree; padding and batch mates change nothing."""
+"""The contract of every mixer: whole, split and single steps agree; padding and other sequences change nothing."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def test_the_old_data_stays_until_the_new_is_whole(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["thing"]
 
 
-def test_a_crash_between_the_two_renames_is_mended(tmp_path: Path) -> None:
+def test_a_crash_between_the_two_renames_is_repaired(tmp_path: Path) -> None:
     make_store(tmp_path)
     os.rename(tmp_path / "thing", tmp_path / ".thing.old")
     assert len(ArrayStore.find(tmp_path, "thing")["train.labels"]) == 3
@@ -376,7 +376,7 @@ def test_archives_without_a_checksum_must_have_an_end_and_nothing_behind_it(tmp_
 
 
 @pytest.mark.parametrize("style", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
-def test_archives_are_recognised_by_their_content(tmp_path: Path, style: int) -> None:
+def test_archives_are_recognized_by_their_content(tmp_path: Path, style: int) -> None:
     path = tmp_path / "called.anything"
     with tarfile.open(path, "w:bz2", format=style) as archive:
         add(archive, "folder/name.txt", b"content")

@@ -174,7 +174,7 @@ def test_expressions_are_in_one_split_only():
     assert task.dataset("val").lengths().tolist() == [len(example.inputs) for example in drawn["val"]]
 
 
-def test_figure_colours_confidence_and_leaves_the_rest_white():
+def test_figure_colors_confidence_and_leaves_the_rest_white():
     figures = pytest.importorskip("seqboat.figures")
     pytest.importorskip("matplotlib")
     from matplotlib.patches import Rectangle

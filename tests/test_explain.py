@@ -75,7 +75,7 @@ def test_marks_lie_below_their_tokens(tmp_path: Path, capsys: Any) -> None:
             place += len(word) + 1
 
 
-def test_colours_say_the_same_as_marks(tmp_path: Path) -> None:
+def test_colors_say_the_same_as_marks(tmp_path: Path) -> None:
     run = of_task(tmp_path, ListOpsTaskConfig(max_length=64))
     examples = subject(run, lambda task: (task.read_text(b"[MAX 2 9 [MIN 4 7 ] 0 ]"),))
     found = explain(examples)
@@ -84,26 +84,26 @@ def test_colours_say_the_same_as_marks(tmp_path: Path) -> None:
     assert layer is not None and layer.active.any() and not layer.active.all()
     line = text.splitlines()[text.splitlines().index("layer 2") + 1]
     assert ANSI.sub("", line) == "[MAX 2 9 [MIN 4 7 ] 0 ]"
-    coloured = re.findall(r"38;5;\d+m(\S+?)\033\[0m", line)
+    colored = re.findall(r"38;5;\d+m(\S+?)\033\[0m", line)
     words = decode(found.sequences[0].inputs.tolist())
-    assert coloured == [word for word, on in zip(words, layer.active, strict=True) if on]
+    assert colored == [word for word, on in zip(words, layer.active, strict=True) if on]
     assert "layer 1" not in text
 
 
-def test_control_characters_are_spelt(tmp_path: Path, capsys: Any) -> None:
+def test_control_characters_are_spelled(tmp_path: Path, capsys: Any) -> None:
     run = write_lm_run(tmp_path)
     file = tmp_path / "input"
     file.write_bytes("a\033[31mred\x07\u202eé\r\nend".encode() + b"\xff")
-    for colour in ("never", "always"):
-        shown = out(capsys, str(run), "--file", str(file), "--color", colour)
+    for color in ("never", "always"):
+        shown = out(capsys, str(run), "--file", str(file), "--color", color)
         plain = ANSI.sub("", shown)
         assert "a␛[31mred␇⟨202E⟩" in plain and "␍⏎\n" in plain and "end⟨FF⟩" in plain
         assert not re.search("[\x00-\x09\x0b-\x1f\x7f\u202e]", plain)
-        assert ("\033" in shown) == (colour == "always")
+        assert ("\033" in shown) == (color == "always")
     assert "bits per token" in plain and plain.splitlines()[1].startswith("next token: ")
 
 
-def test_colours_only_where_they_are_wanted(monkeypatch: Any) -> None:
+def test_colors_only_where_they_are_wanted(monkeypatch: Any) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: True))
@@ -204,8 +204,8 @@ def test_sound(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     clip = write("fine.wav", 16000)
     store = SimpleNamespace(manifest={"extra": {"mean": 0.0, "std": 0.1}})
     monkeypatch.setattr("seqboat.tasks.stored.ArrayStore.find", lambda *where: store)
-    for colour in ("never", "always"):
-        lines = ANSI.sub("", out(capsys, str(run), "--wav", clip, "--color", colour)).splitlines()
+    for color in ("never", "always"):
+        lines = ANSI.sub("", out(capsys, str(run), "--wav", clip, "--color", color)).splitlines()
         signal = next(line for line in lines if line.startswith("signal"))
         # half a second of sound, half of silence
         assert signal[9:40].strip() and not signal[60:].strip()

@@ -149,8 +149,8 @@ def test_round_trip(golden: Golden) -> None:
     for name, value in golden.params.items():
         if name == "rel_pos_bias.rel_pos_bias" and golden.config.get("local_pos"):
             side = golden.config["window_size"]
-            centre = side + 3 * side - 1
-            reached = slice(centre - side, centre + side + 1)
+            center = side + 3 * side - 1
+            reached = slice(center - side, center + side + 1)
             assert torch.equal(theirs[name][reached], value[reached])
             assert theirs[name].shape == value.shape
         elif not name.endswith("num_batches_tracked"):

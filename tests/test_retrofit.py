@@ -202,7 +202,7 @@ def test_generate_with_and_without_cache(layout: str, select: Any) -> None:
         plain = model.generate(**left_padded(), use_cache=False, **settings)
         assert torch.equal(cached.sequences, plain.sequences)
         torch.testing.assert_close(torch.stack(cached.logits), torch.stack(plain.logits))
-        # a row does not depend on its batch mates
+        # a sequence does not depend on the others
         alone = model.generate(left_padded()["input_ids"][:1], **settings)
         assert torch.equal(alone.sequences[0], cached.sequences[0])
     assert all(0 < rate < 1 for rate in retrofitted.rates().values())
@@ -333,17 +333,17 @@ def test_training_reaches_the_rate(budget: Any, within: float) -> None:
     model = llama(num_hidden_layers=2, initializer_range=0.02, vocab_size=vocab)
     retrofitted = retrofit(model, budget=budget)
     schedule = RateSchedule(final=0.4, begin=5, steps=40)
-    optimiser = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     for step in range(140):
         retrofitted.set_rate(schedule(step))
-        optimiser.param_groups[0]["lr"] = 2e-3 * min(1, (140 - step) / 80)
+        optimizer.param_groups[0]["lr"] = 2e-3 * min(1, (140 - step) / 80)
         ids = draw(16, 32, seed=step, vocab=vocab)
         loss = model(input_ids=ids, labels=ids).loss
         if budget == "loss":
             loss = loss + 30 * retrofitted.loss()
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss.backward()
-        optimiser.step()
+        optimizer.step()
     retrofitted.reset_statistics()
     with torch.no_grad():
         model.eval()(draw(400, 32, seed=1000, vocab=vocab))

@@ -440,18 +440,18 @@ def play(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     sma = four_modules()
     copies = nn.parallel.DistributedDataParallel(sma)
-    optimiser = torch.optim.SGD(sma.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(sma.parameters(), lr=0.1)
     for step, silent in enumerate(SILENT):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         with sma.override(active=silent if rank else None):
             copies(part(step, rank)).y.square().sum().backward()
-        optimiser.step()
+        optimizer.step()
         update_budgets(sma)
     torch.save(sma.state_dict(), f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
 
-def test_two_processes_of_which_one_wakes_no_token_of_a_module(tmp_path: Path) -> None:
+def test_two_processes_of_which_one_activates_no_token_of_a_module(tmp_path: Path) -> None:
     script = "import sys, test_sma; test_sma.play(int(sys.argv[1]), sys.argv[2])"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
     processes = [
@@ -462,13 +462,13 @@ def test_two_processes_of_which_one_wakes_no_token_of_a_module(tmp_path: Path) -
     one, two = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
     # one process that sees both parts
     sma = four_modules()
-    optimiser = torch.optim.SGD(sma.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(sma.parameters(), lr=0.1)
     for step, silent in enumerate(SILENT):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         for rank in range(2):
             with sma.override(active=silent if rank else None):
                 (sma(part(step, rank)).y.square().sum() / 2).backward()
-        optimiser.step()
+        optimizer.step()
         update_budgets(sma)
     for name, value in sma.state_dict().items():
         assert one[name].equal(two[name]), name

@@ -433,7 +433,7 @@ def test_documents_and_pairs_apart(tmp_path: Path) -> None:
     assert example.second is not None and bytes(example.second.astype(np.uint8)) == b"document 4"
 
 
-def test_images_are_gray_normalised_rows_of_pixels(root: Path, tmp_path: Path) -> None:
+def test_images_are_gray_normalized_rows_of_pixels(root: Path, tmp_path: Path) -> None:
     raw = cifar_files(tmp_path / "cifar-10-batches-bin")
     records = np.frombuffer((raw / "test_batch.bin").read_bytes(), np.uint8).reshape(-1, 3073)
     gray = to_gray(records[:, 1:].reshape(-1, 3, 32, 32))

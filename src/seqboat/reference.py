@@ -159,7 +159,7 @@ def extract(y: Tensor, places: Sequence[int], time: int) -> Tensor:
 
 
 def rotate(x: Tensor, position: int) -> Tensor:
-    """Turn each pair of neighbouring channels of (dim,) by position * 10000^(-2i/dim)."""
+    """Turn each pair of neighboring channels of (dim,) by position * 10000^(-2i/dim)."""
     turned = []
     for i in range(0, len(x), 2):
         angle = position * 10000.0 ** (-i / len(x))
@@ -302,11 +302,11 @@ def normalize(token: Tensor, params: Params, name: str) -> Tensor:
     """The norm of one token (dim,); batch norm with its running averages."""
     eps = 1e-5
     if name == "layer":
-        centred = token - token.mean()
-        return centred / torch.sqrt((centred**2).mean() + eps) * params["weight"] + params["bias"]
+        centered = token - token.mean()
+        return centered / torch.sqrt((centered**2).mean() + eps) * params["weight"] + params["bias"]
     if name == "batch":
-        centred = token - params["running_mean"]
-        return centred / torch.sqrt(params["running_var"] + eps) * params["weight"] + params["bias"]
+        centered = token - params["running_mean"]
+        return centered / torch.sqrt(params["running_var"] + eps) * params["weight"] + params["bias"]
     # RMSNorm has a weight per channel, ScaleNorm one for all
     return token / torch.sqrt((token**2).mean() + eps) * params["weight"]
 

@@ -5,7 +5,7 @@ Section 3.2 and listings 1 and 2 of the paper. Two forms of the same thing:
 - `compress` / `extract`: the paper's operators. Each sequence's active tokens move to the front of a batch
   that is padded to the longest of them.
 - `pack` / `Packed.take` / `Packed.add`: the active tokens of the whole batch as one array (tokens, dim), sequence
-  after sequence, with where they came from. No sequence pays for its batch mates, and nothing is padded.
+  after sequence, with where they came from. No sequence pays for the others, and nothing is padded.
   `pack_modules` does this for several modules at once, module after module.
 """
 

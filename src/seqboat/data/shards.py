@@ -1,7 +1,7 @@
 """Work in parts that are shared between processes and survive an interruption.
 
 A part is a number and leaves a file under its own name; parts whose files are there are not made again. What a part
-holds must not depend on who makes it, so that any number of processes makes the same data.
+holds must not depend on which process makes it, so that any number of processes makes the same data.
 """
 
 from __future__ import annotations

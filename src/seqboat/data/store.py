@@ -59,7 +59,7 @@ class Skips:
         """
         Args:
             strict: refuse the first bad record.
-            most: refuse when more than this share of the records is bad.
+            most: refuse when more than this fraction of the records is bad.
         """
         self.strict = strict
         self.most = most
@@ -232,7 +232,7 @@ class Staging:
 
 
 def restore(root: Path, name: str) -> None:
-    """Mend what a crash between two renames left: the old folder was put aside, the new one is not in place."""
+    """Repair what a crash between two renames left: the old folder was put aside, the new one is not in place."""
     final, old = root / name, root / f".{name}.old"
     if old.exists():
         if final.exists():

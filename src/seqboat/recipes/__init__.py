@@ -1,6 +1,6 @@
 """Recipes: functions that return the configuration of a run. One file per table of the paper.
 
-The rows of the paper's ablations are a table of their own, ABLATIONS.
+The rows of the paper's ablations are in a separate table, ABLATIONS.
 
 A variant is a call with another mixer, `lra.image(mixer=...)`, or a changed copy, `lra.image().replace(seed=1)`.
 """

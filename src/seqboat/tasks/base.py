@@ -35,12 +35,12 @@ SPLITS: tuple[Split, ...] = ("train", "val", "test")
 IGNORE = -100
 """The target of tokens that are not scored."""
 BYTES = 256
-"""Token ids of byte-level tasks: the bytes themselves. Padding needs no id of its own, the mask marks it."""
+"""Token ids of byte-level tasks: the bytes themselves. Padding needs no separate id, the mask marks it."""
 
 BYTE_CLASSES = ("letter", "digit", "punctuation", "space", "line end", "control", "beyond ASCII")
 """Kinds of bytes."""
 AMPLITUDE_BORDERS = (0.1, 0.5, 1.0, 2.0)
-"""Sizes of real values, in deviations, that separate their kinds."""
+"""Sizes of real values, in standard deviations, that separate their kinds."""
 AMPLITUDE_CLASSES = ("below 0.1 sd", "0.1 to 0.5 sd", "0.5 to 1 sd", "1 to 2 sd", "above 2 sd")
 """Kinds of real values."""
 
@@ -154,7 +154,7 @@ class TaskConfig(Protocol):
 
 
 class Task(ABC):
-    """What is learnt, and how it is scored. Making one reads nothing; `dataset` needs the data."""
+    """What is learned, and how it is scored. Creating one reads nothing; `dataset` needs the data."""
 
     name: str
     """As in TASKS."""

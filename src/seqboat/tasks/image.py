@@ -36,7 +36,7 @@ class ImageTaskConfig(StoredTaskConfig):
     """Gray CIFAR-10, pixel by pixel."""
 
     pool: int = 1
-    """Average squares of so many pixels a side first: 2 makes sequences of 256."""
+    """Average squares of this many pixels per side first: 2 makes sequences of 256."""
     holdout: int = 5000
     """Training images kept back for validation, as published; drawn with torch's generator and seed 42."""
     mean: float = 0.48

@@ -28,7 +28,7 @@ DOWNLOADS = "downloads"
 """Folder in the data folder for files as they are distributed."""
 
 EXPANSION = 20
-"""Prepared arrays take at most so many times what the files as distributed do, packed or not."""
+"""Prepared arrays take at most this many times the space of the distributed files, packed or not."""
 
 DATASETS = {
     name: info

@@ -42,7 +42,7 @@ class SpeechTaskConfig(StoredTaskConfig):
     """Ten spoken words, raw samples."""
 
     pool: int = 1
-    """Average so many samples first: 8 makes sequences of 2,000."""
+    """Average this many samples first: 8 makes sequences of 2,000."""
     parts: Literal["random", "speaker"] = "random"
     """Split clips at random 70/15/15 within each word, as published; or by speaker, as the data set does."""
 
@@ -76,7 +76,7 @@ class ClipDataset(Dataset):
         return Example(self.to_sequence(self.store["clips"][index]), int(self.store["labels"][index]))
 
     def to_sequence(self, clip: NDArray[np.int16]) -> NDArray[np.float32]:
-        """(tokens, 1): a clip (samples,), averaged and normalised."""
+        """(tokens, 1): a clip (samples,), averaged and normalized."""
         samples = clip.astype(np.float32) / FULL_SCALE
         samples = samples.reshape(-1, self.pool).mean(axis=1, keepdims=True)
         return (samples - self.mean) / self.std
@@ -153,7 +153,7 @@ def prepare(source: Source, staging: Staging, skips: Skips) -> Prepared:
 
 
 def _moments(clips: ArrayWriter, rows: NDArray[np.bool_]) -> tuple[float, float]:
-    """Mean and deviation of the chosen clips, as fractions of full scale."""
+    """Mean and std of the chosen clips, as fractions of full scale."""
     samples = np.memmap(clips.path, clips.dtype, "r", offset=128, shape=(clips.rows, *clips.row))
     total = squares = 0.0
     numbers = np.flatnonzero(rows) if rows.any() else np.arange(clips.rows)
@@ -221,7 +221,7 @@ def _is_number(field: str) -> bool:
 
 
 def _read_compact(folder: Path, clips: ArrayWriter, skips: Skips) -> tuple[list[int], list[int], int]:
-    """Clips as `[2, n, 16000]` bytes: high and low byte of the zigzag-coded difference of neighbouring samples."""
+    """Clips as `[2, n, 16000]` bytes: high and low byte of the zigzag-coded difference of neighboring samples."""
     index = read_file(folder / "index.tsv").decode("utf-8", errors="replace").splitlines() or [""]
     want = ["row", "split", "label", "word"]
     require(index[0].split("\t")[:4] == want, f"{folder / 'index.tsv'}: first line must begin with {want}")

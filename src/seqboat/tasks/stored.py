@@ -39,9 +39,9 @@ class StoredTaskConfig:
     store: str = ""
     """Name of the prepared data in it; by default the task's own name."""
     train_size: int | None = None
-    """Use only so many training examples, drawn at random; None uses all."""
+    """Use only this many training examples, drawn at random; None uses all."""
     eval_size: int | None = None
-    """Use only so many examples of each other split; None uses all."""
+    """Use only this many examples of each other split; None uses all."""
 
     def __post_init__(self) -> None:
         for name in ("train_size", "eval_size"):

@@ -74,7 +74,7 @@ class SamplingConfig:
             require(self.seed is None, "greedy and seed exclude each other: nothing is drawn")
 
 
-def penalise(logits: Tensor, used: Tensor, penalty: float) -> Tensor:
+def penalize(logits: Tensor, used: Tensor, penalty: float) -> Tensor:
     """Scores in which tokens that have occurred are less likely (for a penalty above 1)."""
     if penalty == 1:
         return logits
@@ -92,7 +92,7 @@ def distribution(logits: Tensor, used: Tensor, sampling: SamplingConfig) -> Tens
     Returns:
         (batch, vocab) in float64, zero for what is left out.
     """
-    scores = penalise(logits.double(), used, sampling.repetition_penalty)
+    scores = penalize(logits.double(), used, sampling.repetition_penalty)
     # seen from the best score, so that no temperature makes it infinite
     scores = (scores - scores.amax(dim=-1, keepdim=True)) / sampling.temperature
     if sampling.top_k is not None and sampling.top_k < scores.shape[-1]:
@@ -122,7 +122,7 @@ class Chooser:
         """The next token of every sequence, (batch,)."""
         sampling = self.sampling
         if sampling.greedy:
-            return penalise(session.logits, session.used, sampling.repetition_penalty).argmax(dim=-1)
+            return penalize(session.logits, session.used, sampling.repetition_penalty).argmax(dim=-1)
         probs = distribution(session.logits, session.used, sampling)
         draws = [torch.rand(1, dtype=torch.float64, generator=g) for g in self.generators]
         # the first token at which the sum of probabilities passes the draw; never one of probability zero

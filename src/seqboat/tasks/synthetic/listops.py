@@ -58,7 +58,7 @@ CLASSES = 10
 MAX_DRAWS = 1_000_000
 """Expressions drawn in a row without one to keep, after which the configuration is held to be impossible."""
 BLOCK_TOKENS = 20_000_000
-"""Tokens that a block of expressions has at most; each block has a stream of random numbers of its own."""
+"""Tokens that a block of expressions has at most; each block has a separate stream of random numbers."""
 
 _IDS = {token: i for i, token in enumerate(TOKENS)}
 _DIGIT, _OPERATOR, _CLOSE = _IDS["0"], _IDS[OPERATORS[0]], _IDS[CLOSE]
