@@ -120,13 +120,13 @@ def test_spans_stay_in_their_range_and_keep_their_gradient() -> None:
         assert gradient.tolist() == [sign * 9.0, sign * 9.0]
 
 
-def walk(layer: AdaptiveSpan, price: list[float], steps: int) -> list[float]:
+def walk(layer: AdaptiveSpan, cost: list[float], steps: int) -> list[float]:
     """Ratios after steps of training that do nothing but pay for spans."""
-    optimiser = torch.optim.AdamW([layer.span_ratio], lr=0.01)
+    optimizer = torch.optim.AdamW([layer.span_ratio], lr=0.01)
     for _ in range(steps):
-        (layer.spans() @ torch.tensor(price, dtype=torch.float64)).backward()
-        optimiser.step()
-        optimiser.zero_grad()
+        (layer.spans() @ torch.tensor(cost, dtype=torch.float64)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
     ratios: list[float] = layer.span_ratio.tolist()
     return ratios
 
@@ -186,7 +186,7 @@ def test_decoding_looks_at_spans_once() -> None:
         assert looks.count == 2 and state.keys.shape[2] == 9
 
 
-def copy_back(price: float, steps: int = 150) -> tuple[float, float]:
+def copy_back(cost: float, steps: int = 150) -> tuple[float, float]:
     """Train a head that looks for the token of 20 steps ago, with a span of 14, to say it.
 
     Returns:
@@ -194,34 +194,34 @@ def copy_back(price: float, steps: int = 150) -> tuple[float, float]:
     """
     torch.manual_seed(0)
     config = AdaptiveSpanConfig(
-        heads=1, max_span=64, ramp=8, first_span=14, span_weight=price, causal=True, prenorm=True
+        heads=1, max_span=64, ramp=8, first_span=14, span_weight=cost, causal=True, prenorm=True
     )
     layer = AdaptiveSpan(4, config)
     with torch.no_grad():
         # every query is the same, and closer to that distance than to others
         layer.qkv.weight[0].fill_(1.0)
         layer.distances[20, 0] = 4.0
-    optimiser = torch.optim.AdamW(layer.parameters(), lr=0.005)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.005)
     for _ in range(steps):
         x = torch.randn(4, 48, 4)
         x[..., 0] = 3.0
         loss = (layer(x).y - x)[:, 20:, 1:].sub(x[:, :-20, 1:]).square().mean()
         loss.backward()
         add_auxiliary_gradients(layer)
-        optimiser.step()
-        optimiser.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
     return layer.spans().item(), loss.item()
 
 
 def test_training_at_a_common_rate_moves_spans_by_tokens() -> None:
-    free, error = copy_back(price=0.0)
+    free, error = copy_back(cost=0.0)
     # the ramp lets go of distance 20 only when the span is as long; 150 steps of 0.005 tokens would not be one token
     assert 18 < free < 24 and error < 0.5
-    dear, error = copy_back(price=0.003)
-    assert dear < 1 and error > 0.9
+    costly, error = copy_back(cost=0.003)
+    assert costly < 1 and error > 0.9
 
 
-def test_long_spans_have_a_price() -> None:
+def test_long_spans_have_a_cost() -> None:
     config = dataclasses.replace(BASE, span_weight=0.1)
     model = Classifier(BackboneConfig(mixer=config, d_model=6, num_layers=2, vocab=5), 2)
     layers = [layer for layer in model.modules() if isinstance(layer, AdaptiveSpan)]

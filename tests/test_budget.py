@@ -148,7 +148,7 @@ def test_caps_keep_the_most_confident_tokens(cap: float | tuple[float, ...], tra
 
 
 def running(wishes: Tensor, share: float) -> list[bool]:
-    """Grant wishes in order within the share of the tokens so far."""
+    """Grant wishes in order within the fraction of the tokens so far."""
     granted: list[bool] = []
     for t, wish in enumerate(wishes.tolist()):
         granted.append(wish and sum(granted) + 1 <= math.floor(share * (t + 1) + 1e-9))
@@ -431,7 +431,7 @@ def test_noise_in_training_only() -> None:
         set_training_step(sma, step)
         out = sma(x)
         rates.append(float(out.routing.active.double().mean()))
-    # at first the log-odds are about -4 with a deviation of 4: beyond zero in one of six
+    # at first the log-odds are about -4 with a std of 4: beyond zero in one of six
     assert rates[0] == pytest.approx(0.16, abs=0.04)
     assert rates[0] > rates[1] > rates[2] == rates[3] == rates[4] == 0
     assert_same_numbers(out.routing.probs, sma.router(x).probs)
@@ -508,12 +508,12 @@ def test_a_dead_layer_comes_back_with_the_gradient_of_inactive_tokens() -> None:
         with sma.override(active=True):
             sma(x)  # it was alive once
         nn.init.constant_(sma.router.get_parameter("logits.bias"), -1.0)
-        optimiser = torch.optim.Adam(sma.router.parameters(), lr=0.05)
+        optimizer = torch.optim.Adam(sma.router.parameters(), lr=0.05)
         wanted = helps(x).detach()
         for _ in range(60):
-            optimiser.zero_grad()
+            optimizer.zero_grad()
             (sma(x).y - wanted).square().mean().backward()
-            optimiser.step()
+            optimizer.step()
         rates.append(float(sma(x).routing.active.double().mean()))
     assert rates[0] == 0 and rates[1] > 0.9
 
@@ -729,7 +729,7 @@ def test_a_layer_inside_a_layer() -> None:
 
 
 class Penalized(nn.Linear):
-    """A module with a loss of its own."""
+    """A module with its own loss."""
 
     def auxiliary_loss(self) -> Tensor:
         return self.weight.square().sum()

@@ -54,7 +54,7 @@ def nan_config(**changes: Any) -> RunConfig:
 
 
 def half_dead(done: int, model: torch.nn.Module) -> None:
-    """From step 4 on, layer 2 of the second process activates no token, whatever its router has learnt."""
+    """From step 4 on, layer 2 of the second process activates no token, whatever its router has learned."""
     import torch.distributed as dist
 
     from seqboat.core.routers import TemperedSoftmax
@@ -102,7 +102,7 @@ def play(folder: Path) -> None:
     for name, changes in NAN_SCENARIOS.items():
         go(name, nan_config(**changes))
     go("half-dead", run_config(), on_step=half_dead)
-    # a run of one process goes on in two
+    # a run of one process continues in two
     go("resumed", run_config(), resume=True)
     go("resumed-fsdp", run_config(training={"distributed": "fsdp"}), resume=True)
     lm = stream_config()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -128,3 +130,22 @@ def test_small_changes_touch_few_files() -> None:
             name, path = re.findall(r"`([^`]+)`", registry)
             source = (package / path).read_text(encoding="utf-8")
             assert re.search(rf"^{name}\b.*=|\.{name}\(", source, flags=re.MULTILINE), f"{change}: {name}"
+
+
+WITHOUT_UNIX = """
+import importlib, pkgutil, sys
+for name in ("fcntl", "resource", "termios", "pwd", "grp"):
+    sys.modules[name] = None  # importing it raises ImportError, as on Windows
+import seqboat
+for found in pkgutil.walk_packages(seqboat.__path__, "seqboat."):
+    if not found.name.startswith("seqboat.hf") and not found.name.endswith("__main__"):
+        importlib.import_module(found.name)
+from seqboat.training.metrics import resident_peak
+print(resident_peak())
+"""
+
+
+def test_every_module_is_imported_without_the_libraries_of_unix() -> None:
+    """Hosted checks run on Windows too; this finds there and then what would break all of them."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_UNIX], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr

@@ -146,7 +146,7 @@ def test_parameters_of_enwik8_are_those_of_the_paper() -> None:
 
 
 @pytest.mark.parametrize("name", [n for n in RECIPES if n.endswith("-small")])
-def test_small_twins_are_smaller_and_say_what_was_cut(name: str) -> None:
+def test_small_variants_are_smaller_and_say_what_was_cut(name: str) -> None:
     recipe = RECIPES[name]
     full = RECIPES[name.removesuffix("-small")]
     assert "Cut: " in (recipe.__doc__ or "")

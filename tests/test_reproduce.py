@@ -429,7 +429,7 @@ def test_an_interrupted_run_ends_the_command_with_its_code(
 
     def stopped(job: Job) -> Any:
         seen.append(job)
-        return reproduce.RunOutcome(130, 7, None, "stopped by SIGINT after step 7; --resume goes on")
+        return reproduce.RunOutcome(130, 7, None, "stopped by SIGINT after step 7; --resume continues")
 
     monkeypatch.setattr(reproduce, "run_job", stopped)
     assert main(["reproduce", "toys", "--out", str(tmp_path)]) == 130

@@ -37,7 +37,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def reseal(step: Path, **changes: object) -> None:
-    """Change the state of a checkpoint and make its hashes fit again, as somebody who means harm would."""
+    """Change the state of a checkpoint and make its hashes fit again, as an attacker would."""
     state = json.loads((step / STATE).read_text()) | changes
     del state["sha256"]
     state["files"] = {name: hashlib.sha256((step / name).read_bytes()).hexdigest() for name in state["files"]}

@@ -38,7 +38,7 @@ def _toy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Stop(Exception):
-    """Ends a run from outside, without any clean-up of its own."""
+    """Ends a run from outside, without any clean-up."""
 
 
 def stop_after(step: int) -> Any:
@@ -121,7 +121,7 @@ def test_resuming_continues_bit_for_bit(tmp_path: Path, straight: Path, k: int) 
     assert outcome.exit_code == 0
     assert same_runs(straight, tmp_path / "run")
     assert metrics(tmp_path / "run") == metrics(straight)
-    # time goes on where the checkpoint left it
+    # time continues where the checkpoint left it
     for clock in ("elapsed", "processor"):
         seconds = [record[clock] for record in iterate_metrics(tmp_path / "run" / "metrics.jsonl")]
         assert seconds == sorted(seconds) and seconds[0] > 0
@@ -408,7 +408,7 @@ for line in sys.stdin:
 
 
 class Launcher:
-    """Runs in processes of their own, one after the other."""
+    """Runs in separate processes, one after the other."""
 
     def __init__(self, folder: Path, steps: int, slow: float = 0.0, workers: int = 0) -> None:
         arguments = [str(folder), str(Path(__file__).parent), str(steps), str(slow), str(workers)]

@@ -10,7 +10,6 @@ import gc
 import math
 import multiprocessing
 import os
-import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from seqboat.training.metrics import resident_peak
 from seqboat.version import __version__
 
 Key = TypeVar("Key")
@@ -103,8 +103,7 @@ def _status(key: str) -> int | None:
 
 
 def _highest() -> int:
-    unit = 1 if os.uname().sysname == "Darwin" else 1024
-    return _status("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return _status("VmHWM") or resident_peak()
 
 
 def extra_peak(job: Callable[[], Any], device: str = "cpu") -> int:

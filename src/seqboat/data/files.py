@@ -45,7 +45,7 @@ def open_regular(path: Path) -> io.BufferedReader:
     Raises:
         ValueError: naming what it is instead of a file.
     """
-    # without waiting, as opening a pipe would, for somebody who writes to it
+    # without waiting, as opening a pipe would, for a writer
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -200,7 +200,7 @@ class Lock:
         return False
 
     def check(self) -> None:
-        """Refuse to go on if another process has taken the lock over, while this one was suspended for example.
+        """Refuse to continue if another process has taken the lock over, while this one was suspended for example.
 
         Raises:
             InUse: naming that process.
@@ -234,13 +234,15 @@ class Lock:
     @staticmethod
     def _line() -> str:
         since = datetime.now(UTC).isoformat(timespec="seconds")
-        who = {"pid": os.getpid(), "host": socket.gethostname(), "machine": _machine(), "since": since}
-        return json.dumps(who)
+        owner = {"pid": os.getpid(), "host": socket.gethostname(), "machine": _machine(), "since": since}
+        return json.dumps(owner)
 
     def _refusal(self, holder: str) -> InUse:
         try:
-            who = json.loads(holder)
-            known = f"pid {int(who['pid'])} on {who['host']!r} since {who.get('since', 'an unknown time')}"
+            owner = json.loads(holder)
+            known = (
+                f"pid {int(owner['pid'])} on {owner['host']!r} since {owner.get('since', 'an unknown time')}"
+            )
         except (ValueError, KeyError, TypeError, RecursionError):
             known = "an unknown process"
         return InUse(
@@ -252,10 +254,10 @@ class Lock:
     def _is_local(holder: str) -> bool:
         """Whether the system's lock, which this process now has, also binds the process that wrote this."""
         try:
-            who = json.loads(holder)
-            if who.get("machine"):
-                return bool(who["machine"] == _machine())
-            return bool(who["host"] == socket.gethostname())
+            owner = json.loads(holder)
+            if owner.get("machine"):
+                return bool(owner["machine"] == _machine())
+            return bool(owner["host"] == socket.gethostname())
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             return False
 

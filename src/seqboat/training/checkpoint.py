@@ -204,7 +204,7 @@ class CheckpointStore:
         """Write a checkpoint.
 
         Args:
-            step: updates done.
+            step: steps done.
             files: tensors by file name and name.
             state: further content of state.json.
             best: whether it is the best so far.
@@ -371,7 +371,7 @@ class CheckpointStore:
 def _is_full(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
-    # safetensors reports the same as an error of its own
+    # safetensors reports the same with its own error type
     return "No space left" in str(error) or "os error 28" in str(error)
 
 

@@ -1,6 +1,6 @@
 """What a person sees of a run: a live table in a terminal, plain lines anywhere else.
 
-A display never stops a run: if the terminal is gone, training goes on without it.
+A display never stops a run: if the terminal is gone, training continues without it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Display:
     """Shows nothing: the display of every process but the first."""
 
     def start(self, title: str, steps: int, done: int = 0) -> None:
-        """A run begins, or goes on after `done` steps."""
+        """A run begins, or continues after `done` steps."""
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Metrics of training, as in metrics.jsonl."""

@@ -1,4 +1,4 @@
-"""Batches: which examples, in which order, for whom. The order is a pure function of seed and step.
+"""Batches: which examples, in which order, for which process. The order is a pure function of seed and step.
 
     Plan(count, batch_size, seed, lengths).batch(step) -> the examples of a global batch
     split_batch(batch, parts)[part]                    -> the examples of one process and micro-batch
@@ -32,7 +32,7 @@ from seqboat.tasks.base import Batch, Dataset, Split, Task
 from seqboat.training.signals import ignore_stop_signals
 
 POOL = 50
-"""With bucketing, examples are sorted by length inside pools of so many batches."""
+"""With bucketing, examples are sorted by length inside pools of this many batches."""
 TIMEOUT = 120.0
 """Seconds after which a worker that delivers nothing is given up."""
 

@@ -15,9 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import resource
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -38,7 +36,7 @@ from seqboat.training.diagnosis import watch_routers
 from seqboat.training.display import Display, make_display
 from seqboat.training.evaluate import EvaluationInterrupted, evaluate
 from seqboat.training.loader import Part, Plan, batches, check_lengths, micro_batches
-from seqboat.training.metrics import MetricsWriter
+from seqboat.training.metrics import MetricsWriter, resident_peak
 from seqboat.training.parallel import World, join, parallelize
 from seqboat.training.provenance import commit, versions
 from seqboat.training.signals import StopSignals, exit_code
@@ -110,8 +108,7 @@ def peak_memory(device: torch.device) -> float:
     """Highest memory so far, in MB."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
-    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return used / (2**20 if sys.platform == "darwin" else 2**10)
+    return resident_peak() / 2**20
 
 
 def train(

@@ -1,13 +1,26 @@
-"""metrics.jsonl: one line per record of a run."""
+"""metrics.jsonl: one line per record of a run; and the peak memory of a process, one of its numbers."""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from seqboat.data.files import write_text
+
+try:
+    import resource
+except ImportError:  # not a Unix
+    resource = None  # type: ignore[assignment]
+
+
+def resident_peak() -> int:
+    """Bytes of memory that this process has held at most; 0 where the system does not tell."""
+    if resource is None:
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def iterate_metrics(path: Path | str) -> Iterator[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Several processes as one: who this process is, sums over all of them, and models spread over them.
+"""Several processes as one: the rank of this process, sums over all of them, and models spread over them.
 
 Processes are started by `torchrun` or `accelerate launch`; both say in the environment how many there are. With one
 process every function here does nothing.

@@ -101,7 +101,7 @@ class EvaluationConfig:
     limit: int | None = None
     """How many examples are scored during training; None scores all."""
     patience: int | None = None
-    """Stop after so many evaluations without a better one; None never stops early."""
+    """Stop after this many evaluations without a better one; None never stops early."""
 
     def __post_init__(self) -> None:
         check_positive("evaluation.every", self.every)
@@ -117,9 +117,9 @@ class RunConfig:
     """Everything that a run depends on."""
 
     task: TaskConfig
-    """What is learnt."""
+    """What is learned."""
     model: BackboneConfig
-    """Who learns it."""
+    """The model that learns it."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """How parameters move."""
     schedule: ScheduleConfig = ScheduleConfig()
