@@ -9,7 +9,7 @@ EXTRAS := cli,train,report,image,hf,dev
 # another torch than the pinned one: make test TORCH=2.10.0, or TORCH=newest
 TORCH ?=
 
-.PHONY: demo test test-all test-peers test-machines check lint format types docs glance diagrams bench \
+.PHONY: demo test test-all test-peers test-machines test-malformed check lint format types docs glance diagrams bench \
 	reproduce-small audit dist release clean
 
 demo: $(READY)
@@ -41,6 +41,10 @@ test-peers: $(PEERS)/.ready
 # parts of the suite under other instruction sets, threads, users, locales and paths; continues where it was stopped
 test-machines: $(READY)
 	$(BIN)/python tests/machines.py --page docs/machines.md
+
+# 2,000 broken and hostile files, each given to a command in a process of its own: about 20 minutes
+test-malformed: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/malformed.py --count 2000
 
 check: lint types test
 
