@@ -178,7 +178,9 @@ def test_a_stopped_worker_is_named_and_ended() -> None:
     os.kill(child, signal.SIGSTOP)
     started = time.monotonic()
     with pytest.raises(
-        LoaderError, match=rf"records \[\d+\]: .*timed out .*; worker 1 \(pid {child}\) is stopped"
+        # torch notices by itself, or waits for the tensors of the stopped worker, which is then killed
+        LoaderError,
+        match=rf"records \[\d+\]: (DataLoader timed out .*|no data for 1.5 s); worker 1 \(pid {child}\) is stopped",
     ):
         for _ in source:
             pass

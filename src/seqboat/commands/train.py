@@ -25,8 +25,8 @@ them all. Parts are chosen by name, with their defaults:
   seqboat train lm --data.text notes/*.txt
   torchrun --nproc-per-node 2 -m seqboat train recall --training.distributed=fsdp
 
-Exit codes: 0 finished, 1 failure, 2 wrong usage, 3 diverged, 130 and 143 stopped by a signal (a checkpoint is
-written first; --resume continues).
+Exit codes: 0 finished, 1 failure, 2 wrong usage, 3 diverged, 129, 130 and 143 stopped by SIGHUP,
+SIGINT or SIGTERM, 75 stopped by SIGUSR1 and to be queued again (a checkpoint is written first; --resume continues).
 """
 
 

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a live table in a terminal, plain lines anywhere else.
+"""Progress of a run on the screen: a live table in a terminal, plain lines anywhere else.
 
 A display never stops a run: if the terminal is gone, training continues without it.
 """
@@ -95,7 +95,7 @@ class PlainDisplay(Display):
 
 
 class LiveDisplay(Display):
-    """A table that is drawn anew, with the activation of every layer as bars; events scroll above it."""
+    """A table that is redrawn, with the activation rate of every layer as a bar; events scroll above it."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -146,9 +146,9 @@ class LiveDisplay(Display):
             table.add_row("speed", f"{record['tokens_per_s']:,.0f} tokens/s   {record['memory_mb']:,.0f} MB")
         layers = Table.grid(padding=(0, 1))
         for number, rate in enumerate(record.get("activation", []), start=1):
-            share = 0.0 if rate is None else rate
-            text = "no router" if rate is None else f"{100 * share:5.1f} %"
-            layers.add_row(f"layer {number}", ProgressBar(1.0, share, width=40), text)
+            filled = 0.0 if rate is None else rate
+            text = "no router" if rate is None else f"{100 * filled:5.1f} %"
+            layers.add_row(f"layer {number}", ProgressBar(1.0, filled, width=40), text)
         with contextlib.suppress(OSError, ValueError):
             self.live.update(
                 Group(Text(self.title), ProgressBar(max(self.steps, 1), self.done, width=60), table, layers)

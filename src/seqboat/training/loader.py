@@ -56,8 +56,8 @@ class Plan:
         batch_size: examples per global batch; the last batch of an epoch may be short.
         seed: of the order.
         lengths: (count,), to put examples of similar length together; None for any order.
-        streams: whether row b of every batch continues row b of the batch before, for models that carry their
-            state along; examples are then windows of one long text, in its order.
+        streams: whether sequence b of every batch continues sequence b of the batch before, for models that carry
+            their state along; examples are then windows of one long text, in its order.
     """
 
     def __init__(
@@ -271,7 +271,7 @@ def batches(
                 return
             except (RuntimeError, *_BROKEN) as error:
                 waiting = list(asked[0].examples) if asked else []
-                reason = "; ".join([first_line(error), *(crew.stuck or crew.stopped())])
+                reason = "; ".join(crew.stuck or [first_line(error), *crew.stopped()])
                 raise LoaderError(
                     f"dataset {task.name}, split {split}, records {waiting}: {reason}"
                 ) from error
@@ -309,7 +309,7 @@ class _Crew:
     def _watch(self) -> None:
         while not self._ended.wait(min(1.0, self.timeout)):
             if time.monotonic() > self._deadline:
-                self.stuck = self.stopped() or [f"no data for {self.timeout:g} s"]
+                self.stuck = [f"no data for {self.timeout:g} s", *self.stopped()]
                 for worker in self.workers:
                     if worker.pid is not None and (not self.stopped() or _is_stopped(worker.pid)):
                         with contextlib.suppress(ProcessLookupError):

@@ -48,7 +48,7 @@ class World(NamedTuple):
             dist.barrier()
 
     def gather_rows(self, rows: Tensor) -> Tensor:
-        """The rows of all processes, in the order of their ranks; every process must have as many."""
+        """The rows of all processes, in the order of their ranks; every process must have the same number."""
         if self.size == 1:
             return rows
         parts = [torch.empty_like(rows) for _ in range(self.size)]

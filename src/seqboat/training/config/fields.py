@@ -26,9 +26,9 @@ class TrainingConfig:
     """How the steps are taken."""
 
     batch_size: int = 32
-    """Examples per update, over all processes and micro-batches."""
+    """Examples per step, over all processes and micro-batches."""
     accumulation: int = 1
-    """Micro-batches per update and process."""
+    """Micro-batches per step and process."""
     bucketing: bool = False
     """Whether examples of similar length share a batch."""
     carry_state: bool = False
@@ -40,9 +40,9 @@ class TrainingConfig:
     compile: bool = False
     """Whether the model runs through torch.compile."""
     gradient_checkpointing: bool = False
-    """Whether layers are computed again in the backward pass instead of kept."""
+    """Whether activations are recomputed in the backward pass instead of kept."""
     distributed: Distributed = "ddp"
-    """With several processes: copies of the model (ddp), or one model spread over them (fsdp)."""
+    """With several processes: copies of the model (ddp), or one model sharded over them (fsdp)."""
     device: str = "auto"
     """Where to train; auto takes a GPU if there is one."""
     max_tokens: int = 2**19
@@ -173,6 +173,7 @@ FREE_TO_CHANGE = (
     "training.log_every",
     "training.save_every",
     "training.keep",
+    "training.max_tokens",
     "training.timeout",
     "training.max_skipped",
     "training.trackers",

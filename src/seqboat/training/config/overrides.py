@@ -103,7 +103,7 @@ def change_field(config: Any, path: str, value: Any, label: str) -> Any:
     )
     if rest:
         part = getattr(config, name)
-        require(dataclasses.is_dataclass(part), f"{label}: {name} has no fields of its own")
+        require(dataclasses.is_dataclass(part), f"{label}: {name} has no fields")
         value = change_field(part, rest, value, label)
     return dataclasses.replace(config, **{name: value})
 
