@@ -16,15 +16,12 @@ import torch
 from torch import Tensor
 
 
-def transformed() -> bool:
-    """Whether a transform of `torch.func` is active, so that the plain form of an operation has to run."""
-    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+transformed = torch._C._are_functorch_transforms_active
+"""Whether a transform of `torch.func` is active, so that the plain form of an operation has to run."""
 
 
 def vectorized(x: Tensor) -> bool:
     """Whether `torch.func.vmap` runs over a tensor, so that nothing may depend on its values but other values."""
-    if not transformed():
-        return False
     functorch = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(x):
         if functorch.is_batchedtensor(x):

@@ -24,7 +24,7 @@ from seqboat.core.sma import Packed, PackedModule, Routing, pack_modules
 from seqboat.core.state import keep_state
 from seqboat.mixers.base import Mixer, MixerOutput, RecurrentMixer
 from seqboat.ops.fused import combine, take
-from seqboat.ops.transforms import vectorized
+from seqboat.ops.transforms import transformed, vectorized
 
 Combine = Literal["sum", "average"]
 
@@ -163,7 +163,7 @@ class SparseModularActivation(RecurrentMixer):
     ) -> MixerOutput:
         before, seen, spent = (None, None, None) if state is None else state
         routing = self.policy(x, mask, seen, spent)
-        if vectorized(routing.active):
+        if transformed() and vectorized(routing.active):
             return self._mix_masked(x, routing, state, base, dense)
         gathered = pack_modules(routing.active, seen)
         packed = take(x.reshape(-1, self.d_model), gathered.flat)
