@@ -14,10 +14,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tokenize import TokenError
 from typing import TYPE_CHECKING, Any
+
+from seqboat.data.files import open_regular
 
 if TYPE_CHECKING:
     import numpy as np
@@ -138,17 +142,23 @@ def read_mask(path: Path, layers: int) -> NDArray[np.bool_]:
 
     wanted = f"--mask must be a file of 0 and 1, (time,) or ({layers}, time)"
     try:
-        size = path.stat().st_size
-        if size > MAX_MASK:
-            raise ValueError(f"{wanted}; {path} is too large: {size:,} bytes")
-        if path.suffix == ".npy":
-            with open(path, "rb") as file:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > MAX_MASK:
+                raise ValueError(f"{wanted}; {path} is too large: {size:,} bytes")
+            if path.suffix == ".npy":
                 values = np.lib.format.read_array(file, allow_pickle=False)
-        else:
-            values = np.array(json.loads(path.read_text(encoding="utf-8")))
+            else:
+                values = np.array(json.loads(file.read(size)))
     except OSError as error:
         raise ValueError(f"--mask {path} cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
+    except (
+        ValueError,
+        RecursionError,
+        SyntaxError,
+        EOFError,
+        TokenError,
+    ) as error:  # of a broken header, too
         reason = str(error) if str(error).startswith("--mask") else f"{wanted}; {path}: {error}"
         raise ValueError(reason) from error
     fits = values.ndim in (1, 2) and values.dtype.kind in "biuf" and bool(np.isin(values, (0, 1)).all())

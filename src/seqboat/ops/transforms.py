@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
 transformed = torch._C._are_functorch_transforms_active
 """Whether a transform of `torch.func` is active, so that the plain form of an operation has to run."""
 

@@ -86,7 +86,12 @@ class LMTextTask(LongTextTask):
         held = round(self.config.holdout * size)
         borders = (0, size - 2 * held, size - held, size)
         i = self.splits.index(split)
-        return borders[i], borders[i + 1]
+        start, end = borders[i], borders[i + 1]
+        require(
+            end - start > 1,
+            f"{', '.join(self.config.text)}: {size:,} bytes are too few, {split} would have {end - start} of them",
+        )
+        return start, end
 
     def dataset(self, split: Split) -> Dataset:
         return self.segments(split)

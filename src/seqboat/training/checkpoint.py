@@ -262,8 +262,9 @@ class CheckpointStore:
     def pointed(self, name: str) -> int | None:
         """The step that a pointer names, if there is one."""
         try:
-            text = (self.folder / name).read_text(encoding="utf-8").strip()
-        except OSError:
+            with open_regular(self.folder / name) as file:
+                text = file.read(64).decode("utf-8").strip()
+        except (OSError, ValueError):
             return None
         return int(text[5:]) if text.startswith("step-") and text[5:].isdigit() else None
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -276,9 +277,24 @@ MAX_ALIASES = 16
 """Aliases in a YAML file beyond which it is refused: a few dozen can stand for a file of any size."""
 
 
+MAX_DEPTH = 50
+"""Levels of a YAML file beyond which it is refused: parsing takes the square of them."""
+
+
+def _depth(text: str) -> int:
+    """At least as many levels as a YAML text nests."""
+    deepest = depth = 0
+    for mark in re.findall(r"[\[{\]}]", text):
+        depth = depth + 1 if mark in "[{" else max(depth - 1, 0)
+        deepest = max(deepest, depth)
+    dashes = max((len(run) // 2 for run in re.findall(r"(?:- )+", text)), default=0)
+    return max(deepest, dashes)
+
+
 def _load_yaml(text: str) -> Any:
     import yaml
 
+    require(_depth(text) <= MAX_DEPTH, "it is nested too deeply")
     aliases = sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader))
     require(aliases <= MAX_ALIASES, f"more than {MAX_ALIASES} aliases in a YAML file")
     return yaml.safe_load(text)
