@@ -107,6 +107,8 @@ class GAU(PackedModule):
         self.span = SPANS[config.span](config.window, causal)
         self.positions = POSITIONS[config.positions]
         self.function = ATTENTIONS[config.attention]
+        self.scale = float(self.function.scale(self.d_z, config.window))
+        """of the products, where the window bounds the number of keys"""
         self.base = nn.Linear(d_model, self.d_z + 2 * self.d_v)
         self.gamma = nn.Parameter(torch.empty(2, self.d_z))
         self.beta = nn.Parameter(torch.empty(2, self.d_z))
@@ -155,7 +157,7 @@ class GAU(PackedModule):
     def _scoring(self) -> Scoring:
         dropout = self.config.attention_dropout if self.training else 0.0
         table = None if self.bias is None else self.bias.table
-        return Scoring(self.config.attention, self.positions, table, dropout, self.config.kernel)
+        return Scoring(self.config.attention, self.positions, table, self.scale, dropout, self.config.kernel)
 
     def _drop(self, y: Tensor) -> Tensor:
         return F.dropout(y, self.dropout, self.training) if self.dropout else y
@@ -185,7 +187,7 @@ class GAU(PackedModule):
             self.beta,
             self.out.weight,
             self.out.bias,
-            span.neighbors(packed.row, packed.position, self.d_z, self._scoring()),
+            span.neighbors(packed.row, packed.position, self._scoring()),
         )
 
     def make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> WorkingMemory:

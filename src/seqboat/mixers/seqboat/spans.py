@@ -53,6 +53,8 @@ class Scoring(NamedTuple):
     positions: Positions
     table: Tensor | None
     """biases per distance"""
+    scale: float
+    """of the products, where the window bounds the number of keys"""
     dropout: float = 0.0
     kernel: Kernel = "blocks"
 
@@ -225,15 +227,15 @@ class MemorySpan(Span):
             query = query.index_select(0, source)
             value = torch.cat([old.values, value.to(old.values.dtype)]).index_select(0, source)
             position = torch.cat([old.positions, position]).index_select(0, source)
-        near = self.neighbors(group, position, query.shape[1], scoring)
+        near = self.neighbors(group, position, scoring)
         attended = KERNELS[scoring.kernel](query, key, value, near, scoring.dropout)
         return attended if places is None else attended.index_select(0, places)
 
-    def neighbors(self, group: Tensor, position: Tensor, d_z: int, scoring: Scoring) -> Neighbors:
+    def neighbors(self, group: Tensor, position: Tensor, scoring: Scoring) -> Neighbors:
         """What each token of a packed array sees, given its sequence and its position."""
-        coordinate = scoring.positions.coordinate(position, None)
-        scale = float(ATTENTIONS[scoring.attention].scale(d_z, self.window))
-        return Neighbors(group, coordinate, scoring.table, self.left, self.right, scoring.attention, scale)
+        attention, positions, table, scale = scoring[:4]
+        coordinate = positions.coordinate(position, None)
+        return Neighbors(group, coordinate, table, self.left, self.right, attention, scale)
 
     def _oldest_first(self, state: WorkingMemory) -> WorkingMemory:
         """The memory with its oldest tokens first, its sequences behind each other."""
