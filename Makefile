@@ -42,7 +42,7 @@ test-peers: $(PEERS)/.ready
 test-machines: $(READY)
 	$(BIN)/python tests/machines.py --page docs/machines.md
 
-# 2,000 broken and hostile files, each given to a command in a process of its own: about 20 minutes
+# 2,000 broken and hostile files, each given to a command in a separate process: about 20 minutes
 test-malformed: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/malformed.py --count 2000
 

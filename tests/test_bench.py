@@ -116,7 +116,7 @@ def test_candidates_follow_the_setting_and_their_own_fields() -> None:
         parse_candidate("seqboat:window")
     with pytest.raises(ValueError, match="no field 'widow'; it has d_z"):
         configure(parse_candidate("seqboat:gau.widow=3"), TINY)
-    with pytest.raises(ValueError, match="no fields of its own"):
+    with pytest.raises(ValueError, match="causal has no fields"):
         configure(parse_candidate("seqboat:causal.x=3"), TINY)
     with pytest.raises(ValueError, match="lower-bound takes no fields"):
         parse_candidate("floor:x=1")

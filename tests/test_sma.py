@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 import subprocess
@@ -487,7 +488,7 @@ def test_errors() -> None:
     x = torch.randn(2, 3, 6)
     with pytest.raises(ValueError, match=r"base must have the shape of x, \(2, 3, 6\), got \(2, 3, 1\)"):
         sma(x, base=torch.randn(2, 3, 1))
-    with pytest.raises(ValueError, match="with a base, mask must be None or Aligned"):
+    with pytest.raises(ValueError, match="with a base or a dense layer, mask must be None or Aligned"):
         sma(x, torch.ones(2, 3, dtype=torch.bool), base=x)
     with pytest.raises(ValueError, match=r"x must have shape \(batch, time, 6\), got \(2, 6\)"):
         sma(x[:, 0])
@@ -511,3 +512,12 @@ def test_units_take_empty_batches(unit: str, shape: tuple[int, ...], causal: boo
     assert all(parameter.grad is not None for parameter in sparse.parameters())
     if causal:
         assert sparse.step(torch.randn(shape[0], 8), out.state).y.shape == (shape[0], 8)
+
+
+def test_another_router_decides_once_it_is_set() -> None:
+    sma = SparseModularActivation({"linear": nn.Linear(4, 4)}, 4)
+    sma.router = AlwaysActive(4, 1)
+    for layer in (sma, copy.deepcopy(sma)):
+        routing = layer(torch.randn(2, 5, 4)).routing
+        assert routing is not None and routing.active.all()
+    assert not [name for name in sma.state_dict() if name.startswith("policy.router")]

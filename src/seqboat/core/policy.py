@@ -151,6 +151,10 @@ class Policy(nn.Module):
         """Says what it wants."""
         return self._router[0]
 
+    def follow(self, router: Router) -> None:
+        """Take another router; a module set as an attribute would become part of this one."""
+        self._router = (router,)
+
     @property
     def idle(self) -> bool:
         """Whether the router's decisions simply stand."""

@@ -98,6 +98,11 @@ class SparseModularActivation(RecurrentMixer):
             self.router, tuple(named), budget or BudgetConfig(), revival or RevivalConfig(), self.causal
         )
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "router" and "policy" in self._modules:
+            self.policy.follow(value)  # a router that replaces the first one decides from then on
+
     @contextmanager
     def override(
         self,
