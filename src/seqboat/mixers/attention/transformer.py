@@ -93,7 +93,7 @@ class FeedForward(nn.Module):
         return self.out(ACTIVATIONS[self.activation](self.hidden(x)))
 
 
-class VisibleKeys(NamedTuple):
+class KeyVisibility(NamedTuple):
     """What queries see, for either implementation."""
 
     hidden: Tensor | None
@@ -175,21 +175,21 @@ class Transformer(RecurrentMixer):
         distance = (key_slot[:, None, :] - query_slot[:, :, None]).clamp(-furthest, furthest)
         return self.bias[:, distance + furthest].transpose(0, 1)
 
-    def _visible(self, query_slot: Tensor, key_slot: Tensor, mask: Tensor | None) -> VisibleKeys:
+    def _visible(self, query_slot: Tensor, key_slot: Tensor, mask: Tensor | None) -> KeyVisibility:
         """Of a sequence from its beginning. Padding comes last: causal queries never see it."""
         bias = self._relative(query_slot, key_slot)
         if self.causal or mask is None:
-            return VisibleKeys(None, bias, self.causal)
+            return KeyVisibility(None, bias, self.causal)
         # the first key stays visible, so that sequences without a real token have a finite softmax
         first = torch.arange(mask.shape[1], device=mask.device) == 0
-        return VisibleKeys(~(mask | first)[:, None, None], bias, False)
+        return KeyVisibility(~(mask | first)[:, None, None], bias, False)
 
-    def _visible_with_past(self, query_slot: Tensor, keys: int) -> VisibleKeys:
+    def _visible_with_past(self, query_slot: Tensor, keys: int) -> KeyVisibility:
         key_slot = torch.arange(keys, device=query_slot.device)[None]
         hidden = (key_slot[:, None, :] > query_slot[:, :, None])[:, None]
-        return VisibleKeys(hidden, self._relative(query_slot, key_slot), False)
+        return KeyVisibility(hidden, self._relative(query_slot, key_slot), False)
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, visible: VisibleKeys) -> Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, visible: KeyVisibility) -> Tensor:
         """(batch, heads, queries, d_head)."""
         dropout = self.config.dropout if self.training else 0.0
         hidden, bias, causal = visible
@@ -237,7 +237,7 @@ class Transformer(RecurrentMixer):
         slots = torch.arange(keys.shape[2], device=x.device)[None]
         # a single sequence needs no mask, which lets the fused attention take its fast path
         hidden = None if x.shape[0] == 1 else ~seen[:, None, None]
-        visible = VisibleKeys(hidden, self._relative(after.total[:, None] - 1, slots), False)
+        visible = KeyVisibility(hidden, self._relative(after.total[:, None] - 1, slots), False)
         attended = self._attend(query, keys.to(query.dtype), values.to(query.dtype), visible)
         return MixerOutput(keep_rows(mask, self._close(x, attended.flatten(1), mask)), after)
 
