@@ -77,7 +77,12 @@ def run(options: argparse.Namespace) -> int:
         print(to_yaml(config), end="")
         return 0
     folder = Path(options.out or Path("runs") / (config.recipe or "run"))
-    outcome = train(config, folder, resume=options.resume)
+    try:
+        outcome = train(config, folder, resume=options.resume)
+    except ValueError as error:
+        if options.config is None or options.config in str(error):
+            raise
+        raise ValueError(f"{error} (settings from {options.config})") from error
     if os.environ.get("RANK", "0") == "0":
         best = "" if outcome.best is None else f"; best {config.build_task().metric} {outcome.best:.4f}"
         print(f"{outcome.message}{best}; {folder}", file=sys.stderr if outcome.exit_code else sys.stdout)
