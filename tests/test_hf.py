@@ -657,7 +657,11 @@ def test_weights_of_another_model(saved: Path, tmp_path: Path) -> None:
     path, sums = saved / "model.safetensors", saved / "sha256.json"
     weights = load_file(path)
     sums.unlink()
+    foreign = {f"transformer.h.{i}.weight": torch.zeros(4, 4) for i in range(4)}
     save_file({"transformer.wte.weight": torch.zeros(4, 4)}, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"asks for 2 layers, the weights have 1 tensors"):
+        AutoModelForCausalLM.from_pretrained(saved)
+    save_file(foreign, path, metadata={"format": "pt"})
     with pytest.raises(
         ValueError, match=r"does not hold the weights of this SeqBoatForCausalLM: \d+ are missing"
     ):

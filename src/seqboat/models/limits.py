@@ -46,8 +46,9 @@ def _tensors(args: Iterable[Any]) -> bool:
 
 def _elements(name: str, args: tuple[Any, ...]) -> int:
     """How many elements a factory function is asked for."""
-    if isinstance(args[0], list | tuple):
-        return math.prod(args[0]) if all(isinstance(size, int) for size in args[0]) else 0
+    for part in args:
+        if isinstance(part, list | tuple):
+            return math.prod(part) if all(isinstance(size, int) for size in part) else 0
     numbers = [part for part in args if isinstance(part, int | float) and not isinstance(part, bool)]
     if name == "eye":
         return int(numbers[0] * numbers[-1])
