@@ -78,10 +78,13 @@ def test_a_resumed_run_takes_fields_with_values(tmp_path: Path, capsys: pytest.C
 
 def test_ctrl_c_ends_generation_at_once() -> None:
     command = [sys.executable, "-m", "seqboat", "generate", "--prompt", "The ", "--max-new-bytes", "1000000"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout is not None and process.stdout.read(20)
-    process.send_signal(signal.SIGINT)
-    begin = time.monotonic()
-    _, error = process.communicate(timeout=60)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.read(20)
+        process.send_signal(signal.SIGINT)
+        begin = time.monotonic()
+        try:
+            _, error = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert (process.returncode, error) == (130, b"stopped\n")
     assert time.monotonic() - begin < 10

@@ -191,7 +191,7 @@ class GAU(PackedModule):
         )
 
     def make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> WorkingMemory:
-        return self.span.make_state(batch, self.d_z, self.d_v, torch.empty(0, dtype=dtype, device=device))
+        return self.span.make_state(batch, self.d_z, self.d_v, dtype, device)
 
     def advance(
         self, tokens: Tensor, rows: Tensor, position: Tensor, state: WorkingMemory, inplace: bool = False

@@ -102,14 +102,16 @@ class Span(ABC):
 
     # what decoding remembers
 
-    def make_state(self, batch: int, d_z: int, d_v: int, like: Tensor) -> WorkingMemory:
-        """An empty memory in the type and on the device of a tensor."""
+    def make_state(
+        self, batch: int, d_z: int, d_v: int, dtype: torch.dtype, device: torch.device
+    ) -> WorkingMemory:
+        """An empty memory."""
         places = self.places
         return WorkingMemory(
-            like.new_zeros(batch, places, d_z),
-            like.new_zeros(batch, places, d_v),
-            like.new_zeros(batch, places, dtype=torch.int64),
-            like.new_zeros(batch, dtype=torch.int64),
+            torch.zeros(batch, places, d_z, dtype=dtype, device=device),
+            torch.zeros(batch, places, d_v, dtype=dtype, device=device),
+            torch.zeros(batch, places, dtype=torch.int64, device=device),
+            torch.zeros(batch, dtype=torch.int64, device=device),
         )
 
     @property
