@@ -6,8 +6,8 @@
 
 The last commit is cloned to an empty folder, and each variant runs there with another
 environment: other instruction sets and numbers of threads for the tests that compute, other users, homes, locales
-and paths for those that read and write files. Two variants run at a time. What has finished is kept for this
-commit, so a second call continues where the first was stopped.
+and paths for those that read and write files. Two variants run at a time. What has passed at this commit is not run
+again, so a second call continues where the first was stopped; --missing keeps what passed at another commit, too.
 """
 
 from __future__ import annotations
@@ -279,8 +279,8 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     """The results as Markdown."""
     plain = results.get(VARIANTS[0].name, {}).get("bits")
     lines = [
-        "| variant | settings | tests | passed | skipped | failed | minutes | last bits of a product |",
-        "|---|---|---|---:|---:|---:|---:|---|",
+        "| variant | settings | tests | passed | skipped | failed | minutes | last bits of a product | commit |",
+        "|---|---|---|---:|---:|---:|---:|---|---|",
     ]
     for variant in VARIANTS:
         if variant.name not in results:
@@ -289,7 +289,9 @@ def table(results: dict[str, dict[str, Any]]) -> str:
         settings = " ".join(f"`{name}={value}`" for name, value in variant.environment.items())
         bits = "" if variant.part == "files" else "as it is" if found["bits"] == plain else "differ"
         cells = [variant.name, settings, variant.part, *(found[k] for k in ("passed", "skipped", "failed"))]
-        lines.append("| " + " | ".join(str(cell) for cell in [*cells, found["minutes"], bits]) + " |")
+        lines.append(
+            "| " + " | ".join(str(cell) for cell in [*cells, found["minutes"], bits, found["commit"]]) + " |"
+        )
     return "\n".join(lines)
 
 
@@ -321,6 +323,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="print the variants and stop")
     parser.add_argument("--only", action="append", metavar="NAME", help="variants whose name matches")
     parser.add_argument("--again", action="store_true", help="run also what has finished for this commit")
+    parser.add_argument(
+        "--missing", action="store_true", help="run only what failed or never ran, at any commit"
+    )
     parser.add_argument("--processes", type=int, default=2, help="variants at a time (default 2)")
     parser.add_argument("--tests", nargs="+", help="run these instead, as a trial whose results are not kept")
     parser.add_argument("--page", type=Path, help="write the table into this page")
@@ -338,21 +343,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ).stdout.strip()
     RESULTS.mkdir(parents=True, exist_ok=True)
     store = RESULTS / "results.json"
-    kept = json.loads(store.read_text(encoding="utf-8")) if store.is_file() and not options.tests else {}
-    results: dict[str, dict[str, Any]] = kept.get(commit, {})
+    results: dict[str, dict[str, Any]] = {}
+    if store.is_file() and not options.tests:
+        results = json.loads(store.read_text(encoding="utf-8"))
     lock = threading.Lock()
     scratch = Path(tempfile.mkdtemp(prefix="machines-"))
     scratch.chmod(0o755)
 
     def finish(variant: Variant) -> None:
-        found = run(variant, scratch, options.tests)
+        found = run(variant, scratch, options.tests) | {"commit": commit[:7]}
         with lock:
             results[variant.name] = found
             if not options.tests:
-                store.write_text(json.dumps({commit: results}, indent=1), encoding="utf-8")
+                store.write_text(json.dumps(results, indent=1), encoding="utf-8")
             print(f"{variant.name}: {found}", flush=True)
 
-    open_ones = [v for v in wanted if options.again or results.get(v.name, {"failed": 1})["failed"]]
+    def stale(variant: Variant) -> bool:
+        found = results.get(variant.name)
+        if found is None or found["failed"]:
+            return True
+        return options.again or (found["commit"] != commit[:7] and not options.missing)
+
+    open_ones = [variant for variant in wanted if stale(variant)]
     try:
         with lock:
             for variant in open_ones:

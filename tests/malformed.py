@@ -267,7 +267,7 @@ def run(arguments: list[str], folder: Path, patience: float = SECONDS) -> Outcom
     return Outcome(code, output, time.monotonic() - begin, most, trouble)
 
 
-def judge(outcome: Outcome, damaged: Path, folder: Path) -> str:
+def judge(outcome: Outcome, damaged: Path, folder: Path, generates: bool) -> str:
     """What is wrong with an outcome; empty if nothing."""
     if outcome.trouble:
         return outcome.trouble
@@ -275,7 +275,8 @@ def judge(outcome: Outcome, damaged: Path, folder: Path) -> str:
         return "traceback"
     if outcome.code not in (0, 1, 2, 3):
         return f"exit code {outcome.code}"
-    if re.search("[\x1b\u202a-\u202e\u2066-\u2069]", outcome.output):
+    # what a model generates may be any bytes
+    if not generates and re.search("[\x1b\u202a-\u202e\u2066-\u2069]", outcome.output):
         return "control characters"
     if outcome.code == 0:
         return ""
@@ -454,7 +455,12 @@ def attempt(subject: Subject, rng: random.Random, scratch: Path) -> tuple[str, s
         reseal(copy)
     command = subject.command(copy)
     outcome = run(command, scratch)
-    return f"{path.relative_to(scratch)} {how}", judge(outcome, path, scratch), outcome, command
+    return (
+        f"{path.relative_to(scratch)} {how}",
+        judge(outcome, path, scratch, command[0] == "generate"),
+        outcome,
+        command,
+    )
 
 
 def main() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -88,3 +89,19 @@ def test_ctrl_c_ends_generation_at_once() -> None:
             process.kill()
     assert (process.returncode, error) == (130, b"stopped\n")
     assert time.monotonic() - begin < 10
+
+
+def test_a_warning_is_one_line(tmp_path: Path) -> None:
+    """A damaged newest checkpoint is passed over, and said in the words of the command line."""
+    run = tmp_path / "run"
+    shutil.copytree(Path(__file__).parent / "fixtures" / "format-1" / "lm", run)
+    newest = max(run.glob("step-*"), key=lambda path: int(path.name[5:]))
+    shutil.copytree(newest, newest.with_name("step-9999"))
+    (newest.with_name("step-9999") / "model.safetensors").write_bytes(b"")
+    (run / "latest").write_text("step-9999\n")
+    command = [sys.executable, "-m", "seqboat", "generate", str(run), "--which", "latest"]
+    done = subprocess.run(
+        [*command, "--prompt", "a", "--max-new-bytes", "1"], capture_output=True, timeout=300, check=False
+    )
+    (line,) = done.stderr.decode().splitlines()
+    assert done.returncode == 0 and line.startswith("seqboat generate: warning: ") and "step-9999" in line

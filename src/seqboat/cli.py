@@ -10,7 +10,9 @@ import argparse
 import contextlib
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -102,8 +104,8 @@ def split_fields(arguments: Sequence[str], known: Iterable[str]) -> tuple[list[s
     return options, fields
 
 
-def one_line(error: Exception) -> str:
-    """The message of an error in one line, without control codes from a file."""
+def one_line(error: Exception | str) -> str:
+    """The message of an error or a warning in one line, without control codes from a file."""
     from seqboat.data.console import printable
 
     return printable(" ".join(str(error).split()))
@@ -173,7 +175,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     name = next((word for word in arguments if word in COMMANDS), "")
     command = import_module(COMMANDS[name][0]) if name else None
-    before = sys.stdout
+    before, form = sys.stdout, warnings.formatwarning
+    if "--debug" not in arguments:
+        warnings.formatwarning = partial(one_line_warning, " ".join(["seqboat", name]).strip())
     output = Output(before, survive=getattr(command, "SURVIVES_OUTPUT", False))
     sys.stdout = output
     try:
@@ -191,7 +195,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("stopped", file=sys.stderr)
         return 130
     finally:
-        sys.stdout = before
+        sys.stdout, warnings.formatwarning = before, form
+
+
+def one_line_warning(prog: str, message: Warning | str, *_: Any, **__: Any) -> str:
+    """A warning as users of the command line see it, without the line of code that raised it."""
+    return f"{prog}: warning: {one_line(message)}\n"
 
 
 def _run(arguments: Sequence[str], name: str, command: Any, output: Output) -> int:
