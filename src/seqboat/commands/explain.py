@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from seqboat.commands.control import add_control_arguments, read_control, read_layers
+from seqboat.data.console import typed_bytes
 from seqboat.extras import missing
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ def read_input(task: Task, kind: str, value: str) -> Any:
     if kind == "text":
         if not value.strip():
             raise ValueError("--text must not be empty")
-        return task.read_text(os.fsencode(value))
+        return task.read_text(typed_bytes(value))
     content = read_bytes(kind, value)
     if kind == "file":
         return task.read_text(content)

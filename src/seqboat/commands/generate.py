@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
-from seqboat.data.console import printable
+from seqboat.data.console import printable, typed_bytes
 
 EPILOG = """\
 The text is streamed; the prompt is not repeated unless --echo is given. Without --prompt the prompt is read from
@@ -85,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
             raise ValueError(f"--{name.replace('_', '-')} must be an integer >= 1, got {value}")
     if "" in options.stop:
         raise ValueError("--stop must not be empty")
-    stops = [os.fsencode(stop) for stop in options.stop]
+    stops = [typed_bytes(stop) for stop in options.stop]
     prompt = read_prompt(options)
 
     from seqboat.runs import Run
@@ -129,7 +128,7 @@ def run(options: argparse.Namespace) -> int:
 def read_prompt(options: argparse.Namespace) -> bytes:
     """The prompt, from the command line or standard input; empty only where there is a state to continue from."""
     if options.prompt is not None and options.prompt != "-":
-        prompt, source = os.fsencode(options.prompt), "--prompt"
+        prompt, source = typed_bytes(options.prompt), "--prompt"
     elif options.prompt is None and options.load_state is not None:
         return b""
     else:

@@ -83,3 +83,8 @@ def progress(title: str, total: int | None, unit: str = "") -> Iterator[Advance]
             print(f"{title}: {done:,}{of} {unit}".rstrip(), file=sys.stderr, flush=True)
 
     yield advance
+
+
+def typed_bytes(argument: str) -> bytes:
+    """A text from the command line in UTF-8; bytes that the locale could not read come back as they were typed."""
+    return argument.encode("utf-8", "surrogateescape")
