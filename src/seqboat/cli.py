@@ -45,7 +45,7 @@ COMMANDS = {
         "seqboat.commands.score",
         "measure bits per byte of files, or of every byte, with a language model",
     ),
-    "export-hf": ("seqboat.commands.export_hf", "write a trained run for Hugging Face transformers"),
+    "export-hf": ("seqboat.commands.convert.export_hf", "write a trained run for Hugging Face transformers"),
     "list": ("seqboat.commands.list", "list recipes, mixers, tasks, routers or ablations"),
     "bench": ("seqboat.commands.bench", "measure time and memory of mixers, side by side"),
 }
