@@ -33,6 +33,7 @@ import numpy as np
 import pytest
 
 from seqboat.cli import main
+from seqboat.data import download as downloads
 from seqboat.data import sources
 from seqboat.data.download import DownloadError, RemoteFile, download
 from seqboat.data.sources import Source, read_file
@@ -518,6 +519,8 @@ class Server:
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     # a proxy of the machine must not come between
     monkeypatch.setenv("no_proxy", "*")
+    for name, value in {"ATTEMPTS": 2, "PAUSE": 0.001, "TIMEOUT": 5}.items():
+        monkeypatch.setattr(downloads, name, value)
     server = Server()
     thread = threading.Thread(target=server.server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
@@ -537,7 +540,7 @@ def remote(
 
 def get(what: RemoteFile, folder: Path) -> bytes:
     arrived: list[int] = []
-    path = download(what, folder, arrived.append, attempts=3, pause=0.001, timeout=5)
+    path = download(what, folder, arrived.append)
     assert sum(arrived) > 0
     assert [p.name for p in folder.iterdir()] == ["file.bin"]
     return path.read_bytes()
@@ -604,7 +607,7 @@ def test_what_no_mirror_has_is_said_and_nothing_is_left(
     server: Server, tmp_path: Path, path: str, digest: str, message: str
 ) -> None:
     with pytest.raises(DownloadError, match=message):
-        download(remote(server, path, digest=digest), tmp_path, attempts=2, pause=0.001, timeout=5)
+        download(remote(server, path, digest=digest), tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -612,11 +615,12 @@ def test_what_no_mirror_has_is_said_and_nothing_is_left(
     ("way", "message"), [("drips", "only .* bytes in"), ("stammers", "no answer within")]
 )
 def test_a_mirror_that_sends_byte_by_byte_is_given_up(
-    server: Server, tmp_path: Path, way: str, message: str
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, message: str
 ) -> None:
+    monkeypatch.setattr(downloads, "TIMEOUT", 0.3)
     began = time.monotonic()
     with pytest.raises(DownloadError, match=message):
-        download(remote(server, way), tmp_path, attempts=2, pause=0.01, timeout=0.3)
+        download(remote(server, way), tmp_path)
     assert time.monotonic() - began < 8
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from closeness import assert_same_numbers
-from seqboat.core.counts import activation, activations
+from seqboat.core.counts import activation
 from seqboat.core.routers import (
     ROUTERS,
     AlwaysActive,
@@ -346,12 +346,6 @@ def test_statistics_of_nothing() -> None:
     nothing = activation(Routing(torch.zeros(2, 0, 1, dtype=torch.bool), torch.zeros(2, 0, 1)))
     assert nothing.rate.tolist() == [0.0] and nothing.confidence.tolist() == [0.0]
     assert nothing.per_row.tolist() == [[0.0], [0.0]]
-
-
-def test_statistics_of_a_model_skip_layers_without_a_router() -> None:
-    routing = Routing(torch.ones(1, 2, 1, dtype=torch.bool), torch.ones(1, 2, 1))
-    measured = activations((None, routing, None))
-    assert [part.rate.tolist() for part in measured] == [[1.0]]
 
 
 def test_statistics_refuse_a_mask_of_another_shape() -> None:

@@ -23,11 +23,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_a_packed_run_is_a_run(run: Path, tmp_path: Path, dtype: torch.dtype) -> None:
-    folder = Run(run).pack(tmp_path / "small", dtype=dtype, card="A toy.\n")
+    folder = Run(run).pack(tmp_path / "small", dtype=dtype)
     stored = CheckpointStore(folder).best()
     assert stored is not None and {t.dtype for t in stored.tensors(MODEL).values()} == {dtype}
     assert {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} == {
-        "README.md",
         "best",
         "latest",
         "step-1/model.safetensors",

@@ -62,51 +62,51 @@ def check_output(name: str, path: Path) -> None:
     require(os.access(path.parent, os.W_OK), f"{name} {path}: the folder {path.parent} cannot be written to")
 
 
-def check_sequence(x: Tensor, d_model: int, name: str = "x") -> None:
+def check_sequence(x: Tensor, d_model: int) -> None:
     """Refuse anything that is not a floating (batch, time, d_model) tensor."""
-    require(isinstance(x, Tensor), f"{name} must be a tensor, got {type(x).__name__}")
+    require(isinstance(x, Tensor), f"x must be a tensor, got {type(x).__name__}")
     shape = tuple(x.shape)
     require(
         x.dim() == 3 and shape[-1] == d_model,
-        f"{name} must have shape (batch, time, {d_model}), got {shape}",
+        f"x must have shape (batch, time, {d_model}), got {shape}",
     )
-    require(x.is_floating_point(), f"{name} must be floating point, got {x.dtype}")
+    require(x.is_floating_point(), f"x must be floating point, got {x.dtype}")
 
 
-def check_token(x: Tensor, d_model: int, name: str = "x") -> None:
+def check_token(x: Tensor, d_model: int) -> None:
     """Refuse anything that is not a floating (batch, d_model) tensor."""
-    require(isinstance(x, Tensor), f"{name} must be a tensor, got {type(x).__name__}")
+    require(isinstance(x, Tensor), f"x must be a tensor, got {type(x).__name__}")
     shape = tuple(x.shape)
     require(
         x.dim() == 2 and shape[-1] == d_model,
-        f"{name} must have shape (batch, {d_model}), got {shape}",
+        f"x must have shape (batch, {d_model}), got {shape}",
     )
-    require(x.is_floating_point(), f"{name} must be floating point, got {x.dtype}")
+    require(x.is_floating_point(), f"x must be floating point, got {x.dtype}")
 
 
-def check_mask(mask: Tensor, x: Tensor, name: str = "mask") -> None:
+def check_mask(mask: Tensor, x: Tensor) -> None:
     """Refuse a mask that is not a bool (batch, time) tensor on the device of x."""
-    require(isinstance(mask, Tensor), f"{name} must be a tensor, got {type(mask).__name__}")
+    require(isinstance(mask, Tensor), f"mask must be a tensor, got {type(mask).__name__}")
     want = tuple(x.shape[:2])
     require(
         mask.dtype == torch.bool,
-        f"{name} must be a bool tensor, True on real tokens; got {mask.dtype}",
+        f"mask must be a bool tensor, True on real tokens; got {mask.dtype}",
     )
     require(
         tuple(mask.shape) == want,
-        f"{name} must have shape (batch, time) = {want}, got {tuple(mask.shape)}",
+        f"mask must have shape (batch, time) = {want}, got {tuple(mask.shape)}",
     )
     require(
         mask.device == x.device,
-        f"{name} is on {mask.device} but its sequence is on {x.device}",
+        f"mask is on {mask.device} but its sequence is on {x.device}",
     )
 
 
-def check_device(x: Tensor, parameter: Tensor, name: str = "x") -> None:
+def check_device(x: Tensor, parameter: Tensor) -> None:
     """Refuse an input that is on another device than the module."""
     require(
         x.device == parameter.device,
-        f"{name} is on {x.device} but the module is on {parameter.device}",
+        f"x is on {x.device} but the module is on {parameter.device}",
     )
 
 

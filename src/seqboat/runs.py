@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -48,8 +48,6 @@ from seqboat.training.config import RunConfig, override, split_arguments
 from seqboat.training.evaluate import MODES, Streaming, Windows, evaluate
 from seqboat.training.metrics import iterate_metrics
 from seqboat.training.parallel import World
-
-Which = Literal["best", "latest"]
 
 MODELS = Path(__file__).parent / "models"
 """Where models that come with the package are."""
@@ -298,13 +296,12 @@ class Run:
             "activation": result.activation,
         }
 
-    def pack(self, folder: Path | str, dtype: torch.dtype = torch.float16, card: str | None = None) -> Path:
+    def pack(self, folder: Path | str, dtype: torch.dtype = torch.float16) -> Path:
         """Write the model in compact form: a run without what only training needs.
 
         Args:
             folder: to make; must be empty if it exists.
             dtype: of the stored weights; the model is still loaded in its own precision.
-            card: text of README.md.
 
         Returns:
             The folder.
@@ -323,6 +320,4 @@ class Run:
         saved = CheckpointStore(folder).save(self.step, {MODEL: weights}, state, best=True)
         # checkpoints are readable by their owner alone, but a package is for everyone on the machine
         (saved / MODEL).chmod(0o644)
-        if card is not None:
-            (folder / "README.md").write_text(card, encoding="utf-8")
         return folder

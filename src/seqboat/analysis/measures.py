@@ -8,7 +8,7 @@ Section 5 of the paper asks how much attention a task needs; the decisions of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -374,25 +374,11 @@ def measure_run(
     split: Split = "test",
     limit: int | None = None,
     *,
-    which: str = "best",
-    fields: Sequence[str] = (),
-    batch_size: int | None = None,
     weighted: bool = True,
-    reading: Windows | None = None,
-    device: torch.device | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Measures:
-    """Watch the routers of a trained run on one of its splits; see `load_examples` and `measure`."""
-    examples = load_examples(run, split, limit, which, fields, reading)
-    measures = measure(
-        examples,
-        split,
-        batch_size=batch_size,
-        weighted=weighted,
-        reading=reading,
-        device=device,
-        progress=progress,
-    )
+    """Measure the best checkpoint of a run on one of its splits; `load_examples` and `measure` have more options."""
+    measures = measure(load_examples(run, split, limit), split, weighted=weighted, progress=progress)
     return replace(measures, run=str(run), training=tuple(activation_curve(run)))
 
 

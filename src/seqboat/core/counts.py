@@ -92,8 +92,3 @@ def activation(routing: Routing, mask: Tensor | None = None) -> Activation:
         confidence=confidence.sum(dim=(0, 1)) / active.sum(dim=0).clamp(min=1),
         per_row=active / tokens[:, None].clamp(min=1),
     )
-
-
-def activations(routings: Sequence[Routing | None], mask: Tensor | None = None) -> list[Activation]:
-    """`activation` of every routed layer of a model's output."""
-    return [activation(routing, mask) for routing in routings if routing is not None]

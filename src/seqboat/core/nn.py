@@ -15,6 +15,10 @@ from seqboat.ops.fused import norm_of_silu, scale_by_rms
 
 NormName = Literal["layer", "batch", "scale", "rms"]
 NORMS = ("layer", "batch", "scale", "rms")
+EPS = 1e-5
+"""Added to variances and mean squares before the root."""
+MOMENTUM = 0.1
+"""Weight of a new batch in the running averages of `BatchNorm`."""
 
 
 def make_norm(name: NormName, d_model: int) -> Norm:
@@ -47,49 +51,46 @@ class Norm(nn.Module):
 class LayerNorm(Norm):
     """Zero mean and unit variance over the channels of a token, then a learned scale and shift."""
 
-    def __init__(self, d_model: int, eps: float = 1e-5) -> None:
+    def __init__(self, d_model: int) -> None:
         super().__init__()
-        self.eps = eps
         self.weight = nn.Parameter(torch.ones(d_model))
         self.bias = nn.Parameter(torch.zeros(d_model))
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, EPS)
 
     def after_silu(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         if torch.is_autocast_enabled(x.device.type) or x.dtype != self.weight.dtype:
             return super().after_silu(x, mask)
-        return norm_of_silu(x, self.weight, self.bias, self.eps)
+        return norm_of_silu(x, self.weight, self.bias, EPS)
 
 
 class RMSNorm(Norm):
     """Unit root mean square over the channels of a token, then a learned scale per channel."""
 
-    def __init__(self, d_model: int, eps: float = 1e-5) -> None:
+    def __init__(self, d_model: int) -> None:
         super().__init__()
-        self.eps = eps
         self.weight = nn.Parameter(torch.ones(d_model))
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        return scale_by_rms(x, self.weight, self.eps)
+        return scale_by_rms(x, self.weight, EPS)
 
     def after_silu(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        return scale_by_rms(x, self.weight, self.eps, activate=True)
+        return scale_by_rms(x, self.weight, EPS, activate=True)
 
 
 class ScaleNorm(Norm):
     """Unit root mean square over the channels of a token, then one learned scale for all of them."""
 
-    def __init__(self, d_model: int, eps: float = 1e-5) -> None:
+    def __init__(self, d_model: int) -> None:
         super().__init__()
-        self.eps = eps
         self.weight = nn.Parameter(torch.ones(()))
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        return scale_by_rms(x, self.weight, self.eps)
+        return scale_by_rms(x, self.weight, EPS)
 
     def after_silu(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        return scale_by_rms(x, self.weight, self.eps, activate=True)
+        return scale_by_rms(x, self.weight, EPS, activate=True)
 
 
 class BatchNorm(Norm):
@@ -102,9 +103,8 @@ class BatchNorm(Norm):
     running_mean: Tensor
     running_var: Tensor
 
-    def __init__(self, d_model: int, eps: float = 1e-5, momentum: float = 0.1) -> None:
+    def __init__(self, d_model: int) -> None:
         super().__init__()
-        self.eps, self.momentum = eps, momentum
         self.total: Callable[[Tensor], Tensor] | None = None
         """differentiable sum over the processes; None where there is one"""
         self.tracking = True
@@ -126,7 +126,7 @@ class BatchNorm(Norm):
                 self._track(mean, var, count)
         else:
             mean, var = self.running_mean, self.running_var
-        scale = self.weight * torch.rsqrt(var + self.eps)
+        scale = self.weight * torch.rsqrt(var + EPS)
         return torch.addcmul((self.bias - mean * scale).to(x.dtype), x, scale.to(x.dtype))
 
     def _moments(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -162,7 +162,7 @@ class BatchNorm(Norm):
     @torch.no_grad()
     def _track(self, mean: Tensor, var: Tensor, count: Tensor) -> None:
         """Update the running averages; an empty batch changes nothing."""
-        weight = torch.where(count > 0, self.momentum, 0.0)
+        weight = torch.where(count > 0, MOMENTUM, 0.0)
         unbiased = var * (count / (count - 1).clamp(min=1))
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), weight.to(mean.dtype))
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), weight.to(mean.dtype))

@@ -25,8 +25,14 @@ from seqboat.data.store import free_bytes
 from seqboat.version import __version__
 
 CHUNK = 1 << 18
+ATTEMPTS = 5
+"""Connections to a mirror without progress before the next mirror is tried."""
+PAUSE = 1.0
+"""Seconds before the second connection, doubled for each further one."""
+TIMEOUT = 30.0
+"""Seconds after which a connection that is silent or below MIN_RATE is dropped."""
 MIN_RATE = 1000
-"""Bytes per second below which a connection is given up."""
+"""Bytes per second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,10 +78,6 @@ def download(
     remote: RemoteFile,
     folder: Path,
     advance: Advance = lambda count: None,
-    *,
-    attempts: int = 5,
-    pause: float = 1.0,
-    timeout: float = 30.0,
 ) -> Path:
     """Get a file, or find it already there.
 
@@ -83,10 +85,6 @@ def download(
         remote: what to get.
         folder: where to put it.
         advance: told about the bytes that arrive.
-        attempts: connections to each mirror that bring nothing new, before the next mirror is asked.
-        pause: seconds before the second connection, doubled for each further one.
-        timeout: seconds after which a connection is given up that is silent, or brings less than MIN_RATE bytes
-            per second.
 
     Raises:
         DownloadError: if no mirror has the right file.
@@ -100,7 +98,7 @@ def download(
     complaints = []
     for url in remote.urls:
         require(urllib.parse.urlsplit(url).scheme in ("http", "https"), f"not a web address: {url}")
-        complaint = _from_mirror(url, remote, part, advance, attempts, pause, timeout)
+        complaint = _from_mirror(url, remote, part, advance)
         if complaint is None:
             os.replace(part, final)
             part.with_name(part.name + ".tag").unlink(missing_ok=True)
@@ -109,15 +107,13 @@ def download(
     raise DownloadError(f"{remote.name} could not be downloaded; " + "; ".join(complaints))
 
 
-def _from_mirror(
-    url: str, remote: RemoteFile, part: Path, advance: Advance, attempts: int, pause: float, timeout: float
-) -> str | None:
+def _from_mirror(url: str, remote: RemoteFile, part: Path, advance: Advance) -> str | None:
     """Fill the part from one mirror; returns what went wrong, or None."""
     failures = 0
     while True:
         before = part.stat().st_size if part.exists() else 0
         try:
-            _fetch(url, remote, part, advance, timeout)
+            _fetch(url, remote, part, advance)
             check_file(part, remote)
             return None
         except (_Wrong, ValueError) as error:
@@ -135,12 +131,12 @@ def _from_mirror(
                 return f"unknown host: {error.reason}"
             arrived = part.stat().st_size if part.exists() else 0
             failures = 1 if arrived > before and not isinstance(error, _Slow) else failures + 1
-            if failures >= attempts:
+            if failures >= ATTEMPTS:
                 return f"{type(error).__name__}: {error}"
-            time.sleep(min(pause * 2 ** (failures - 1), 60))
+            time.sleep(min(PAUSE * 2 ** (failures - 1), 60))
 
 
-def _fetch(url: str, remote: RemoteFile, part: Path, advance: Advance, timeout: float) -> None:
+def _fetch(url: str, remote: RemoteFile, part: Path, advance: Advance) -> None:
     """One connection: append what is missing."""
     have = part.stat().st_size if part.exists() else 0
     if have and have == remote.bytes:
@@ -157,7 +153,7 @@ def _fetch(url: str, remote: RemoteFile, part: Path, advance: Advance, timeout: 
     else:
         headers.pop("If-Range", None)
     try:
-        response = _open(urllib.request.Request(url, headers=headers), timeout)
+        response = _open(urllib.request.Request(url, headers=headers))
     except urllib.error.HTTPError as error:
         if error.code == 416 and have:
             # the part is as long as the file or longer: begin anew
@@ -188,7 +184,7 @@ def _fetch(url: str, remote: RemoteFile, part: Path, advance: Advance, timeout: 
                 file.write(chunk)
                 advance(len(chunk))
                 since += len(chunk)
-                if (waited := time.monotonic() - began) >= timeout:
+                if (waited := time.monotonic() - began) >= TIMEOUT:
                     if since < MIN_RATE * waited:
                         raise _Slow(f"only {since:,} bytes in {waited:.0f} seconds")
                     began, since = time.monotonic(), 0
@@ -198,21 +194,21 @@ def _fetch(url: str, remote: RemoteFile, part: Path, advance: Advance, timeout: 
             raise ConnectionError(f"connection closed after {have:,} of {end or remote.bytes:,} bytes")
 
 
-def _open(request: urllib.request.Request, timeout: float) -> Any:
+def _open(request: urllib.request.Request) -> Any:
     """Send a request; its answer must begin within twice the time-out, also if it comes byte by byte."""
     answer: list[Any] = []
 
     def ask() -> None:
         try:
-            answer.append(urllib.request.urlopen(request, timeout=timeout))
+            answer.append(urllib.request.urlopen(request, timeout=TIMEOUT))
         except Exception as error:
             answer.append(error)
 
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
-    thread.join(2 * timeout)
+    thread.join(2 * TIMEOUT)
     if not answer:
-        raise _Slow(f"no answer within {2 * timeout:.0f} seconds")
+        raise _Slow(f"no answer within {2 * TIMEOUT:.0f} seconds")
     found = answer.pop()
     if not isinstance(found, Exception):
         return found

@@ -56,7 +56,7 @@ def open_regular(path: Path) -> io.BufferedReader:
     return open(handle, "rb")
 
 
-def read_json(path: Path, limit: int = MAX_JSON) -> Any:
+def read_json(path: Path) -> Any:
     """The content of a JSON file.
 
     Raises:
@@ -65,8 +65,8 @@ def read_json(path: Path, limit: int = MAX_JSON) -> Any:
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
-            if size > limit:
-                raise ValueError(f"it has {size:,} bytes, more than {limit:,}")
+            if size > MAX_JSON:
+                raise ValueError(f"it has {size:,} bytes, more than {MAX_JSON:,}")
             return json.loads(file.read(size))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error

@@ -59,7 +59,6 @@ def collect(
     limit: int | None = None,
     *,
     which: str = "best",
-    batch_size: int | None = None,
     fields: Sequence[str] = (),
     device: torch.device | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -72,7 +71,6 @@ def collect(
         samples: how many examples to keep for the explorer, spread over the split.
         limit: measure at most this many examples, drawn at random but always the same.
         which: "best" or "latest".
-        batch_size: examples at a time; the run's own by default.
         fields: changes of the data, as arguments `--data.x=value`.
         device: where to compute; the CPU by default.
         progress: called with the batches done and all.
@@ -80,7 +78,7 @@ def collect(
     check_positive("samples", samples, least=0)
     numbers = describe_run(run, which)
     examples = load_examples(run, split, limit, which, fields)
-    measures = measure(examples, split, batch_size=batch_size, device=device, progress=progress)
+    measures = measure(examples, split, device=device, progress=progress)
     numbers["measures"] = replace(
         measures, run=str(run), training=tuple(activation_curve(Run(run).folder))
     ).to_record()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 import json
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,12 +57,12 @@ class Sample(NamedTuple):
     """by sequence and layer; None without attention"""
 
 
-def sight_of(attention: Attention, most: int = KEPT[0]) -> Sight:
+def sight_of(attention: Attention) -> Sight:
     """The largest weights of every query."""
     count = len(attention.positions)
     slot = np.arange(count)
     weights = attention.weights
-    keep = min(most, weights.shape[1])
+    keep = min(KEPT[0], weights.shape[1])
     columns = np.argsort(-weights, axis=1, kind="stable")[:, :keep]
     sums = weights.sum(axis=1, dtype=np.float64)
     largest = np.take_along_axis(weights, columns, axis=1) / np.where(sums > 0, sums, 1)[:, None]
@@ -75,15 +75,12 @@ def sight_of(attention: Attention, most: int = KEPT[0]) -> Sight:
     )
 
 
-def collect_samples(
-    examples: Examples, count: int, progress: Callable[[int, int], None] | None = None
-) -> list[Sample]:
+def collect_samples(examples: Examples, count: int) -> list[Sample]:
     """The first examples, traced one at a time: no padding, and the weights of one layer in memory.
 
     Args:
         examples: model, task and data.
         count: how many; fewer if there are fewer.
-        progress: called with the samples done and all.
     """
     model, kind = examples.model, examples.task.kind
     samples = []
@@ -97,8 +94,6 @@ def collect_samples(
             for place, attention in zip(sights, seen, strict=True):
                 place.append(None if attention is None else sight_of(attention))
         samples.append(Sample(found, tuple(map(tuple, sights))))
-        if progress is not None:
-            progress(i + 1, count)
     return samples
 
 

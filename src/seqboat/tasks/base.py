@@ -362,10 +362,10 @@ class Subset(Dataset):
         return self.whole.lengths()[self.numbers]
 
 
-def draw_subset(whole: Dataset, size: int | None, seed: int = 0) -> Dataset:
+def draw_subset(whole: Dataset, size: int | None) -> Dataset:
     """The whole dataset, or `size` examples of it drawn without regard to its order (files are often sorted)."""
     if size is None or size >= len(whole):
         return whole
     check_positive("subset size", size)
-    numbers = np.random.default_rng(seed).permutation(len(whole))[:size]
+    numbers = np.random.default_rng(0).permutation(len(whole))[:size]
     return Subset(whole, np.sort(numbers).astype(np.int64))

@@ -160,14 +160,14 @@ def shuffled_rows(count: int, seed: int) -> NDArray[np.int64]:
     return order
 
 
-def hold_out(train: Dataset, split: Split, size: int, seed: int = 42) -> Dataset:
+def hold_out(train: Dataset, split: Split, size: int) -> Dataset:
     """A training set without the examples kept back for validation, or those examples.
 
-    The numbers are those of a random split with torch's generator and this seed, as published for Image.
+    The numbers are those of a random split with torch's generator and seed 42, as published for Image.
     """
     require(
         0 < size < len(train), f"holdout must be less than the {len(train)} training examples, got {size}"
     )
-    order = shuffled_rows(len(train), seed).astype(np.int32)
+    order = shuffled_rows(len(train), seed=42).astype(np.int32)
     kept = len(train) - size
     return Subset(train, order[:kept] if split == "train" else order[kept:].copy())
