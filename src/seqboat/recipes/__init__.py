@@ -31,6 +31,7 @@ RECIPES: dict[str, Callable[..., RunConfig]] = {
     "speech-small": speech.speech_small,
     "enwik8": enwik8.enwik8,
     "enwik8-small": enwik8.enwik8_small,
+    "enwik8-medium": enwik8.enwik8_medium,
     "demo": diagnostics.demo,
     "recall": diagnostics.recall,
     "copy": diagnostics.copy,
