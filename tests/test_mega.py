@@ -16,6 +16,7 @@ from seqboat.mixers import MIXERS, Mega, MegaConfig
 from seqboat.mixers.attention.mega import MegaState
 from seqboat.mixers.ssm.ema import EMAConfig
 from seqboat.ops.functions import LAPLACE_MU, LAPLACE_SIGMA, AttentionName
+from seqboat.ops.positions import RotaryBias
 
 BASE = MegaConfig(ema=EMAConfig(d_state=3), d_z=4, d_v=7, max_positions=6)
 CONFIGS = {
@@ -28,6 +29,8 @@ CONFIGS = {
     "causal": replace(BASE, causal=True),
     "causal-laplace": replace(BASE, causal=True, attention="laplace", prenorm=True),
     "causal-chunk": replace(BASE, causal=True, chunk=4),
+    "rotary": replace(BASE, positions="rotary"),
+    "causal-chunk-rotary": replace(BASE, causal=True, chunk=4, positions="rotary"),
     "causal-chunk-relu2": replace(BASE, causal=True, chunk=3, attention="relu2", ffn=False),
 }
 CAUSAL = [name for name in CONFIGS if name.startswith("causal")]
@@ -178,6 +181,23 @@ def test_dropout_only_in_training() -> None:
         assert not torch.equal(layer(x).y, layer(x).y)
         layer.eval()
         torch.testing.assert_close(layer(x).y, layer(x).y)
+
+
+def test_rotary_bias_is_the_product_of_rotated_vectors() -> None:
+    """As published: both vectors, rotated in halves by the positions of query and key."""
+    bias = RotaryBias(6, 9).double()
+    frequencies = 10000.0 ** -(torch.arange(3, dtype=torch.float64) / 3)
+    angle = torch.arange(10)[:, None] * frequencies
+    cos, sin = angle.cos(), angle.sin()
+    query, key = (
+        torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+        for first, second in bias.vectors
+    )
+    distance = torch.arange(10) - torch.arange(10)[:, None]
+    torch.testing.assert_close(bias(distance), query @ key.T)
+    torch.testing.assert_close(bias.table, bias(torch.arange(-9, 10)))
+    with pytest.raises(ValueError, match="d_z must be even with rotary positions, got 5"):
+        MegaConfig(positions="rotary", d_z=5)
 
 
 def test_names_and_bad_settings() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from seqboat.core.routers import XMoEConfig
+from seqboat.mixers import MIXERS
 from seqboat.mixers.seqboat.gau import GAUConfig
 from seqboat.mixers.seqboat.layer import SeqBoatConfig
 from seqboat.mixers.ssm.s4d import S4DConfig
@@ -24,7 +25,7 @@ from seqboat.training.optim import (
 
 
 def names_by_decay(model: torch.nn.Module) -> tuple[set[str], set[str]]:
-    decayed, kept = parameter_groups(model, 0.1)
+    decayed, kept = parameter_groups(model, OptimizerConfig(weight_decay=0.1))
     assert (decayed["weight_decay"], kept["weight_decay"]) == (0.1, 0.0)
     groups: Any = (decayed["params"], kept["params"])
     return {name for name, _ in groups[0]}, {name for name, _ in groups[1]}
@@ -91,6 +92,52 @@ def test_decay_shrinks_matrices_and_spares_biases(name: Any) -> None:
     torch.testing.assert_close(model.bias.detach(), before[1])
 
 
+def test_the_published_scripts_decay_everything() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
+    (group,) = parameter_groups(model, OptimizerConfig(weight_decay=0.1, decay="all"))
+    names: Any = group["params"]
+    assert [name for name, _ in names] == [name for name, _ in model.named_parameters()]
+    assert group["weight_decay"] == 0.1
+
+
+@pytest.mark.parametrize("name", ["s4", "s4d", "s5", "liquid-s4", "h3"])
+def test_state_space_parameters_have_their_own_rate_and_no_decay(name: str) -> None:
+    layer = MIXERS[name]().build(8)
+    config = OptimizerConfig(lr=0.01, ssm_lr=0.001, dt_lr=0.005, decay="all")
+    groups: Any = parameter_groups(layer, config)
+    rates = {n.rpartition(".")[2]: (g["lr"], g["weight_decay"]) for g in groups for n, _ in g["params"]}
+    assert rates["log_dt"] == (0.005, 0.0)
+    assert rates["log_real"] == rates["imag"] == (pytest.approx(0.001), 0.0)
+    assert rates["c"] == rates["skip"] == (0.01, 0.01)
+    assert sum(len(g["params"]) for g in groups) == len(list(layer.parameters()))
+
+
+def test_separate_rates_follow_the_schedule() -> None:
+    layer = MIXERS["s4"]().build(8)
+    optimizer = build_optimizer(layer, OptimizerConfig(lr=0.01, ssm_lr=0.001))
+    set_learning_rate(optimizer, 0.005)
+    rates = {n: g["lr"] for g in optimizer.param_groups for n in g["param_names"]}
+    # half of the highest, both
+    assert rates["out.weight"] == 0.005
+    assert rates["ssm.log_dt"] == rates["ssm.b"] == pytest.approx(0.0005)
+
+
+def test_without_a_separate_rate_all_parameters_have_one() -> None:
+    groups: Any = parameter_groups(MIXERS["s4"]().build(8), OptimizerConfig(decay="all"))
+    assert len(groups) == 1
+
+
+def test_adagrad_takes_steps_of_its_own_size() -> None:
+    model = torch.nn.Linear(2, 2)
+    before = model.weight.detach().clone()
+    optimizer = build_optimizer(model, OptimizerConfig(name="adagrad", lr=0.1, weight_decay=0.0))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    # the first step divides the gradient by its own size
+    torch.testing.assert_close(model.weight.detach(), before - 0.1)
+
+
 def test_settings_reach_the_optimizer() -> None:
     config = OptimizerConfig(lr=0.3, betas=(0.5, 0.6), eps=1e-3)
     optimizer = build_optimizer(torch.nn.Linear(2, 2), config)
@@ -109,6 +156,25 @@ def test_schedule_meets_its_corners() -> None:
     assert all(a > b for a, b in itertools.pairwise(rates[24:401]))
 
 
+def test_warmup_of_power_two_is_that_of_the_published_scheduler() -> None:
+    """Its formula, with the square of the step: initial + step^2 * (highest - initial) / warmup^2."""
+    schedule = ScheduleConfig(steps=125, warmup_steps=25, warmup_from=1e-7, warmup_power=2)
+    for step in range(25):
+        published = 1e-7 + step**2 * (0.01 - 1e-7) / 25**2
+        assert learning_rate(step, 0.01, schedule) == pytest.approx(published)
+    assert learning_rate(25, 0.01, schedule) == 0.01
+
+
+def test_other_shapes_of_decay() -> None:
+    def rates(shape: Any) -> list[float]:
+        schedule = ScheduleConfig(steps=12, warmup_steps=4, warmup_from=0.0, shape=shape)
+        return [learning_rate(step, 1.0, schedule) for step in (2, 4, 8, 12, 16)]
+
+    assert rates("cosine") == pytest.approx([0.5, 1.0, 0.5, 0.0, 0.0])
+    assert rates("rsqrt") == pytest.approx([0.5, 1.0, 0.5**0.5, (1 / 3) ** 0.5, 0.5])
+    assert rates("constant") == [0.5, 1.0, 1.0, 1.0, 1.0]
+
+
 def test_schedule_without_warmup_and_all_warmup() -> None:
     assert learning_rate(0, 1.0, ScheduleConfig(steps=4, warmup_steps=0)) == 1.0
     rates = [learning_rate(s, 1.0, ScheduleConfig(steps=4, warmup_steps=4, warmup_from=0)) for s in range(4)]
@@ -120,7 +186,7 @@ def test_schedule_without_warmup_and_all_warmup() -> None:
     [
         (
             lambda: OptimizerConfig(name="adam"),  # type: ignore[arg-type]
-            "optimizer.name must be one of adamw, radam; got 'adam'",
+            "optimizer.name must be one of adamw, radam, adagrad; got 'adam'",
         ),
         (lambda: OptimizerConfig(lr=0), "optimizer.lr must be positive, got 0"),
         (lambda: OptimizerConfig(betas=(0.9, 1.0)), r"optimizer.betas must be two numbers in \[0, 1\)"),
@@ -130,6 +196,9 @@ def test_schedule_without_warmup_and_all_warmup() -> None:
         (lambda: ScheduleConfig(steps=0), "schedule.steps must be an integer >= 1, got 0"),
         (lambda: ScheduleConfig(steps=5, warmup_steps=6), "must not exceed schedule.steps, got 6 and 5"),
         (lambda: ScheduleConfig(warmup_from=-1.0), "schedule.warmup_from must be >= 0"),
+        (lambda: ScheduleConfig(warmup_power=0.0), "schedule.warmup_power must be positive, got 0.0"),
+        (lambda: OptimizerConfig(name="adagrad"), "optimizer.weight_decay of adagrad must be 0, got 0.01"),
+        (lambda: OptimizerConfig(ssm_lr=0.0), "optimizer.ssm_lr must be positive or None, got 0.0"),
     ],
 )
 def test_bad_settings_are_named(make: Any, message: str) -> None:

@@ -121,6 +121,20 @@ def test_hippo_is_normal_plus_rank_one() -> None:
     torch.testing.assert_close(normal, (a + 0.5 * b[:, None] * b).to(torch.complex128))
 
 
+def test_channels_share_systems_in_turn() -> None:
+    """Two systems for six channels are as six, with the parameters of the two repeated."""
+    shared = make(6, S4Config(d_state=4, systems=2), causal=True)
+    separate = make(6, S4Config(d_state=4), causal=True)
+    with torch.no_grad():
+        for name, parameter in separate.named_parameters():
+            given = getattr(shared, name)
+            parameter.copy_(given if given.shape == parameter.shape else torch.cat([given] * 3))
+    torch.testing.assert_close(shared.kernel(9), separate.kernel(9))
+    assert shared.b.shape == (2, 2, 2)
+    with pytest.raises(ValueError, match="d_model must be a multiple of systems = 4, got 6"):
+        S4Config(systems=4).build(6, True)
+
+
 def test_defaults_are_those_of_the_paper() -> None:
     assert MIXERS["s4"]() == S4LayerConfig(ssm=S4Config(d_state=64, dt_min=0.001, dt_max=0.1), gate="glu")
 

@@ -115,6 +115,43 @@ class RelativeBias(nn.Module):
         return self.table[(distance + self.max_distance).clamp(0, 2 * self.max_distance)]
 
 
+class RotaryBias(nn.Module):
+    """A bias per distance from two learned vectors: their product after rotary embedding, as in MEGA.
+
+    With the vectors a, b split into halves (a1, a2) and (b1, b2), and d = key - query,
+
+        bias(d) = sum over frequencies f of (a1 b1 + a2 b2) cos(f d) + (a2 b1 - a1 b2) sin(f d)
+    """
+
+    def __init__(self, dim: int, max_distance: int) -> None:
+        super().__init__()
+        require(dim % 2 == 0, f"dim of a rotary bias must be even, got {dim}")
+        check_positive("max_distance", max_distance, least=0)
+        self.max_distance = max_distance
+        self.vectors = nn.Parameter(torch.empty(2, 2, dim // 2))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The vectors start at N(0, 0.02)."""
+        nn.init.normal_(self.vectors, std=0.02)
+
+    @property
+    def table(self) -> Tensor:
+        """(2 * max_distance + 1,): the bias of each distance."""
+        return self._bias(torch.arange(-self.max_distance, self.max_distance + 1, device=self.vectors.device))
+
+    def forward(self, distance: Tensor) -> Tensor:
+        """The bias of each distance; larger ones are those of the ends of the table."""
+        return self._bias(distance.clamp(-self.max_distance, self.max_distance))
+
+    def _bias(self, distance: Tensor) -> Tensor:
+        (a1, a2), (b1, b2) = self.vectors
+        dim = 2 * self.vectors.shape[-1]
+        angle = torch.remainder(distance[..., None] * _frequencies(dim, distance.device), 2 * math.pi)
+        angle = angle.to(self.vectors.dtype)
+        return angle.cos() @ (a1 * b1 + a2 * b2) + angle.sin() @ (a2 * b1 - a1 * b2)
+
+
 def rotate(x: Tensor, position: Tensor) -> Tensor:
     """Rotary embedding: turn each pair of neighboring channels by position * 10000^(-2i/dim).
 

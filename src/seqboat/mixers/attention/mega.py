@@ -17,13 +17,13 @@ its own chunk of the sequence, and time is linear.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqboat.checks import check_choice, check_positive, check_rate
+from seqboat.checks import check_choice, check_positive, check_rate, require
 from seqboat.core.nn import NORMS, Norm, NormName, init_linear, make_norm
 from seqboat.core.padding import Aligned, zero_padding
 from seqboat.mixers.attention.cache import Cache, append, extend, make_cache, seen_by_step
@@ -33,8 +33,11 @@ from seqboat.mixers.ssm.base import SSMState, TruncatedState
 from seqboat.mixers.ssm.ema import EMAConfig
 from seqboat.ops.dense import dense
 from seqboat.ops.functions import ATTENTIONS, HIDDEN, AttentionName
-from seqboat.ops.positions import RelativeBias
+from seqboat.ops.positions import RelativeBias, RotaryBias
 from seqboat.ops.precision import wide_type
+
+MegaPositions = Literal["relative", "rotary"]
+MEGA_POSITIONS = ("relative", "rotary")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +54,8 @@ class MegaConfig:
     """The attention function."""
     chunk: int | None = None
     """Tokens per chunk; None for attention among all tokens."""
+    positions: MegaPositions = "relative"
+    """The bias per distance: a learned table, or two learned vectors after rotary embedding."""
     max_positions: int = 4096
     """Distances beyond which the relative bias stays the same, without chunks."""
     ffn: bool = True
@@ -75,6 +80,11 @@ class MegaConfig:
             if getattr(self, name) is not None:
                 check_positive(name, getattr(self, name))
         check_choice("attention", self.attention, tuple(ATTENTIONS))
+        check_choice("positions", self.positions, MEGA_POSITIONS)
+        require(
+            self.positions != "rotary" or self.d_z % 2 == 0,
+            f"d_z must be even with rotary positions, got {self.d_z}",
+        )
         check_choice("norm", self.norm, NORMS)
         check_rate("dropout", self.dropout)
         check_rate("attention_dropout", self.attention_dropout)
@@ -117,7 +127,10 @@ class Mega(RecurrentMixer):
         self.attended = nn.Linear(self.d_v, d_model, bias=False)
         self.kappa = nn.Parameter(torch.empty(2, self.d_z))
         self.mu = nn.Parameter(torch.empty(2, self.d_z))
-        self.bias = RelativeBias((config.chunk or config.max_positions) - 1)
+        distance = (config.chunk or config.max_positions) - 1
+        self.bias = (
+            RelativeBias(distance) if config.positions == "relative" else RotaryBias(self.d_z, distance)
+        )
         if config.ffn:
             self.ffn_norm: Norm = make_norm(config.norm, d_model)
             self.ffn = FeedForward(d_model, config.d_ff or 2 * d_model, "silu")
@@ -129,7 +142,7 @@ class Mega(RecurrentMixer):
         Linear      weights N(0, 0.02), biases 0
         kappa       N(0, 0.02)
         mu          0
-        bias table  N(0, 0.02)
+        bias        table or vectors N(0, 0.02)
         """
         init_linear(self)
         nn.init.trunc_normal_(self.kappa, std=0.02, a=-0.04, b=0.04)

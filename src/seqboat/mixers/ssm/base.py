@@ -8,9 +8,9 @@ K[l] = Re(sum_n read_n drive_n q_n^l). A subclass says what q, drive and read ar
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,8 @@ from seqboat.mixers.base import MixerOutput, RecurrentMixer, keep_rows
 from seqboat.ops.scan import BLOCK, block_for, block_tables, final_state, scan
 
 Method = Literal["scan", "fft"]
+Roles = Mapping[str, str]
+"""Names of parameters and what optimizers may treat them as."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +77,8 @@ class StateSpace(RecurrentMixer):
     """
 
     widens = True
+    parameter_roles: ClassVar[Roles] = {}
+    """Parameters that optimizers may treat separately: "ssm" for poles and inputs, "dt" for step sizes."""
 
     def __init__(self, d_model: int, causal: bool) -> None:
         super().__init__()

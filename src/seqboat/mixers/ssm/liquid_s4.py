@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from seqboat.checks import check_choice, check_positive, check_steps
 from seqboat.mixers.base import keep_rows
 from seqboat.mixers.ssm.base import (
+    Roles,
     SSMConfig,
     StateSpace,
     as_complex,
@@ -101,6 +102,8 @@ class LiquidCoefficients(NamedTuple):
 
 class LiquidS4(StateSpace):
     """Liquid-S4 over (batch, time, d_model). The two directions of a bidirectional layer differ in C alone."""
+
+    parameter_roles: ClassVar[Roles] = {"log_dt": "dt", "log_real": "ssm", "imag": "ssm", "b": "ssm"}
 
     def __init__(self, d_model: int, config: LiquidS4Config | None = None, *, causal: bool) -> None:
         super().__init__(d_model, causal)

@@ -20,16 +20,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqboat.checks import check_steps
+from seqboat.checks import check_positive, check_steps, require
 from seqboat.core.nn import fft_convolve
 from seqboat.mixers.base import keep_rows
 from seqboat.mixers.ssm.base import (
+    Roles,
     SSMConfig,
     SSMState,
     StateSpace,
@@ -53,6 +54,8 @@ class S4Config(SSMConfig):
 
     d_state: int = 64
     """Real states per channel: d_state / 2 conjugate pairs."""
+    systems: int | None = None
+    """Separate matrices A and B, which the channels share in turn; None: one for each channel."""
     dt_min: float = 0.001
     """Smallest initial step."""
     dt_max: float = 0.1
@@ -61,6 +64,8 @@ class S4Config(SSMConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_states_even(self.d_state, "S4")
+        if self.systems is not None:
+            check_positive("systems", self.systems)
         check_steps(self.dt_min, self.dt_max)
 
     def build(self, d_model: int, causal: bool) -> S4:
@@ -96,16 +101,26 @@ class System(NamedTuple):
 class S4(StateSpace):
     """S4 over (batch, time, d_model). The two directions of a bidirectional layer differ in C alone."""
 
+    parameter_roles: ClassVar[Roles] = {
+        "log_dt": "dt",
+        "log_real": "ssm",
+        "imag": "ssm",
+        "p": "ssm",
+        "b": "ssm",
+    }
+
     def __init__(self, d_model: int, config: S4Config | None = None, *, causal: bool) -> None:
         super().__init__(d_model, causal)
         config = config or S4Config()
         self.config, self.d_state = config, config.d_state
         pairs = config.d_state // 2
+        self.systems = systems = config.systems or d_model
+        require(d_model % systems == 0, f"d_model must be a multiple of systems = {systems}, got {d_model}")
         self.log_dt = nn.Parameter(torch.empty(d_model))
-        self.log_real = nn.Parameter(torch.empty(d_model, pairs))
-        self.imag = nn.Parameter(torch.empty(d_model, pairs))
-        self.p = nn.Parameter(torch.empty(d_model, pairs, 2))
-        self.b = nn.Parameter(torch.empty(d_model, pairs, 2))
+        self.log_real = nn.Parameter(torch.empty(systems, pairs))
+        self.imag = nn.Parameter(torch.empty(systems, pairs))
+        self.p = nn.Parameter(torch.empty(systems, pairs, 2))
+        self.b = nn.Parameter(torch.empty(systems, pairs, 2))
         self.c = nn.Parameter(torch.empty(self.directions, d_model, pairs, 2))
         self.reset_parameters()
 
@@ -137,6 +152,10 @@ class S4(StateSpace):
             part.to(at_least_float32(part.dtype))
             for part in (self.log_dt, self.log_real, self.imag, self.p, self.b, self.c)
         )
+        if self.systems < self.d_model:
+            copies = self.d_model // self.systems
+            log_real, imag = log_real.repeat(copies, 1), imag.repeat(copies, 1)
+            p, b = p.repeat(copies, 1, 1), b.repeat(copies, 1, 1)
         poles = torch.complex(-torch.exp(log_real), imag)
         return System(torch.exp(log_dt), poles, *(as_complex(part) for part in (p, b, c)))
 

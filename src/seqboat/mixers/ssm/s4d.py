@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from seqboat.mixers.ssm.base import (
     Coefficients,
     DiagonalSSM,
     Method,
+    Roles,
     SSMConfig,
     as_complex,
     check_states_even,
@@ -71,6 +72,8 @@ class S4DLayerConfig(SSMLayerConfig):
 
 class S4D(DiagonalSSM):
     """S4D over (batch, time, d_model)."""
+
+    parameter_roles: ClassVar[Roles] = {"log_dt": "dt", "log_real": "ssm", "imag": "ssm"}
 
     def __init__(self, d_model: int, config: S4DConfig | None = None, *, causal: bool) -> None:
         config = config or S4DConfig()

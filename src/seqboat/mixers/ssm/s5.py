@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from seqboat.checks import check_positive, check_steps, require
 from seqboat.core.nn import NormName
 from seqboat.mixers.base import keep_rows
 from seqboat.mixers.ssm.base import (
+    Roles,
     SSMConfig,
     StateSpace,
     as_complex,
@@ -85,6 +86,8 @@ class S5State(NamedTuple):
 
 class S5(StateSpace):
     """S5 over (batch, time, d_model). The two directions of a bidirectional layer differ in C alone."""
+
+    parameter_roles: ClassVar[Roles] = {"log_dt": "dt", "log_real": "ssm", "imag": "ssm", "b": "ssm"}
 
     def __init__(self, d_model: int, config: S5Config | None = None, *, causal: bool) -> None:
         super().__init__(d_model, causal)
