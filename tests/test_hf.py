@@ -571,6 +571,20 @@ def test_other_sizes_of_the_vocabulary(tmp_path: Path) -> None:
         again(torch.tensor([[67]]))
 
 
+def test_published_head_and_final_norm(tmp_path: Path) -> None:
+    """Options of the backbone travel with the model."""
+    mixer = dataclasses.replace(STACK.mixer, prenorm=True)  # type: ignore[type-var]
+    stack = dataclasses.replace(
+        STACK, mixer=mixer, final_norm_affine=False, head_bias=False, head_init="xavier"
+    )
+    core = Classifier(stack, 3).eval()
+    to_transformers(core).save_pretrained(tmp_path)
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    assert again.config.backbone() == stack and again.head.out.bias is None
+    inputs = torch.tensor([[3, 1, 4, 1, 5]])
+    assert_same_numbers(again(inputs).logits, core(inputs).logits)
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_tied_and_separate_embeddings(tied: bool, tmp_path: Path) -> None:
     model = SeqBoatForCausalLM(SeqBoatConfig.from_backbone(STACK, tie_word_embeddings=tied))

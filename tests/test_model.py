@@ -91,6 +91,41 @@ def test_head_by_formula() -> None:
     assert model.head.hidden.out_features == 16
 
 
+def test_published_head() -> None:
+    """Xavier weights, a hidden bias of zeros, no bias on the class scores."""
+    torch.manual_seed(0)
+    config = replace(TOKENS, d_model=64, head_bias=False, head_init="xavier")
+    model = Classifier(config, 4)
+    head = model.head
+    assert head.out.bias is None and not head.hidden.bias.any()
+    assert "head.out.bias" not in model.state_dict()
+    for part in (head.hidden, head.out):
+        bound = math.sqrt(6 / sum(part.weight.shape))
+        assert 0.95 * bound < float(part.weight.abs().max().detach()) <= bound
+    x = torch.randn(3, 64)
+    assert_near(head(x), F.gelu(x @ head.hidden.weight.T) @ head.out.weight.T, 1e-5)
+    assert Matcher(config).head.out.bias is None
+    with pytest.raises(ValueError, match="head_init must be one of normal, xavier; got 'zeros'"):
+        replace(TOKENS, head_init="zeros")
+
+
+def test_final_norm_without_affine_parameters() -> None:
+    torch.manual_seed(0)
+    config = replace(LANGUAGE, mixer=replace(DECODER, prenorm=True))
+    whole, plain = LanguageModel(config), LanguageModel(replace(config, final_norm_affine=False))
+    # at first the scale is 1 and the shift 0
+    weights = whole.state_dict()
+    for name in ("weight", "bias"):
+        del weights[f"backbone.norm.{name}"]
+    plain.load_state_dict(weights)
+    tokens = ids(2, 9)
+    assert plain(tokens).logits.equal(whole(tokens).logits)
+    # the norms of the layers keep theirs, and a stack without a final norm has nothing to lose
+    assert "backbone.layers.0.norm.weight" in plain.state_dict()
+    post = LanguageModel(replace(LANGUAGE, final_norm_affine=False))
+    assert post.state_dict().keys() == LanguageModel(LANGUAGE).state_dict().keys()
+
+
 def test_language_model_ties_its_weights() -> None:
     torch.manual_seed(0)
     model = LanguageModel(LANGUAGE).double()

@@ -151,6 +151,25 @@ def test_norms_keep_type_and_layout(name: str) -> None:
     torch.testing.assert_close(norm(x[:, 2]), norm(x)[:, 2])
 
 
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+def test_norm_without_affine_parameters(name: str, training: bool) -> None:
+    """The same numbers as with a scale of 1 and a shift of 0, and nothing to learn."""
+    norm, plain = (make_norm(name, 6).double().train(training) for _ in range(2))  # type: ignore[arg-type]
+    plain.drop_affine()
+    assert not list(plain.parameters()) and not {"weight", "bias"} & plain.state_dict().keys()
+    x = values(2, 5, 6)
+    mask = torch.tensor([[True] * 5, [True] * 3 + [False] * 2])
+    for masked in (None, mask):
+        assert plain(x, masked).equal(norm(x, masked))
+        torch.testing.assert_close(plain.after_silu(x, masked), norm.after_silu(x, masked))
+    y = x.clone().requires_grad_()
+    (plain(y) * x).sum().backward()
+    z = x.clone().requires_grad_()
+    (norm(z) * x).sum().backward()
+    torch.testing.assert_close(y.grad, z.grad)
+
+
 def test_unknown_norm() -> None:
     with pytest.raises(ValueError, match="norm must be one of layer, batch, scale, rms; got 'group'"):
         make_norm("group", 6)  # type: ignore[arg-type]

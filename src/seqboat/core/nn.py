@@ -34,6 +34,9 @@ def make_norm(name: NormName, d_model: int) -> Norm:
 class Norm(nn.Module):
     """A norm over (..., dim) that may look at the mask of its tokens."""
 
+    affine = True
+    """whether there is a learned scale (and shift)"""
+
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Normalize.
 
@@ -47,6 +50,12 @@ class Norm(nn.Module):
         """Normalize SiLU(x)."""
         return self(F.silu(x), mask)
 
+    def drop_affine(self) -> None:
+        """Give up the learned scale and shift: the normalized values are the output."""
+        self.affine = False
+        for name in list(self._parameters):
+            self.register_parameter(name, None)
+
 
 class LayerNorm(Norm):
     """Zero mean and unit variance over the channels of a token, then a learned scale and shift."""
@@ -57,40 +66,43 @@ class LayerNorm(Norm):
         self.bias = nn.Parameter(torch.zeros(d_model))
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, EPS)
+        return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, EPS)
 
     def after_silu(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        if torch.is_autocast_enabled(x.device.type) or x.dtype != self.weight.dtype:
+        if not self.affine or torch.is_autocast_enabled(x.device.type) or x.dtype != self.weight.dtype:
             return super().after_silu(x, mask)
         return norm_of_silu(x, self.weight, self.bias, EPS)
 
 
-class RMSNorm(Norm):
+class _RootMeanSquareNorm(Norm):
+    """Unit root mean square over the channels of a token, then a learned scale."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(shape))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return scale_by_rms(x, self._scale(x), EPS)
+
+    def after_silu(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return scale_by_rms(x, self._scale(x), EPS, activate=True)
+
+    def _scale(self, x: Tensor) -> Tensor:
+        return self.weight if self.affine else x.new_ones(())
+
+
+class RMSNorm(_RootMeanSquareNorm):
     """Unit root mean square over the channels of a token, then a learned scale per channel."""
 
     def __init__(self, d_model: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(d_model))
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        return scale_by_rms(x, self.weight, EPS)
-
-    def after_silu(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        return scale_by_rms(x, self.weight, EPS, activate=True)
+        super().__init__((d_model,))
 
 
-class ScaleNorm(Norm):
+class ScaleNorm(_RootMeanSquareNorm):
     """Unit root mean square over the channels of a token, then one learned scale for all of them."""
 
     def __init__(self, d_model: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        return scale_by_rms(x, self.weight, EPS)
-
-    def after_silu(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        return scale_by_rms(x, self.weight, EPS, activate=True)
+        super().__init__(())
 
 
 class BatchNorm(Norm):
@@ -126,8 +138,11 @@ class BatchNorm(Norm):
                 self._track(mean, var, count)
         else:
             mean, var = self.running_mean, self.running_var
-        scale = self.weight * torch.rsqrt(var + EPS)
-        return torch.addcmul((self.bias - mean * scale).to(x.dtype), x, scale.to(x.dtype))
+        scale = torch.rsqrt(var + EPS)
+        if self.affine:
+            scale = self.weight * scale
+        shift = self.bias - mean * scale if self.affine else -mean * scale
+        return torch.addcmul(shift.to(x.dtype), x, scale.to(x.dtype))
 
     def _moments(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         flat = x.reshape(-1, x.shape[-1])

@@ -36,6 +36,12 @@ class SeqBoatModelConfig(PreTrainedConfig):
     """Whether sinusoidal positions with a learned scale are added to the inputs; None: if the mixer wants them."""
     dropout: float = 0.0
     """Rate of dropout on the inputs of the first layer; mixers have their own."""
+    final_norm_affine: bool = True
+    """Whether the norm that a pre-norm stack ends with has a learned scale and shift."""
+    head_bias: bool = True
+    """Whether the class scores of a classifier have a bias."""
+    head_init: str = "normal"
+    """Initial weights of a classifier's head: "normal" or "xavier"."""
     use_cache: bool = True
     """Whether causal models return their state."""
     tie_word_embeddings: bool = True
@@ -75,6 +81,9 @@ class SeqBoatModelConfig(PreTrainedConfig):
             scaled_embedding=config.scaled_embedding,
             absolute_positions=config.absolute_positions,
             dropout=config.dropout,
+            final_norm_affine=config.final_norm_affine,
+            head_bias=config.head_bias,
+            head_init=config.head_init,
             **changes,
         )
 
@@ -88,4 +97,7 @@ class SeqBoatModelConfig(PreTrainedConfig):
             scaled_embedding=self.scaled_embedding,
             absolute_positions=self.absolute_positions,
             dropout=self.dropout,
+            final_norm_affine=self.final_norm_affine,
+            head_bias=self.head_bias,
+            head_init=self.head_init,  # type: ignore[arg-type]
         )

@@ -467,8 +467,7 @@ class SeqBoatForSequenceClassification(SeqBoatPreTrainedModel):
     def __init__(self, config: SeqBoatModelConfig) -> None:
         super().__init__(config)
         self.model = SeqBoatModel(config)
-        width = config.hidden_size
-        self.head = Head(width, 2 * width, config.num_labels, config.dropout)
+        self.head = Head(config.backbone(), 1, config.num_labels)
         self.post_init()
 
     @can_return_tuple

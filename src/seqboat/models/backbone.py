@@ -12,20 +12,31 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from seqboat.checks import check_dtype, check_mask, check_positive, check_rate, check_row_mask, require
-from seqboat.core.nn import init_linear, masked_mean, no_tracking
+from seqboat.checks import (
+    check_choice,
+    check_dtype,
+    check_mask,
+    check_positive,
+    check_rate,
+    check_row_mask,
+    require,
+)
+from seqboat.core.nn import Norm, init_linear, masked_mean, no_tracking
 from seqboat.core.padding import Aligned, align, zero_padding
 from seqboat.core.sma import Routing
 from seqboat.core.state import check_state
 from seqboat.mixers.base import Mixer, RecurrentMixer
 from seqboat.ops.positions import sinusoids
+
+HeadInit = Literal["normal", "xavier"]
+HEAD_INITS = ("normal", "xavier")
 
 
 class MixerConfig(Protocol):
@@ -72,8 +83,15 @@ class BackboneConfig:
     """Whether sinusoidal positions with a learned scale are added to the inputs; None: if the mixer needs them."""
     dropout: float = 0.0
     """Rate of dropout on the inputs of the first layer."""
+    final_norm_affine: bool = True
+    """Whether the norm that a pre-norm stack ends with has a learned scale and shift."""
+    head_bias: bool = True
+    """Whether the class scores of a classifier or matcher have a bias."""
+    head_init: HeadInit = "normal"
+    """Initial weights of the head: truncated N(0, 0.02) as in the layers, or Xavier as in the published code."""
 
     def __post_init__(self) -> None:
+        check_choice("head_init", self.head_init, HEAD_INITS)
         check_positive("d_model", self.d_model)
         check_positive("num_layers", self.num_layers)
         check_positive("channels", self.channels)
@@ -136,6 +154,8 @@ class Backbone(nn.Module):
                 layer.follow()  # type: ignore[operator]
         self.causal = all(isinstance(m, RecurrentMixer) and m.causal for m in self.layers)
         self.norm = first.closing_norm()
+        if isinstance(self.norm, Norm) and not config.final_norm_affine:
+            self.norm.drop_affine()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -340,15 +360,29 @@ class ClassifierOutput(NamedTuple):
 
 
 class Head(nn.Module):
-    """One hidden layer with GELU, then class scores."""
+    """One hidden layer of width 2 d_model with GELU, then class scores.
 
-    def __init__(self, d_in: int, d_hidden: int, classes: int, dropout: float = 0.0) -> None:
+    Args:
+        config: of the backbone.
+        features: how many vectors of width d_model describe an example.
+        classes: number of classes.
+    """
+
+    def __init__(self, config: BackboneConfig, features: int, classes: int) -> None:
         super().__init__()
         check_positive("classes", classes)
-        self.hidden = nn.Linear(d_in, d_hidden)
-        self.out = nn.Linear(d_hidden, classes)
-        self.dropout = dropout
+        d_model = config.d_model
+        self.hidden = nn.Linear(features * d_model, 2 * d_model)
+        self.out = nn.Linear(2 * d_model, classes, bias=config.head_bias)
+        self.dropout, self.init = config.dropout, config.head_init
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initial values: weights as `head_init` says, biases 0."""
         init_linear(self)
+        if self.init == "xavier":
+            for part in (self.hidden, self.out):
+                nn.init.xavier_uniform_(part.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = F.dropout(self.hidden(x), self.dropout, self.training)
@@ -361,8 +395,7 @@ class Classifier(nn.Module):
     def __init__(self, config: BackboneConfig, classes: int) -> None:
         super().__init__()
         self.backbone = Backbone(config)
-        d_model = config.d_model
-        self.head = Head(d_model, 2 * d_model, classes, config.dropout)
+        self.head = Head(config, 1, classes)
 
     def forward(self, inputs: Tensor, mask: Tensor | None = None) -> ClassifierOutput:
         """Class scores of token ids or real values (batch, time)."""
@@ -376,8 +409,7 @@ class Matcher(nn.Module):
     def __init__(self, config: BackboneConfig, classes: int = 2) -> None:
         super().__init__()
         self.backbone = Backbone(config)
-        d_model = config.d_model
-        self.head = Head(4 * d_model, 2 * d_model, classes, config.dropout)
+        self.head = Head(config, 4, classes)
 
     def forward(
         self,
