@@ -20,9 +20,11 @@ from seqboat.cli import main
 from seqboat.core.routers import AlwaysActiveConfig
 from seqboat.core.sma import Routing
 from seqboat.models.backbone import LanguageModel
+from seqboat.recipes import find_recipe
 from seqboat.runs import Run
 from seqboat.tasks import TASKS
-from seqboat.tasks.base import Batch, Task
+from seqboat.tasks.base import IGNORE, Batch, Task
+from seqboat.tasks.segments import LongTextTask
 from seqboat.training.checkpoint import MODEL, CheckpointError, CheckpointStore
 from seqboat.training.config import RunConfig
 from seqboat.training.display import LiveDisplay, PlainDisplay, make_display
@@ -30,6 +32,7 @@ from seqboat.training.evaluate import (
     Streaming,
     Windows,
     activation_sums,
+    cut_text,
     evaluate,
     rates,
     stream_parts,
@@ -153,6 +156,43 @@ def test_windows_are_read_from_nothing(tmp_path: Path) -> None:
     for size in (1, 4):
         got = bits(model, task, Windows(window=64, context=40), limit=200, batch_size=size)
         assert got == pytest.approx(total / count, abs=1e-9)
+
+
+def test_a_task_is_scored_in_the_windows_that_it_names(tmp_path: Path) -> None:
+    """Against a loop that reads the window of every byte again for that byte alone."""
+    config = lm_config(tmp_path / "text.txt")
+    config = config.replace(task={"window": 16, "context": 11, "holdout": 0.005})
+    model, task = text_model(tmp_path, config)
+    text, total = task.text("test").astype(np.int64), 0.0
+    for t in range(len(text) - 1):
+        begin = max(0, t - t % 5 - 11)
+        with torch.no_grad():
+            logits = model(torch.from_numpy(text[None, begin : t + 1])).logits[0, -1]
+        total -= float(logits.log_softmax(-1)[text[t + 1]]) / math.log(2)
+    own = evaluate(model, task, "test", ALONE, batch_size=3)
+    assert own.metrics["bits"] == pytest.approx(total / (len(text) - 1), abs=1e-9)
+    assert own.metrics["bits"] == pytest.approx(bits(model, task, Windows(window=16, context=11)), abs=1e-9)
+    assert len(task.dataset("train")[0].inputs) == 32, "training reads whole segments"
+
+
+def test_enwik8_is_scored_in_the_windows_of_the_paper() -> None:
+    """8,192 bytes, of which the last 1,192 are scored: as `seqboat eval --mode windows` does by default."""
+    task = find_recipe("enwik8")().build_task()
+    assert isinstance(task, LongTextTask) and task.max_length == 8192
+    text = np.random.default_rng(0).integers(0, 256, 20_000, dtype=np.uint8)
+    task._store = {"bytes": text}  # type: ignore[attr-defined]
+    task.borders = lambda split: (0, len(text))  # type: ignore[method-assign]
+    data, default = task.segments("test"), cut_text(text, Windows())
+    assert len(data) == len(default) == 17
+    seen = 0
+    for index in range(17):
+        example, other = data[index], default[index]
+        assert (example.inputs == other.inputs).all() and (example.target == other.target).all()
+        scored = int((example.target != IGNORE).sum())
+        before = len(example.inputs) - scored
+        assert len(example.inputs) <= 8192 and scored <= 1192 and before == min(seen, 7000)
+        seen += scored
+    assert seen == len(text) - 1
 
 
 def test_windows_and_streams_agree_where_they_must(tmp_path: Path) -> None:

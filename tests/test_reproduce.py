@@ -267,7 +267,7 @@ def test_layers_of_runs_are_observed(
     text = (tmp_path / "results.md").read_text()
     assert "| active % | layer 1 | layer 2 | lower half | upper half |" in text
     assert "| Fast | - | - | not run | - |" in text
-    assert "| Toys, memory | sliding window | layer 1 | layer 2 |" in text and "| 8 | 2.22 | " in text
+    assert "| Toys, memory | sliding window | layer 1 | layer 2 |" in text and "| 8 | 4 | " in text
     for name in ("activation", "span"):
         assert (tmp_path / "images" / f"results-{name}-small-dark.png").stat().st_size > 5000
 

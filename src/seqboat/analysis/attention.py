@@ -121,7 +121,7 @@ def weigh(gau: GAU, tokens: Tensor, position: Tensor) -> Iterator[SlotWeights]:
 
 
 def mean_distance(position: Tensor, first: Tensor, end: Tensor) -> Tensor:
-    """(active,): mean distance from each query to the keys it may see, itself among them.
+    """(active,): mean distance from each query to the other keys it may see; nan where it sees only itself.
 
     Args:
         position: (active,) float64, increasing.
@@ -132,19 +132,19 @@ def mean_distance(position: Tensor, first: Tensor, end: Tensor) -> Tensor:
     after = torch.minimum(slot + 1, end)
     before = position * (slot - first) - (sums[slot] - sums[first])
     later = sums[end] - sums[after] - position * (end - after)
-    return (before + later) / (end - first)
+    return (before + later) / (end - first - 1)
 
 
-def local_span(window: int, causal: bool) -> float:
-    """The span of a window that slides over all tokens, away from the ends of a sequence.
+def local_span(window: int) -> float:
+    """The span that the paper compares with: half the size of a window that slides over all tokens.
 
-    >>> local_span(64, causal=True), round(local_span(64, causal=False), 2)
-    (32.0, 16.25)
+    It is exact for causal windows up to half a token, (window + 1) / 2. A bidirectional window of the same size has
+    half of its keys on either side, at a mean distance of about window / 4.
+
+    >>> local_span(64)
+    32.0
     """
-    if causal:
-        return window / 2
-    side = window // 2
-    return side * (side + 1) / (2 * side + 1)
+    return window / 2
 
 
 def weighted_distance(gau: GAU, tokens: Tensor, position: Tensor) -> Tensor:

@@ -118,7 +118,7 @@ class LayerMeasures:
     by_class: tuple[ActiveCount, ...]
     """by the task's kinds of tokens"""
     span: MeanStd | None
-    """mean distance, in original positions, from a query to the keys it may see; None without any query"""
+    """mean distance, in original positions, from a query to the other keys it may see; None without any"""
     weighted_span: MeanStd | None
     """the same, each key weighted by its attention; None also if not requested"""
     blind: ActiveCount | None
@@ -239,7 +239,10 @@ class _LayerSums:
         first, end = gau.span.visible(torch.arange(count, device=position.device), count)
         places = position.double()
         if bool(asked.any()):
-            self.span.add(float((mean_distance(places, first, end))[asked].mean()))
+            apart = mean_distance(places, first, end)[asked]
+            apart = apart[~apart.isnan()]
+            if len(apart):
+                self.span.add(float(apart.mean()))
             slots = gau.span.others
             if slots:
                 self.filled.add(float(((end - first - 1)[asked].double() / slots).mean()))

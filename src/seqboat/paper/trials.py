@@ -182,3 +182,27 @@ def memory_sizes(scale: Scale) -> tuple[Trial, ...]:
                     dataclasses.replace(trial, task=TITLES[task], size=size, seeds=1 if small else 3)
                 )
     return tuple(trials)
+
+
+def span_runs(scale: Scale) -> tuple[Trial, ...]:
+    """SeqBoat with memories of several sizes on Pathfinder and enwik8."""
+    small = scale == "small"
+    own = 128 if small else 1024
+    schedule = short_schedule(300, 2, "--evaluation.limit=128") if small else ()
+    trials = [t for t in memory_sizes(scale) if t.title == "SeqBoat" and t.task == TITLES["pathfinder"]]
+    for size in (own // 4, own // 2, own, 2 * own):
+        if size == own and not small:  # the run of table 3
+            trials.append(dataclasses.replace(*paper_runs("paper", "enwik8"), size=size, task="enwik8"))
+            continue
+        trials.append(
+            Trial(
+                name=f"enwik8-{'short' if small else 'full'}-{size}",
+                title="SeqBoat",
+                recipe="enwik8-small" if small else "enwik8",
+                arguments=(f"--model.mixer.gau.window={size}", *schedule),
+                minutes=3.0 if small else None,
+                task="enwik8",
+                size=size,
+            )
+        )
+    return tuple(trials)

@@ -15,10 +15,11 @@ from seqboat.training.optim import OptimizerConfig, ScheduleConfig
 def enwik8(mixer: MixerConfig | None = None) -> RunConfig:
     """enwik8, 8 sequences of 8,192 bytes, 400,000 steps; 39M parameters.
 
-    Evaluation reads at least 7,000 bytes before each byte that it scores.
+    Evaluation reads windows of 8,192 bytes and scores the last 1,192 of each, so that every byte has at least 7,000
+    before it.
     """
     return RunConfig(
-        task=Enwik8TaskConfig(segment=8192, context=7000),
+        task=Enwik8TaskConfig(segment=8192, context=7000, window=8192),
         model=BackboneConfig(
             mixer=mixer
             or SeqBoatConfig(
@@ -38,7 +39,7 @@ def enwik8(mixer: MixerConfig | None = None) -> RunConfig:
         optimizer=OptimizerConfig(name="radam", lr=0.005, weight_decay=0.1, clip=0.25),
         schedule=ScheduleConfig(steps=400_000, warmup_steps=24_000, warmup_from=0.002),
         training=TrainingConfig(batch_size=8, log_every=100),
-        evaluation=EvaluationConfig(every=5000, batch_size=4, limit=160),
+        evaluation=EvaluationConfig(every=5000, batch_size=8, limit=1000),
     )
 
 

@@ -20,7 +20,7 @@ from seqboat.data.download import RemoteFile
 from seqboat.data.sources import Source, read_file
 from seqboat.data.store import Prepared, Skips, Staging
 from seqboat.tasks.base import Dataset, Split
-from seqboat.tasks.segments import LongTextTask
+from seqboat.tasks.segments import LongTextTask, check_window
 from seqboat.tasks.stored import DatasetInfo, StoredTask, StoredTaskConfig
 
 SIZE = 100_000_000
@@ -35,12 +35,14 @@ class Enwik8TaskConfig(StoredTaskConfig):
     segment: int = 8192
     """Targets per example."""
     context: int = 0
-    """Bytes before each evaluation segment that the model reads without being scored on them."""
+    """Bytes at the beginning of each evaluation example that the model reads without being scored on them."""
+    window: int | None = None
+    """Bytes of an evaluation example, its context among them; by default a segment behind the context."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive("segment", self.segment)
-        check_positive("context", self.context, least=0)
+        check_window(self.window, self.context)
 
     def build(self) -> Enwik8Task:
         return Enwik8Task(self)
@@ -58,8 +60,7 @@ class Enwik8Task(StoredTask, LongTextTask):
     def __init__(self, config: Enwik8TaskConfig | None = None) -> None:
         settings = config or Enwik8TaskConfig()
         super().__init__(settings)
-        self.segment, self.context = settings.segment, settings.context
-        self.max_length = self.segment + self.context
+        self.cut(settings.segment, settings.context, settings.window)
 
     def borders(self, split: Split) -> tuple[int, int]:
         size = len(self.store["bytes"])

@@ -26,7 +26,7 @@ from seqboat.data.copies import prepared_copy
 from seqboat.data.sources import open_stream
 from seqboat.data.store import ArrayStore, ArrayWriter, Prepared, Skips, Staging
 from seqboat.tasks.base import Dataset, Split
-from seqboat.tasks.segments import LongTextTask
+from seqboat.tasks.segments import LongTextTask, check_window
 
 SUFFIXES = (".txt", ".md")
 """Files that are looked for in folders."""
@@ -44,7 +44,9 @@ class LMTextTaskConfig:
     segment: int = 1024
     """Targets per example."""
     context: int = 0
-    """Bytes before each evaluation segment that the model reads without being scored on them."""
+    """Bytes at the beginning of each evaluation example that the model reads without being scored on them."""
+    window: int | None = None
+    """Bytes of an evaluation example, its context among them; by default a segment behind the context."""
     holdout: float = 0.05
     """Fraction of the bytes held out for validation, and the same again for the test, at the end of the text."""
     data_dir: str = "data"
@@ -52,7 +54,7 @@ class LMTextTaskConfig:
 
     def __post_init__(self) -> None:
         check_positive("segment", self.segment)
-        check_positive("context", self.context, least=0)
+        check_window(self.window, self.context)
         require(0 < self.holdout < 0.5, f"holdout must be in (0, 0.5), got {self.holdout!r}")
         require(not isinstance(self.text, str), f"text must be a list of files, got {self.text!r}")
 
@@ -68,8 +70,7 @@ class LMTextTask(LongTextTask):
     def __init__(self, config: LMTextTaskConfig) -> None:
         require(len(config.text) > 0, "--data.text must name at least one file, got none")
         self.config = config
-        self.segment, self.context = config.segment, config.context
-        self.max_length = self.segment + self.context
+        self.cut(config.segment, config.context, config.window)
         self.skips: Skips = Skips(most=0.5)
         self._store: ArrayStore | None = None
 

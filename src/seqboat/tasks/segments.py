@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from seqboat.checks import require
+from seqboat.checks import check_positive, require
 from seqboat.data.store import Arrays
 from seqboat.tasks.base import BYTES, IGNORE, Dataset, Example, Split, Task
 
@@ -64,6 +64,17 @@ class SegmentDataset(Dataset):
         return last - np.maximum(self.start, first - self.context)
 
 
+def check_window(window: int | None, context: int) -> None:
+    """Refuse windows in which nothing would be scored."""
+    check_positive("context", context, least=0)
+    if window is not None:
+        check_positive("window", window)
+        require(
+            context < window,
+            f"context must be less than the window of {window}, got {context}: nothing would be scored",
+        )
+
+
 class LongTextTask(Task):
     """The next byte of one long text, of which each split is a part."""
 
@@ -74,9 +85,17 @@ class LongTextTask(Task):
     metric = "bits"
     better = "lower"
     segment: int
-    """Targets per example."""
+    """Targets per example of the training split."""
     context: int
-    """Tokens before each evaluation segment that are inputs without targets."""
+    """Tokens before the targets of an evaluation example that are inputs only."""
+    scored: int
+    """Targets per evaluation example."""
+
+    def cut(self, segment: int, context: int, window: int | None) -> None:
+        """Set how the text is cut into examples."""
+        self.segment, self.context = segment, context
+        self.scored = segment if window is None else window - context
+        self.max_length = max(segment, self.scored + context)
 
     @property
     @abstractmethod
@@ -97,8 +116,9 @@ class LongTextTask(Task):
         self.check_split(split)
         start, end = self.borders(split)
         training = split == "train"
-        context = 0 if training else self.context
-        return SegmentDataset(self.store, "bytes", start, end, self.segment, context, whole=training)
+        if training:
+            return SegmentDataset(self.store, "bytes", start, end, self.segment, whole=True)
+        return SegmentDataset(self.store, "bytes", start, end, self.scored, self.context)
 
     def show(self, example: Example) -> str:
         return bytes(example.inputs.astype(np.uint8)).decode(errors="replace")

@@ -11,12 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from seqboat.checks import check_positive, require
+from seqboat.checks import check_positive
 from seqboat.core.counts import count_layers
 from seqboat.core.sma import Routing
 from seqboat.core.state import map_state
 from seqboat.tasks.base import Batch, Dataset, Split, Task, apply_model, draw_subset
-from seqboat.tasks.segments import SegmentDataset
+from seqboat.tasks.segments import SegmentDataset, check_window
 from seqboat.training.loader import TIMEOUT, Part, batches, micro_batches, split_batch
 from seqboat.training.parallel import World
 
@@ -71,12 +71,7 @@ class Windows:
     """Tokens of it that come before the scored ones; fewer only at the beginning of the text."""
 
     def __post_init__(self) -> None:
-        check_positive("window", self.window)
-        check_positive("context", self.context, least=0)
-        require(
-            self.context < self.window,
-            f"context must be less than the window of {self.window}, got {self.context}: nothing would be scored",
-        )
+        check_window(self.window, self.context)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,15 +11,21 @@ from seqboat.paper.published import LRA_TASKS, OBSERVED_SEQUENCES
 from seqboat.paper.tables import Make, Pictures, Record, Records, table
 from seqboat.paper.targets.base import ObservedTarget, OnProgress
 from seqboat.paper.trials import Scale, Trial, paper_runs
+from seqboat.training.evaluate import Windows
 
 IDLE = 0.001
 """Activation rate below which a layer counts as working without attention."""
 RUNS = (*LRA_TASKS, "speech", "enwik8")
 
 
-def observe_layers(run: Path, progress: OnProgress | None = None) -> Record:
+def observe_layers(
+    run: Path,
+    progress: OnProgress | None = None,
+    sequences: int = OBSERVED_SEQUENCES,
+    reading: Windows | None = None,
+) -> Record:
     """Activation rate and attention span of every layer: mean and std over sequences; None without a router."""
-    measures = measure_run(run, "val", OBSERVED_SEQUENCES, weighted=False, progress=progress)
+    measures = measure_run(run, "val", sequences, weighted=False, reading=reading, progress=progress)
     return {
         "sequences": measures.sequences,
         "rates": [layer and [layer.rate.mean, layer.rate.std] for layer in measures.layers],
