@@ -187,8 +187,9 @@ def test_enwik8_is_scored_in_the_windows_of_the_paper() -> None:
     seen = 0
     for index in range(17):
         example, other = data[index], default[index]
-        assert (example.inputs == other.inputs).all() and (example.target == other.target).all()
-        scored = int((example.target != IGNORE).sum())
+        np.testing.assert_array_equal(example.inputs, other.inputs)
+        np.testing.assert_array_equal(example.target, other.target)
+        scored = int(np.sum(np.asarray(example.target) != IGNORE))
         before = len(example.inputs) - scored
         assert len(example.inputs) <= 8192 and scored <= 1192 and before == min(seen, 7000)
         seen += scored

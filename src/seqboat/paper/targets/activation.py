@@ -6,12 +6,14 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from seqboat.analysis.measures import measure_run
+from seqboat.analysis.measures import measure
+from seqboat.analysis.traces import load_examples
 from seqboat.paper.published import LRA_TASKS, OBSERVED_SEQUENCES
 from seqboat.paper.tables import Make, Pictures, Record, Records, table
 from seqboat.paper.targets.base import ObservedTarget, OnProgress
 from seqboat.paper.trials import Scale, Trial, paper_runs
 from seqboat.training.evaluate import Windows
+from seqboat.training.parallel import choose_device
 
 IDLE = 0.001
 """Activation rate below which a layer counts as working without attention."""
@@ -25,7 +27,9 @@ def observe_layers(
     reading: Windows | None = None,
 ) -> Record:
     """Activation rate and attention span of every layer: mean and std over sequences; None without a router."""
-    measures = measure_run(run, "val", sequences, weighted=False, reading=reading, progress=progress)
+    examples = load_examples(run, "val", sequences, reading=reading)
+    device = choose_device(examples.config.training.device)
+    measures = measure(examples, "val", weighted=False, reading=reading, device=device, progress=progress)
     return {
         "sequences": measures.sequences,
         "rates": [layer and [layer.rate.mean, layer.rate.std] for layer in measures.layers],
