@@ -248,7 +248,7 @@ def test_inputs_of_a_model_of_real_values() -> None:
 
 def test_pairs_of_a_matcher() -> None:
     model = Matcher(TOKENS)
-    with raises("first and second must hold as many sequences, got 2 and 1"):
+    with raises("first and second must hold the same number of sequences, got 2 and 1"):
         model(IDS, IDS[:1])
 
 

@@ -1,4 +1,4 @@
-"""The paper as loops, one sequence at a time: the specification that all other code is held to.
+"""The paper as loops, one sequence at a time: the specification that tests compare all other code with.
 
 Slow and obvious on purpose. Every function takes a single sequence (time, dim) in any floating type, walks over
 its tokens in Python, and is differentiable because it is plain arithmetic. Nothing here calls the layers it
@@ -11,8 +11,7 @@ specifies: parameters come as a mapping from our names to tensors (`dict(layer.n
     appendix A.3                     ema, and the other kernels in `seqboat.mixers.ssm.reference`
     working memory, decoding         decode_step
 
-Padding is not mentioned anywhere: padding tokens do not exist, the caller leaves them out. Dropout and the noise
-of Gumbel softmax are those of evaluation: none.
+There is no padding: callers leave padding tokens out. Everything is as in evaluation: no dropout, no Gumbel noise.
 """
 
 from __future__ import annotations
@@ -54,9 +53,9 @@ class MemoryEntry(NamedTuple):
     """One activated token in the working memory."""
 
     slot: int
-    """place in the compressed sequence"""
+    """index in the compressed sequence"""
     position: int
-    """place in the original sequence"""
+    """index in the original sequence"""
     key: Tensor
     """(d_z,)"""
     value: Tensor
@@ -147,7 +146,7 @@ def compress(h: Tensor, active: Sequence[bool]) -> tuple[Tensor, list[int]]:
 
 
 def extract(y: Tensor, places: Sequence[int], time: int) -> Tensor:
-    """Every token of a compressed sequence back at its place, zeros elsewhere.
+    """Put every token of a compressed sequence back where it came from, zeros elsewhere.
 
     >>> extract(torch.tensor([[5.0], [6.0]]), [0, 2], 3).flatten().tolist()
     [5.0, 0.0, 6.0]
@@ -159,7 +158,7 @@ def extract(y: Tensor, places: Sequence[int], time: int) -> Tensor:
 
 
 def rotate(x: Tensor, position: int) -> Tensor:
-    """Turn each pair of neighboring channels of (dim,) by position * 10000^(-2i/dim)."""
+    """Rotate each pair of adjacent channels of (dim,) by position * 10000^(-2i/dim)."""
     turned = []
     for i in range(0, len(x), 2):
         angle = position * 10000.0 ** (-i / len(x))
@@ -189,7 +188,7 @@ ATTENTION_FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "relu2": (squared_relu, False),
     "laplace": (laplace, False),
 }
-"""The function of a query's scores; whether they are scaled by 1 / sqrt(d_z), or else by 1 / keys."""
+"""The function of a query's scores, and whether they are scaled by 1 / sqrt(d_z) rather than 1 / keys."""
 
 ROTATED = ("rotary",)
 """Positions that rotate queries and keys."""
@@ -216,7 +215,7 @@ def project(
 
 
 def sees(query_slot: int, key_slot: int, config: GAUConfig, causal: bool) -> bool:
-    """Whether a query may look at a key, by their places in the compressed sequence."""
+    """Whether a query sees a key, given their slots in the compressed sequence."""
     if causal and key_slot > query_slot:
         return False
     if config.span == "full":
@@ -231,7 +230,7 @@ def sees(query_slot: int, key_slot: int, config: GAUConfig, causal: bool) -> boo
 def attend(
     query: Tensor, own: MemoryEntry, visible: Sequence[MemoryEntry], params: Params, config: GAUConfig
 ) -> Tensor:
-    """f(q . k * scale + bias) v over the visible entries, the query's own among them: (d_v,)."""
+    """f(q . k * scale + bias) v over the visible entries, including the query's own: (d_v,)."""
     function, by_width = ATTENTION_FUNCTIONS[config.attention]
     keys = len(visible) if config.span == "full" else config.window
     scale = 1 / math.sqrt(config.d_z) if by_width else 1 / keys
@@ -257,7 +256,7 @@ def close(gate: Tensor, attended: Tensor, params: Params) -> Tensor:
 
 
 def keep(memory: list[MemoryEntry], config: GAUConfig) -> list[MemoryEntry]:
-    """First in, first out: what the memory still holds."""
+    """Drop the oldest entries beyond the window (first in, first out)."""
     return memory if config.span == "full" else memory[-config.window :]
 
 
@@ -274,10 +273,10 @@ def gau(
 
     Args:
         tokens: (slots, dim).
-        positions: where they stand in the original sequence.
+        positions: of the tokens in the original sequence.
         params: of the unit.
         config: of the unit.
-        causal: whether a query sees no later key.
+        causal: whether a query sees no later keys.
         memory: entries of earlier tokens.
 
     Returns:
@@ -351,7 +350,7 @@ def decode_step(x: Tensor, params: Params, config: SeqBoatConfig, state: LayerSt
         x: the token.
         params: of the layer.
         config: of the layer.
-        state: after the tokens before; None at the beginning.
+        state: after the preceding tokens; None at the beginning.
     """
     norm, attention = under(params, "norm."), under(params, "sma.units.gau.")
     seen = 0 if state is None else state.seen

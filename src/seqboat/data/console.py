@@ -1,4 +1,4 @@
-"""What people read on a terminal: text from files without control codes, sizes, and progress."""
+"""Terminal output: text from files without control codes, sizes, and progress."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Advance = Callable[[int], None]
 
 
 def printable(text: object, *, lines: bool = False, mark: str | None = None) -> str:
-    r"""Text that came from a file, safe to print: nothing in it moves the cursor or reorders what is read.
+    r"""Make text from a file safe to print: nothing in it moves the cursor or reorders the display.
 
     Control codes, bidirectional overrides, other invisible characters and halves of surrogate pairs are escaped.
 
     Args:
         text: what to print.
         lines: keep line breaks and tabs.
-        mark: printed in place of each such character, instead of its escape.
+        mark: printed instead of the escape of each such character.
 
     >>> printable("\x1b[2Jgood\u202e")
     '\\x1b[2Jgood\\u202e'
@@ -44,7 +44,7 @@ def _escape(character: str) -> str:
 
 
 def format_bytes(size: float) -> str:
-    """A size for people.
+    """A human-readable size.
 
     >>> format_bytes(61_500_000)
     '61.5 MB'
@@ -86,5 +86,5 @@ def progress(title: str, total: int | None, unit: str = "") -> Iterator[Advance]
 
 
 def typed_bytes(argument: str) -> bytes:
-    """A text from the command line in UTF-8; bytes that the locale could not read come back as they were typed."""
+    """A command-line argument as UTF-8; bytes that the locale could not decode come back unchanged."""
     return argument.encode("utf-8", "surrogateescape")

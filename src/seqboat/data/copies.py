@@ -25,9 +25,9 @@ from seqboat.data.store import ArrayStore, MissingData, Prepared, Skips, Staging
 FOLDER = "files"
 """Folder in the data folder for copies of your own files."""
 SMALL = 32 << 20
-"""Files of up to this many bytes are copied again by every process."""
+"""Every process makes a separate copy of files of up to this many bytes."""
 _PACKED = {".gz": 10, ".bz2": 10, ".xz": 10}
-"""What a compressed file may unpack to, in multiples of its size: an estimate."""
+"""Estimated expansion of a compressed file, in multiples of its size."""
 
 Make = Callable[[Staging, Skips, Advance], Prepared]
 
@@ -39,14 +39,14 @@ def prepared_copy(
     make: Make,
     skips: Skips,
 ) -> ArrayStore:
-    """The arrays made from some files: found where they were made before, else made now.
+    """The arrays made from some files: an existing copy, or a new one.
 
     Args:
         data_dir: the data folder; a temporary folder is used where it cannot be written to.
         files: to read.
-        settings: what else decides about the content.
-        make: reads the files and fills the arrays; its progress is counted in bytes.
-        skips: the policy for bad records; told what was left out.
+        settings: everything else that determines the content.
+        make: reads the files and fills the arrays; reports progress in bytes.
+        skips: the policy for bad records; records which were skipped.
     """
     size = sum(_expected_bytes(path) for path in files)
     folder = Path(data_dir) / FOLDER
@@ -67,7 +67,7 @@ def prepared_copy(
 
 
 def _remove(folder: Path, owner: int) -> None:
-    # a forked worker has the store too, but the folder is not its own
+    # a forked worker has the store too, but does not own the folder
     if os.getpid() == owner:
         shutil.rmtree(folder, ignore_errors=True)
 

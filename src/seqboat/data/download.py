@@ -1,6 +1,6 @@
-"""Downloads that survive bad connections: several mirrors, resumed where they stopped, checked before they are used.
+"""Robust downloads: several mirrors, resumed after an interruption, verified before use.
 
-What is not finished is called `.NAME.part`; a file under its own name has the expected size and hash.
+An unfinished download is called `.NAME.part`; a file under its final name has the expected size and hash.
 """
 
 from __future__ import annotations
@@ -37,32 +37,32 @@ MIN_RATE = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteFile:
-    """A file that can be had from several places."""
+    """A file that several mirrors offer."""
 
     name: str
-    """What the file is called."""
+    """Name of the file."""
     urls: tuple[str, ...]
-    """Where it is, best first."""
+    """Mirrors, best first."""
     bytes: int | None = None
     """Its size, if known."""
     digest: str | None = None
-    """Its hash as "sha256:..." or "md5:...", if known; md5 guards against accidents only."""
+    """Its hash as "sha256:..." or "md5:...", if known; md5 protects against accidents only."""
 
 
 class DownloadError(Exception):
-    """No mirror had the file; the message says what each of them did."""
+    """No mirror had the file; the message says what went wrong at each."""
 
 
 class _Slow(ConnectionError):
-    """A connection that brings next to nothing."""
+    """A connection that is too slow."""
 
 
 class _Wrong(Exception):
-    """A mirror offers something else: there is no use in asking it again."""
+    """A mirror has the wrong file: no point in retrying."""
 
 
 def check_file(path: Path, remote: RemoteFile) -> None:
-    """Refuse a file that is not the expected one."""
+    """Reject a file that is not the expected one."""
     size = path.stat().st_size
     require(
         remote.bytes is None or size == remote.bytes,
@@ -79,12 +79,12 @@ def download(
     folder: Path,
     advance: Advance = lambda count: None,
 ) -> Path:
-    """Get a file, or find it already there.
+    """Download a file unless it is already there.
 
     Args:
-        remote: what to get.
+        remote: the file.
         folder: where to put it.
-        advance: told about the bytes that arrive.
+        advance: called with the number of bytes received.
 
     Raises:
         DownloadError: if no mirror has the right file.
@@ -108,7 +108,7 @@ def download(
 
 
 def _from_mirror(url: str, remote: RemoteFile, part: Path, advance: Advance) -> str | None:
-    """Fill the part from one mirror; returns what went wrong, or None."""
+    """Download from one mirror; returns what went wrong, or None."""
     failures = 0
     while True:
         before = part.stat().st_size if part.exists() else 0
@@ -117,7 +117,7 @@ def _from_mirror(url: str, remote: RemoteFile, part: Path, advance: Advance) -> 
             check_file(part, remote)
             return None
         except (_Wrong, ValueError) as error:
-            # whatever has arrived is not what is wanted, so nothing may be appended to it
+            # the content is wrong, so nothing may be appended to it
             part.unlink(missing_ok=True)
             return str(error)
         except (OSError, http.client.HTTPException) as error:
@@ -144,7 +144,7 @@ def _fetch(url: str, remote: RemoteFile, part: Path, advance: Advance) -> None:
     headers = {"User-Agent": f"seqboat/{__version__}", "Accept-Encoding": "identity"}
     tag_file = part.with_name(part.name + ".tag")
     if have and remote.digest is None:
-        # no hash will tell halves of two files from a whole one, so the server must say that it is the same file
+        # without a hash, only the server can tell that both halves belong to the same file
         known_url, _, tag = (tag_file.read_text() if tag_file.exists() else "").partition(" ")
         have = have if known_url == url and tag else 0
         headers["If-Range"] = tag
@@ -156,7 +156,7 @@ def _fetch(url: str, remote: RemoteFile, part: Path, advance: Advance) -> None:
         response = _open(urllib.request.Request(url, headers=headers))
     except urllib.error.HTTPError as error:
         if error.code == 416 and have:
-            # the part is as long as the file or longer: begin anew
+            # the part is as long as the file or longer: start over
             part.unlink()
             raise ConnectionError("the mirror has no more bytes than we have") from None
         raise
@@ -195,7 +195,7 @@ def _fetch(url: str, remote: RemoteFile, part: Path, advance: Advance) -> None:
 
 
 def _open(request: urllib.request.Request) -> Any:
-    """Send a request; its answer must begin within twice the time-out, also if it comes byte by byte."""
+    """Send a request; the response must begin within twice the timeout, even if it arrives byte by byte."""
     answer: list[Any] = []
 
     def ask() -> None:
@@ -215,7 +215,7 @@ def _open(request: urllib.request.Request) -> Any:
     try:
         raise found
     finally:
-        del found  # the error would keep itself, and its connection, alive through this frame
+        del found  # otherwise this frame keeps the error and its connection alive
 
 
 def _starts_at(content_range: str | None, start: int) -> bool:

@@ -1,10 +1,10 @@
-"""Files that are whole or absent, their checksums, and a lock that keeps a folder to one process.
+"""Atomic file writes, checksums, and a lock that reserves a folder for one process.
 
     with replacing(path) as stage:    # write to `stage`; `path` appears, complete, when the block ends
         save(stage)
 
-A file is written under another name, flushed to disk and renamed, so that a reader sees the old content or the new
-content and never half of either, also after a crash.
+A file is written under another name, flushed to disk and renamed, so that a reader sees the old or the new content,
+never half of it, even after a crash.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ except ImportError:  # not a Unix: there is nothing to lock with
 
 
 MAX_JSON = 64 << 20
-"""Bytes of a JSON file that are read at most."""
+"""Largest JSON file that is read, in bytes."""
 
 
 def digest_of(path: Path, algorithm: str = "sha256") -> str:
@@ -40,12 +40,12 @@ def digest_of(path: Path, algorithm: str = "sha256") -> str:
 
 
 def open_regular(path: Path) -> io.BufferedReader:
-    """A file for reading; a pipe or a device, which could be read without end, is refused.
+    """Open a file for reading; reject pipes and devices, which may never end.
 
     Raises:
         ValueError: naming what it is instead of a file.
     """
-    # without waiting, as opening a pipe would, for a writer
+    # nonblocking: opening a pipe would wait for a writer
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -60,7 +60,7 @@ def read_json(path: Path) -> Any:
     """The content of a JSON file.
 
     Raises:
-        ValueError: naming the file, where it is no JSON, nested too deeply, too large, or no file.
+        ValueError: if it is not JSON, nested too deeply, too large, or not a file; the message names the file.
     """
     try:
         with open_regular(path) as file:
@@ -73,15 +73,15 @@ def read_json(path: Path) -> Any:
 
 
 def flush_file(path: Path) -> None:
-    """Make the content of a file survive a crash of the machine."""
+    """Flush the content of a file to disk."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
 
 
 def flush_folder(folder: Path) -> None:
-    """Make the names in a folder survive a crash of the machine."""
+    """Flush the entries of a folder to disk."""
     if os.name == "nt":
-        return  # Windows opens no folders, and keeps names on its own
+        return  # Windows cannot open folders, and flushes entries itself
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -91,7 +91,7 @@ def flush_folder(folder: Path) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A path to write in place of `path`: flushed and renamed when the block ends, removed if it fails."""
+    """A temporary path to write to: flushed and renamed to `path` when the block ends, removed if it fails."""
     stage = path.with_name(f".{path.name}-{os.getpid()}")
     try:
         yield stage
@@ -118,9 +118,9 @@ def write_json(path: Path, content: object, *, indent: int = 1, sort_keys: bool 
 
 
 def _machine() -> str:
-    """What tells this machine, since it was started, from others; empty where the system does not say.
+    """An id of this machine since its last boot; empty if the system has none.
 
-    Containers on one machine share it, whatever host name they have.
+    Containers on one machine share it, whatever their host names.
     """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -135,9 +135,8 @@ class InUse(ValueError):
 class Lock:
     """Keeps other processes out of a folder while this one lives; the lock of a dead process is taken over.
 
-    On one machine the system tells the dead from the living. A holder on another machine, or in a container that was
-    moved, is watched: it touches the lock file every HEARTBEAT seconds, and counts as dead after PATIENCE of them
-    without a touch.
+    On one machine the operating system knows whether the holder is alive. A holder on another machine, or in a moved
+    container, touches the lock file every HEARTBEAT seconds, and counts as dead after PATIENCE missed heartbeats.
     """
 
     HEARTBEAT = 5.0
@@ -152,7 +151,7 @@ class Lock:
         Args:
             folder: to lock.
             name: of the lock file in it.
-            busy: how a refusal begins.
+            busy: how the error message begins.
         """
         self.path = folder.resolve() / name
         self.busy = busy or f"{self.path.parent} is in use by another run"
@@ -167,12 +166,12 @@ class Lock:
             InUse: if another process holds it; the message names that process.
         """
         if self.path in self._held:
-            # not even opened: closing any handle of the file would give this process's lock back
+            # not even opened: closing any handle of the file would release this process's lock
             raise self._refusal(self._line())
         file = self._open()
         file.seek(0)
         holder = file.read().strip()
-        # a lock of the system may not reach other machines
+        # a system lock may not reach other machines
         if holder and not self._is_local(holder) and self._beats():
             file.close()
             raise self._refusal(holder)
@@ -200,12 +199,12 @@ class Lock:
         return False
 
     def check(self) -> None:
-        """Refuse to continue if another process has taken the lock over, while this one was suspended for example.
+        """Raise if another process has taken over the lock, for example while this one was suspended.
 
         Raises:
             InUse: naming that process.
         """
-        # through the open handle: closing another one would give the lock back
+        # through the open handle: closing another one would release the lock
         self._file.seek(0)
         holder = self._file.read().strip()
         if holder != self._own:
@@ -217,9 +216,9 @@ class Lock:
             file = open(self.path, "a+", encoding="utf-8")  # noqa: SIM115 - open as long as it is held
             try:
                 if fcntl is not None:
-                    # of this kind, and not flock: such a lock is not inherited by the workers of the data loader
+                    # a record lock, not flock: workers of the data loader do not inherit it
                     fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # its holder may have removed the file in the meantime: then the lock is on nothing
+                # the holder may have removed the file in the meantime: then this locked a deleted file
                 if os.path.samestat(os.fstat(file.fileno()), os.stat(self.path)):
                     return file
             except FileNotFoundError:
@@ -252,7 +251,7 @@ class Lock:
 
     @staticmethod
     def _is_local(holder: str) -> bool:
-        """Whether the system's lock, which this process now has, also binds the process that wrote this."""
+        """Whether the system lock, which this process now has, also excludes the process that wrote this line."""
         try:
             owner = json.loads(holder)
             if owner.get("machine"):
@@ -262,10 +261,10 @@ class Lock:
             return False
 
     def release(self, *, remove: bool = False) -> None:
-        """Give the lock back.
+        """Release the lock.
 
         Args:
-            remove: the file too.
+            remove: whether to remove the file too.
         """
         if self._file is not None:
             self._released.set()
@@ -286,7 +285,7 @@ class Lock:
 
 @contextmanager
 def taking_turns(folder: Path) -> Iterator[None]:
-    """Wait until no other process is in such a block for this folder, and keep others waiting."""
+    """A block that only one process at a time can be in, per folder; others wait."""
     if fcntl is None:
         yield
         return
@@ -295,4 +294,4 @@ def taking_turns(folder: Path) -> Iterator[None]:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(handle)  # gives the lock back
+        os.close(handle)  # releases the lock

@@ -1,7 +1,7 @@
-"""Work in parts that are shared between processes and survive an interruption.
+"""Work in parts, which several processes can make and an interruption does not lose.
 
-A part is a number and leaves a file under its own name; parts whose files are there are not made again. What a part
-holds must not depend on which process makes it, so that any number of processes makes the same data.
+A part is a number and leaves a file; parts whose files exist are not made again. The content of a part must not
+depend on the process that makes it, so that any number of processes makes the same data.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 from seqboat.data.console import Advance
 
 Make = Callable[[int, Advance], None]
-"""Makes a part, and tells how many examples are done; can be sent to another process."""
+"""Makes a part and reports finished examples; must be picklable."""
 
 
 def make_parts(make: Make, parts: Sequence[int], workers: int, advance: Advance) -> None:
-    """Make parts with some processes; one part, or one worker, is made here."""
+    """Make parts with several processes; with one part or one worker, in this process."""
     if workers > 1 and len(parts) > 1:
         _share(make, parts, min(workers, len(parts)), advance)
         return
@@ -73,7 +73,7 @@ def _work(make: Make, parts: Sequence[int], sender: Any) -> None:
 
 
 def _watch_parent() -> None:
-    """End this process at once when the one that started it is gone, killed for example."""
+    """End this process as soon as its parent is gone, for example killed."""
     import multiprocessing
     from multiprocessing.connection import wait
 

@@ -1,8 +1,8 @@
-"""Where raw data comes from: a folder, a tar or zip archive, or a single file, all read as named members.
+"""Sources of raw data: a folder, a tar or zip archive, or a single file, all read as named members.
 
-Archives are never unpacked to disk: members are read one after the other, and an archive with anything in it that an
-honest one does not have (paths that climb out, links, devices, a thousandfold expansion) is refused as a whole.
-Limits apply to the bytes that are really decompressed, headers included, not only to what an archive claims.
+Archives are never unpacked to disk: members are read one after another. An archive with suspicious content (paths
+that leave it, links, devices, a thousandfold expansion) is rejected as a whole. Limits apply to the bytes actually
+decompressed, including headers, not only to the sizes that an archive claims.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from seqboat.checks import require
 from seqboat.data.files import open_regular
 
 MAX_RATIO = 200
-"""An archive may unpack to this multiple of its own size; text compresses at most about tenfold."""
+"""Largest expansion of an archive; text compresses about tenfold at most."""
 MAX_BYTES = 64 << 30
-"""An archive or a file may unpack to this many bytes."""
+"""Largest unpacked size of an archive or a file."""
 MAX_HEADER = 1 << 20
-"""Bytes that the headers of one member of an archive may take."""
+"""Largest size of the headers of an archive member, in bytes."""
 CHUNK = 1 << 16
 _SLACK = 1 << 20
-"""Small archives are not judged by their ratio: a folder of empty files has a huge one."""
+"""Bytes exempt from MAX_RATIO: an archive of empty files has a huge ratio."""
 _BROKEN = (EOFError, OSError, zlib.error, lzma.LZMAError, tarfile.TarError, zipfile.BadZipFile, RuntimeError)
 """What the standard library raises on damaged archives (RuntimeError: an encrypted zip)."""
 _OPENERS: dict[bytes, Any] = {
@@ -47,7 +47,7 @@ class Member(NamedTuple):
     name: str
     """its path inside the source, with forward slashes"""
     read: Callable[[], bytes]
-    """its content; of an archive, only until the next member is asked for"""
+    """returns its content; in an archive, only valid until the next member is read"""
 
     @property
     def base(self) -> str:
@@ -70,18 +70,18 @@ class Source:
         )
         self.path = path
         self.current = ""
-        """name of the member that was given last"""
+        """name of the last member yielded"""
 
     def __str__(self) -> str:
         return str(self.path)
 
     @property
     def label(self) -> str:
-        """What a manifest says about the origin: the name alone, as paths tell about a machine and its user."""
+        """The origin as recorded in a manifest: the name alone, since paths reveal the machine and its user."""
         return self.path.name
 
     def members(self, wanted: Callable[[str], bool] = lambda name: True) -> Iterator[Member]:
-        """All files whose name is wanted: sorted by name in a folder, in the archive's order in an archive."""
+        """All files whose names are wanted: sorted by name in a folder, in stored order in an archive."""
         kinds = {"folder": self._folder, "zip": self._zip, "tar": self._tar, "file": self._file}
         with naming(self.path):
             for member in kinds[self.kind()](wanted):
@@ -117,7 +117,7 @@ class Source:
         with open_stream(self.path) as stream, tarfile.open(fileobj=_Forward(stream), mode="r:") as archive:  # type: ignore[call-overload]
             end = 0
             while member := archive.next():
-                archive.members = []  # tarfile would keep every header until the end
+                archive.members = []  # otherwise tarfile keeps all headers in memory
                 check_name(self.path, member.name)
                 require(
                     member.isfile() or member.isdir(),
@@ -137,9 +137,9 @@ class Source:
             self._check_end(archive, stream)
 
     def _check_end(self, archive: tarfile.TarFile, stream: Bounded) -> None:
-        """Refuse an archive whose members end before it does, or that ends without saying so.
+        """Reject an archive with data after its last member, or without an end mark.
 
-        tarfile takes a damaged header for the end, and reads no further, where a compressed file has its checksum.
+        tarfile takes a damaged header for the end and stops before the checksum of a compressed file.
         """
         marked = stream.tell() >= archive.offset + tarfile.BLOCKSIZE
         require(marked, f"{self.path} is damaged or cut short: it has no end mark")
@@ -161,7 +161,7 @@ class Source:
                     yield Member(member.filename, partial(self._read_zipped, archive, member))
 
     def _read_zipped(self, archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytes:
-        # of the other methods, zipfile decompresses without a limit
+        # zipfile decompresses other methods without a limit
         require(
             member.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED),
             f"{self.path}: member {member.filename!r} is compressed by another method than deflate: pack it again",
@@ -170,7 +170,7 @@ class Source:
             return self._read(opened, member.file_size)
 
     def _read(self, opened: IO[bytes], size: int) -> bytes:
-        """The content of a member in small steps, so that a wrong claim about its size cannot fill the memory."""
+        """Read a member in small steps, so that a false size cannot exhaust memory."""
         content = bytearray()
         with naming(self.path):
             while part := opened.read(CHUNK):
@@ -182,7 +182,7 @@ class Source:
 
 
 class naming:
-    """A block in which the errors of damaged files become ValueErrors that name the file."""
+    """A context that turns errors from damaged files into ValueErrors that name the file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -196,7 +196,7 @@ class naming:
 
 
 def check_name(archive: object, name: str) -> None:
-    """Refuse a member whose path leaves the folder it would be unpacked to."""
+    """Reject a member whose path would leave the folder it is unpacked to."""
     path = PurePosixPath(name.replace("\\", "/"))
     climbs = path.is_absolute() or ".." in path.parts or (len(name) > 1 and name[1] == ":")
     require(not climbs, f"{archive}: member {name!r} points outside of the archive: refused")
@@ -204,7 +204,7 @@ def check_name(archive: object, name: str) -> None:
 
 
 class _Budget:
-    """How much an archive may still unpack to."""
+    """How many more bytes an archive may unpack to."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -234,7 +234,7 @@ def _is_tar_header(head: bytes) -> bool:
 
 
 class Bounded(io.RawIOBase):
-    """A file that is read forward, decompressed, within a budget; what is wrong with it is said with its name."""
+    """A forward-only file, decompressed within a budget; errors name the file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -264,9 +264,9 @@ class Bounded(io.RawIOBase):
 
 
 class _Forward:
-    """A stream as tarfile wants it: `read` gives all that is asked for, and `seek` goes forward.
+    """A stream as tarfile needs it: `read` returns all bytes requested, and `seek` only moves forward.
 
-    tarfile asks for headers whole, and for contents in the small steps of `Source._read`.
+    tarfile reads whole headers, and contents in the small steps of `Source._read`.
     """
 
     def __init__(self, stream: Bounded) -> None:
@@ -291,7 +291,7 @@ class _Forward:
 
 
 def open_stream(path: Path) -> Bounded:
-    """A file for reading, decompressed if it is gzip, bzip2 or xz, whatever its name says, within the limits."""
+    """Open a file for reading within the limits, decompressed if its content is gzip, bzip2 or xz."""
     return Bounded(path)
 
 
@@ -305,6 +305,6 @@ def read_file(path: Path) -> bytes:
 
 
 def looks_like_html(head: bytes) -> bool:
-    """Whether a file begins as web pages do."""
+    """Whether a file begins like a web page."""
     start = head.lstrip(b"\xef\xbb\xbf \t\r\n")[:64].lower()
     return start.startswith((b"<!doctype html", b"<html", b"<head"))

@@ -1,4 +1,4 @@
-"""Prepared data: arrays in memory-mapped files with a manifest, written to the side and put in place at once.
+"""Prepared data: memory-mapped arrays with a manifest, staged in a temporary folder and renamed when complete.
 
     data/text/manifest.json        format version, source, counts, what was skipped, sha256 of every array
     data/text/train.tokens.npy     ...
@@ -24,42 +24,42 @@ from seqboat.checks import require
 from seqboat.data.files import Lock, digest_of, flush_folder, read_json, write_json
 
 FORMAT = 1
-"""Version of the layout of prepared folders; folders of another version are not read."""
+"""Version of the layout of prepared folders; other versions are not read."""
 MANIFEST = "manifest.json"
 KEPT_SKIPS = 100
-"""Skipped records that a manifest lists one by one; the rest is only counted."""
+"""Number of skipped records listed in a manifest; the rest are only counted."""
 _BUFFER = 1 << 20
-"""Bytes of short sequences that are written at once."""
+"""Bytes of short sequences to collect before writing."""
 _HEADER = 128
-"""Bytes before the data of our .npy files, so that the number of rows can be filled in at the end."""
+"""Fixed header size of our .npy files, so that the number of rows can be filled in at the end."""
 
 
 class MissingData(ValueError):
-    """The data of a task is not there; the message says how to get it."""
+    """The data of a task is missing; the message says how to get it."""
 
 
 def free_bytes(folder: Path) -> int:
-    """Room on the disk that holds a folder, which need not exist yet."""
+    """Free space on the disk of a folder, which need not exist yet."""
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
 
 
 def used_bytes(path: Path) -> int:
-    """What a file, or all files of a folder, take; 0 where there is nothing."""
+    """Size of a file, or of all files in a folder; 0 if it does not exist."""
     if path.is_file():
         return path.stat().st_size
     return sum(inner.stat().st_size for inner in path.rglob("*") if inner.is_file())
 
 
 class Skips:
-    """Records that were left out, and why; refuses when they are too many to be accidents."""
+    """Records that were skipped, and why; an error if there are too many."""
 
     def __init__(self, strict: bool = False, most: float = 0.1) -> None:
         """
         Args:
-            strict: refuse the first bad record.
-            most: refuse when more than this fraction of the records is bad.
+            strict: raise an error at the first bad record.
+            most: largest fraction of bad records to tolerate.
         """
         self.strict = strict
         self.most = most
@@ -67,7 +67,7 @@ class Skips:
         self.listed: list[dict[str, str]] = []
 
     def add(self, file: object, record: object, reason: str) -> None:
-        """Leave a record out."""
+        """Skip a record."""
         if self.strict:
             raise ValueError(f"{file}, {record}: {reason}")
         self.count += 1
@@ -75,13 +75,13 @@ class Skips:
             self.listed.append({"file": str(file), "record": str(record), "reason": reason})
 
     def check(self, kept: int) -> None:
-        """Refuse if too much was left out of what would have been `kept + count` records."""
+        """Raise an error if too many of the `kept + count` records were skipped."""
         if self.count > self.most * (kept + self.count):
             raise ValueError(f"{self.count} of {kept + self.count} records are bad; the first: {self.first}")
 
     @property
     def first(self) -> str:
-        """The first record that was left out, and why."""
+        """The first record that was skipped, and why."""
         return "{file}, {record}: {reason}".format(**self.listed[0])
 
 
@@ -106,7 +106,7 @@ class ArrayWriter:
         self.rows += len(rows)
 
     def truncate(self, rows: int) -> None:
-        """Take back all rows but the first ones."""
+        """Drop all rows after the first `rows`."""
         size = self.dtype.itemsize * int(np.prod(self.row, dtype=np.int64))
         self.file.seek(_HEADER + rows * size)
         self.file.truncate()
@@ -122,7 +122,7 @@ class ArrayWriter:
 
 
 def _npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
-    # NumPy pads its header to a multiple of 64 bytes as well, but its length would depend on the number of rows
+    # NumPy pads its header to a multiple of 64 bytes too, but the length would depend on the number of rows
     fields = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
     text = repr(fields).encode("ascii")
     room = _HEADER - len(np.lib.format.MAGIC_PREFIX) - 4
@@ -131,9 +131,9 @@ def _npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
 
 
 class Staging:
-    """A folder being filled; `finish` puts it in place.
+    """A folder being filled; `finish` renames it to its final name.
 
-    Use as a context: leaving it without `finish` removes the unfinished folder, unless its plan allows to continue.
+    Use it in a `with` block: leaving it without `finish` removes the folder, unless it has a plan to continue by.
     """
 
     def __init__(self, root: Path, name: str, plan: Mapping[str, object] | None = None) -> None:
@@ -141,8 +141,8 @@ class Staging:
         Args:
             root: the data folder.
             name: of the prepared data.
-            plan: everything that decides what is made. An unfinished folder with the same plan is continued, any
-                other is removed.
+            plan: everything that determines the content. An unfinished folder with the same plan is continued,
+                any other is removed.
         """
         self.root = root
         self.name = name
@@ -173,13 +173,13 @@ class Staging:
         return writer
 
     def scratch(self, name: str, dtype: DTypeLike, row: tuple[int, ...] = ()) -> ArrayWriter:
-        """An array for intermediate results, which is gone when the data is in place."""
+        """An array for intermediate results, removed by `finish`."""
         writer = ArrayWriter(self.folder / f".{name}.npy", dtype, row)
         self.scratches.append(writer)
         return writer
 
     def put(self, name: str, array: NDArray[np.generic]) -> None:
-        """A whole array at once."""
+        """Write a whole array."""
         self.array(name, array.dtype, array.shape[1:]).append(array)
 
     def finish(self, source: str, made: Prepared, skips: Skips | None = None) -> Path:
@@ -232,7 +232,7 @@ class Staging:
 
 
 def restore(root: Path, name: str) -> None:
-    """Repair what a crash between two renames left: the old folder was put aside, the new one is not in place."""
+    """Recover from a crash between two renames: the old folder was moved away, the new one not yet in place."""
     final, old = root / name, root / f".{name}.old"
     if old.exists():
         if final.exists():
@@ -255,10 +255,10 @@ class Arrays(Protocol):
 
 
 class ArrayStore:
-    """Prepared arrays, opened when they are first used; cheap to send to another process."""
+    """Prepared arrays, opened on first use; cheap to pickle."""
 
     def __init__(self, folder: Path) -> None:
-        """Open a prepared folder, after `find` has made sure that it is whole."""
+        """Open a prepared folder that `find` has checked."""
         self.folder = folder
         self.manifest: dict[str, Any] = _read_manifest(folder)
         self._open: dict[str, NDArray[np.generic]] = {}
@@ -268,7 +268,7 @@ class ArrayStore:
         """The prepared data of a task.
 
         Raises:
-            MissingData: where there is none, or none that this version reads.
+            MissingData: if there is none, or none that this version can read.
         """
         folder = Path(root) / name
         if Path(root).is_dir():
@@ -335,12 +335,12 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 
 class Prepared(NamedTuple):
-    """What a preparation made."""
+    """The result of preparing data."""
 
     counts: Mapping[str, int]
     """examples per split"""
     extra: Mapping[str, object] = MappingProxyType({})
-    """more for the manifest, such as the mean of the training part"""
+    """further entries for the manifest, such as the mean of the training split"""
     notes: tuple[str, ...] = ()
     """what a user should know about the data"""
 
@@ -368,7 +368,7 @@ class RaggedWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is waiting."""
+        """Write the buffered sequences."""
         self.tokens.append(np.frombuffer(bytes(self._waiting), self.tokens.dtype))
         self.offsets.append(np.array(self._ends, np.int64))
         self._waiting.clear()

@@ -1,8 +1,8 @@
-"""Tables of texts with a label each: CSV, TSV and JSONL, perhaps compressed, read line by line in bounded memory.
+"""Tables of labeled texts: CSV, TSV and JSONL, possibly compressed, read line by line in bounded memory.
 
-A quote that is never closed makes the rest of a CSV file one field. Such a quote costs its own row only: the row is
-reported, and the lines that it swallowed are read again as separate rows. A quote that a later quote happens to close
-leaves a field of many lines that look like rows; a table with such a field is refused.
+A quote that is never closed turns the rest of a CSV file into one field. Only its row is lost: the row is reported,
+and the lines it swallowed are read again as separate rows. If a later quote happens to close it, the field spans many
+lines that look like rows; such a table is rejected.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from seqboat.data.store import Skips
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 MAX_RECORD = 1 << 24
-"""Characters that a record may have; longer ones are left out."""
+"""Longest record in characters; longer ones are skipped."""
 MAX_LABEL = 1000
-"""Characters that a label may have."""
+"""Longest label in characters."""
 
 
 class TableRow(NamedTuple):
     """A row of a table of texts."""
 
     line: int
-    """the line it begins on, counted from 1"""
+    """number of its first line, counted from 1"""
     text: bytes
     label: str
 
@@ -48,10 +48,10 @@ def bad_text(text: bytes) -> str | None:
 
 
 def read_table(path: Path, text_column: str, label_column: str, skips: Skips) -> Iterator[TableRow]:
-    """The rows of a CSV, TSV or JSONL file; rows without a text or a label are counted and left out.
+    """The rows of a CSV, TSV or JSONL file; rows without a text or a label are counted and skipped.
 
     Raises:
-        ValueError: naming the file, where it is no such table or has no such column.
+        ValueError: if it is not such a table or lacks a column; the message names the file.
     """
     require(path.is_file(), f"{path} is not a file: expected a CSV, TSV or JSONL table")
     suffixes = [suffix.lower() for suffix in path.suffixes]
@@ -90,13 +90,13 @@ class _Lines:
     def __init__(self, stream: Bounded, name: str, skips: Skips) -> None:
         self.name = name
         self.skips = skips
-        # bytes that are not UTF-8 pass through as surrogates, so that one bad row does not end the reading
+        # bytes that are not UTF-8 become surrogates, so that one bad row does not stop the reading
         self._text = io.TextIOWrapper(
             io.BufferedReader(stream, 1 << 20), "utf-8-sig", errors="surrogateescape", newline=""
         )
         self._returned: deque[str] = deque()
         self.number = 0
-        """of the line that was given last"""
+        """number of the last line returned"""
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -118,7 +118,7 @@ class _Lines:
         return line
 
     def put_back(self, lines: list[str]) -> None:
-        """Give these lines, the last that were given, once more."""
+        """Return these lines, the last ones returned, once more."""
         self._returned.extendleft(reversed(lines))
         self.number -= len(lines)
 
@@ -178,7 +178,7 @@ def _csv_rows(lines: _Lines, delimiter: str, text_column: str, label_column: str
                 first, taken = record.take()
                 lines.skip(first, "a quote that is not closed, or text behind a closing quote")
                 lines.put_back(taken[1:])
-                # a reader that has met the end, even of a record cut short, does not continue
+                # a reader that has reached the end, even of a truncated record, cannot continue
                 reader = csv.reader(record, delimiter=delimiter, strict=True)
                 continue
             if fields is None:
@@ -202,7 +202,7 @@ def _csv_rows(lines: _Lines, delimiter: str, text_column: str, label_column: str
 def _check_swallowed(
     name: str, first: int, taken: list[str], delimiter: str, columns: int, place: int, seen: set[str]
 ) -> None:
-    """Refuse a record of many lines, most of which are rows by themselves: a quote is missing or one too many."""
+    """Reject a record of many lines that are mostly valid rows: there is a quote missing or one too many."""
     labels = []
     for line in taken[1:-1]:
         try:

@@ -1,8 +1,8 @@
-"""Models: an input layer, a stack of mixers, a head. Names no mixer.
+"""Models: an input layer, a stack of mixers, a head. No mixer is named here.
 
 - `Classifier`: mean over the real tokens, one hidden layer of width 2 d_model, class scores.
 - `Matcher`: two sequences through the same backbone, features [a, b, a * b, a - b].
-- `LanguageModel`: next-token scores with the embedding's own weights; carries a state of constant size.
+- `LanguageModel`: next-token scores, with tied embeddings; carries a recurrent state.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class MixerConfig(Protocol):
 
 @runtime_checkable
 class StackConfig(Protocol):
-    """A mixer's configuration that builds a whole stack, with layers that differ by their place in it."""
+    """A mixer's configuration that builds a whole stack, because its layers differ by depth."""
 
     def build_layers(self, d_model: int, num_layers: int) -> Sequence[Mixer]: ...
 
 
 @runtime_checkable
 class SecondStream(Protocol):
-    """A mixer with a second stream of tokens, which run in front of the sequence through all layers of a stack."""
+    """A mixer with a second stream: extra tokens that the stack puts in front of the sequence."""
 
     lead: int
     """Tokens of the second stream; 0 for none."""
@@ -65,24 +65,24 @@ class SecondStream(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class BackboneConfig:
-    """An input layer and a stack of mixers, all equal unless the mixer's configuration builds them one by one."""
+    """An input layer and a stack of mixers, identical unless the mixer's configuration builds the stack itself."""
 
     mixer: MixerConfig
     """The layer that is stacked."""
     d_model: int = 128
-    """Width."""
+    """Width of the model."""
     num_layers: int = 4
-    """Depth."""
+    """Number of mixers."""
     vocab: int | None = None
     """Number of token ids; None for real-valued inputs."""
     channels: int = 1
     """Channels of real-valued inputs."""
     scaled_embedding: bool = False
-    """Whether token embeddings are multiplied by sqrt(d_model) when read, as in the language model."""
+    """Whether to multiply token embeddings by sqrt(d_model), as the paper's language model does."""
     absolute_positions: bool | None = None
-    """Whether sinusoidal positions with a learned scale are added to the inputs; None: if the mixer needs them."""
+    """Whether to add sinusoidal positions with a learned scale to the inputs; None: if the mixer needs them."""
     dropout: float = 0.0
-    """Rate of dropout on the inputs of the first layer."""
+    """Dropout rate on the input of the first layer."""
     final_norm_affine: bool = True
     """Whether the norm that a pre-norm stack ends with has a learned scale and shift."""
     head_bias: bool = True
@@ -130,7 +130,7 @@ class Backbone(nn.Module):
         super().__init__()
         self.config = config
         self.gradient_checkpointing = False
-        # what a state must look like, kept from step to step
+        # what a valid state looks like, cached between steps
         self._expected: tuple[tuple[int, torch.dtype], BackboneState] | None = None
         d_model = config.d_model
         if config.vocab is not None:
@@ -236,7 +236,7 @@ class Backbone(nn.Module):
             if self.config.scaled_embedding:
                 x = x * math.sqrt(self.config.d_model)
         else:
-            # autocast narrows the product; the layers and their states keep to the type of the weights
+            # autocast narrows the product; layers and states keep the dtype of the weights
             x = self.embedding(inputs).to(self.embedding.weight.dtype)
         if self.absolute_positions:
             x = x + (sinusoids(position, self.config.d_model) * self.position_scale).to(x.dtype)
@@ -270,7 +270,7 @@ class Backbone(nn.Module):
         return inputs
 
     def _check_ids(self, ids: Tensor) -> None:
-        """Refuse token ids out of range; other devices than the CPU say so themselves."""
+        """Reject token ids out of range, on the CPU only: other devices raise an error themselves."""
         vocab = self.config.vocab
         if vocab is None or ids.device.type != "cpu" or not ids.numel() or torch.compiler.is_compiling():
             return
@@ -346,7 +346,7 @@ class Backbone(nn.Module):
 
 
 def _recomputing(layer: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Contexts of a checkpointed layer, first run and recomputation: a batch moves running averages only once."""
+    """Contexts for a checkpointed layer and its recomputation, which must not update running averages again."""
     return nullcontext(), no_tracking(layer)
 
 
@@ -421,7 +421,7 @@ class Matcher(nn.Module):
         """Class scores of pairs (batch, time) and (batch, other time)."""
         require(
             first.shape[:1] == second.shape[:1],
-            f"first and second must hold as many sequences, got {first.shape[0]} and {second.shape[0]}",
+            f"first and second must hold the same number of sequences, got {first.shape[0]} and {second.shape[0]}",
         )
         one = self.backbone(first, first_mask)
         two = self.backbone(second, second_mask)

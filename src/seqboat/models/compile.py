@@ -1,8 +1,8 @@
 """torch.compile for models that decide how much they compute.
 
-How many tokens are active depends on the data, and torch traces through such sizes only if it is told to.
-Without these two settings a layer falls into several graphs around the packing of its tokens (with the same
-results); with them a layer, and a whole model, is one graph that serves every number of active tokens.
+The number of active tokens depends on the data, and torch traces through such sizes only on request. Without these
+two settings a layer is split into several graphs around the packing of its tokens (with the same results); with
+them a layer, and a whole model, is one graph for any number of active tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def capture_active_tokens() -> None:
 
 
 def compile_model(model: Model, **options: Any) -> Model:
-    """Compile a model in one graph that serves batches of every size; the first call takes seconds to a minute.
+    """Compile a model into one graph for batches of any size; the first call takes seconds to a minute.
 
     Args:
         model: any module of this package.
@@ -37,10 +37,10 @@ def compile_model(model: Model, **options: Any) -> Model:
 
 
 def compile_step(model: Model, **options: Any) -> Model:
-    """Compile what every layer does with one token, for decoding; returns the same model.
+    """Compile the decoding step of every layer; returns the same model.
 
-    A layer becomes two graphs, before and after the decision which rows attend, so that rows that do not attend
-    still cost nothing. On a CPU this does not pay (docs/performance.md).
+    A layer becomes two graphs, before and after the routing decision, so that sequences that skip attention still
+    cost nothing. On a CPU this does not pay off (docs/performance.md).
 
     Args:
         model: a model whose layers carry a state.

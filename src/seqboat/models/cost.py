@@ -1,4 +1,4 @@
-"""What a layer costs: its parameters, and the matrix products that its FLOPs and its shortest time come from."""
+"""What a layer costs: its parameters, and the matrix products behind its FLOPs and its matmul lower bound."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from seqboat.mixers.ssm.base import DiagonalSSM
 
 
 def count_parameters(module: nn.Module) -> int:
-    """The number of trained values."""
+    """The number of parameters."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
@@ -44,10 +44,10 @@ def forward_products(layer: SeqBoat, batch: int, length: int, active: int) -> li
     attention as the products inside the window alone: `window` + 1 keys per active token (its chunk, or all).
 
     Args:
-        layer: without a feed-forward block, with a diagonal state-space layer.
+        layer: with a diagonal state-space layer and no feed-forward block.
         batch: sequences.
-        length: tokens of a sequence.
-        active: active tokens of the whole batch.
+        length: tokens per sequence.
+        active: active tokens in the whole batch.
     """
     gau, ssm = layer.sma.units["gau"], layer.ssm
     assert isinstance(gau, GAU) and isinstance(ssm, DiagonalSSM)
@@ -57,7 +57,7 @@ def forward_products(layer: SeqBoat, batch: int, length: int, active: int) -> li
     each = active // batch  # a token attends to tokens of its own sequence only
     span = each if gau.span.others is None else gau.span.others + 1
     keys = max(min(span, each), 1)
-    # as many products as in a band of this width, in square-like blocks
+    # as many products as in a band of this width
     groups = -(-active // keys)
     found = [
         Product("scan: within blocks", d, blocks, block, block),
@@ -74,7 +74,7 @@ def forward_products(layer: SeqBoat, batch: int, length: int, active: int) -> li
 
 
 def backward_products(forward: Sequence[Product]) -> list[Product]:
-    """The gradients of both factors of each product. Scores that are recomputed do not count."""
+    """The gradients of both factors of each product. Recomputed scores are not counted."""
     found = []
     for what, batch, rows, inner, columns in forward:
         found.append(Product(f"{what}, left", batch, rows, columns, inner))

@@ -1,7 +1,7 @@
-"""Build a model from a configuration that nobody vouches for, in no more memory than its weights justify.
+"""Build a model from an untrusted configuration, in no more memory than its weights justify.
 
 A configuration file of a few bytes can ask for a model of terabytes. The header of the weights file says how large
-the model really is, so that building one stops at the first tensor that cannot belong to it.
+the model really is; building stops at the first tensor that exceeds it.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ def _elements(name: str, args: tuple[Any, ...]) -> int:
 
 
 def build_within(build: Callable[[], T], elements: int, layers: int, tensors: int, name: str) -> T:
-    """Call `build`, or raise a ValueError if what it makes is far larger than the weights it is for.
+    """Call `build`, but raise a ValueError if the model is far larger than its weights.
 
     Args:
         build: makes a model.
-        elements: of all weights, as their file says.
-        layers: that the configuration asks for.
-        tensors: in the file; every layer has at least one.
+        elements: number of values in the weights file.
+        layers: number of layers that the configuration asks for.
+        tensors: number of tensors in the file; every layer has at least one.
         name: of the file or folder, for the message.
     """
     if layers > tensors:

@@ -1,7 +1,7 @@
 """The geometry of banded attention: blocks of queries against the neighboring blocks of keys.
 
-Tokens of all sequences lie behind each other in one packed array, and each sees its neighbors. The keys of a block of
-queries are a view of that array, so nothing is copied; scores exist for a few blocks at a time.
+The tokens of all sequences form one packed array, and each token sees its neighbors. The keys of a block of queries
+are a view of that array, so nothing is copied; scores exist for a few blocks at a time.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ class Neighbors(NamedTuple):
     """Which keys a token sees, and how they are scored."""
 
     group: Tensor
-    """(tokens,): a token sees only keys of its own group, and groups are contiguous"""
+    """(tokens,): a token sees only keys of the same group; groups are contiguous"""
     position: Tensor | None
-    """(tokens,): what the bias measures distances in; places of the packed array by default"""
+    """(tokens,): coordinates for the distances of the bias; None takes indices into the packed array"""
     table: Tensor | None
-    """(2 * max distance + 1,): bias per distance key - query; its ends serve all larger distances"""
+    """(2 * max distance + 1,): bias per distance key - query; larger distances use the first or last entry"""
     left: int
-    """how many places before itself a token sees"""
+    """how many tokens a token sees before itself"""
     right: int
-    """how many places after itself a token sees"""
+    """how many tokens a token sees after itself"""
     attention: str
     """name of the attention function"""
     scale: float
@@ -53,7 +53,7 @@ class Band:
 
     def __init__(self, x: Tensor, left: int, right: int) -> None:
         reach = max(left, right)
-        # blocks of a quarter of the reach waste few products; below 16 or above 128 the products get slow
+        # blocks of a quarter of the reach compute few masked scores; below 16 or above 128, matrix products get slow
         self.size = min(128, max(16, 1 << max(reach // 2, 1).bit_length() - 1))
         self.left, self.right = left, right
         self.before = -(-left // self.size)
@@ -89,7 +89,7 @@ class Band:
         return x.as_strided(shape, (self.size * x.stride(0), *x.stride()))
 
     def pad_windows(self, begin: int, end: int, *parts: Tensor) -> list[Tensor]:
-        """As `keys`, of arrays that hold only the tokens that blocks begin .. end may see."""
+        """Like `keys`, for arrays that hold only the tokens that blocks begin .. end may see."""
         first, last = (begin - self.before) * self.size, (end + self.after) * self.size
         around = (0, 0, max(-first, 0), max(last - self.tokens, 0))
         return [self._windows(F.pad(x, around) if any(around) else x, end - begin) for x in parts]
@@ -106,9 +106,9 @@ class Band:
     ) -> None:
         """Add weights^T queries of blocks from `begin` on to the sums of their keys.
 
-        Neighboring blocks have keys in common, so each segment of a block's keys goes where it belongs. The last
-        segment holds keys that no earlier block has seen: it comes first and overwrites, so that the buffer need not
-        start from zero.
+        Neighboring blocks have keys in common, so each segment of a block's keys is added separately. The last
+        segment holds keys that no earlier block has seen: it is written first and overwrites, so that the buffer
+        need not start from zero.
         """
         count = weights.shape[0]
         last = self.before + self.after
@@ -119,29 +119,29 @@ class Band:
             target.baddbmm_(weights[:, :, columns].transpose(1, 2), queries, beta=beta, alpha=scale)
 
     def tokens_of(self, sums: Tensor) -> Tensor:
-        """The (tokens, dim) inside such a buffer."""
+        """The (tokens, dim) part of a buffer from `sums`."""
         return sums.flatten(0, 1)[self.before * self.size :][: self.tokens]
 
     def distance(self, device: torch.device) -> Tensor:
-        """(size, width): key minus query, in places of the packed array; the same in every block."""
+        """(size, width): index of the key minus index of the query; the same in every block."""
         query = torch.arange(self.size, device=device)[:, None]
         key = torch.arange(self.width, device=device) - self.before * self.size
         return key - query
 
 
 class RollingSums:
-    """Gradients of keys for the current blocks and those around them, moved along from part to part.
+    """Gradients of keys for the current blocks and their neighbors, in a buffer that moves along the sequence.
 
     Args:
         band: the geometry.
-        like: a tensor of the type and on the device to use.
-        dim: of a key.
+        like: a tensor with the dtype and device to use.
+        dim: width of a key.
     """
 
     def __init__(self, band: Band, like: Tensor, dim: int) -> None:
         self.band, self.around = band, band.before + band.after
         self.first = -band.before
-        """block of the keys at the beginning of the buffer"""
+        """index of the first block in the buffer"""
         blocks = min(band.at_once, band.blocks) + self.around
         self.buffer = like.new_empty(blocks, band.size, dim)
         self.buffer[: self.around].zero_()
@@ -155,12 +155,12 @@ class RollingSums:
         return self.buffer[self.band.before : self.band.before + count]
 
     def tokens(self, tokens: slice) -> Tensor:
-        """Some tokens of the packed array, as a view; they must lie in the buffer."""
+        """A view of some tokens of the packed array, which must be in the buffer."""
         begin = self.first * self.band.size
         return self.buffer.flatten(0, 1)[tokens.start - begin : tokens.stop - begin]
 
     def roll(self, count: int) -> None:
-        """Move along by `count` blocks."""
+        """Move the buffer by `count` blocks."""
         self.buffer[: self.around] = self.buffer[count : count + self.around].clone()
         self.first += count
 
@@ -169,7 +169,7 @@ class BandScores:
     """Scores of a few blocks at a time: products, bias, and HIDDEN where a key is out of reach.
 
     Args:
-        x: (tokens, ...), in the type of the scores.
+        x: (tokens, ...), with the dtype of the scores.
         near: which keys a token sees.
     """
 
@@ -179,7 +179,7 @@ class BandScores:
         self.table = None if near.table is None else near.table.to(x.dtype)
         self.group = near.group.to(torch.int32)
         self.mixed: list[int] | None = None
-        """blocks whose keys belong to several groups, which are few; None where looking would wait for the device"""
+        """the few blocks whose keys belong to several groups; None where finding them would sync with the device"""
         if x.device.type == "cpu":
             seen = band.keys(self.group, 0, band.blocks, -1)
             self.mixed = (seen[:, 1:] != seen[:, :-1]).any(dim=1).nonzero().squeeze(1).tolist()
@@ -194,13 +194,13 @@ class BandScores:
                 self.static = self.table[self.distance]
             else:
                 self.position = near.position.to(torch.int32)
-                # where looking at the positions costs no wait, it may save a pass over the scores
+                # where reading the positions needs no sync, it may save a pass over the scores
                 look = x.device.type == "cpu" and len(near.position) > 0
                 self.clamped = not look or bool(near.position.max() > self.max_distance)
         self.static = torch.where(self.inside, self.static, HIDDEN)
 
     def __call__(self, begin: int, end: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Biased scores (blocks, size, width), and the entries of the table that their biases come from."""
+        """Biased scores (blocks, size, width), and the indices of their biases in the table."""
         static = self.static.expand(end - begin, -1, -1)
         scores = torch.baddbmm(static, q, k.transpose(1, 2), alpha=self.scale)
         index = None
@@ -242,14 +242,14 @@ class TableGradient:
         self.table = self.static.new_zeros(0 if scores.table is None else scores.table.shape[0])
 
     def add(self, grad_scores: Tensor, index: Tensor | None) -> None:
-        """Add the scores of some blocks, biased by these entries of the table."""
+        """Add the gradient of some blocks' scores; `index` says which entries of the table biased them."""
         if index is not None:
             self.table.index_add_(0, index.view(-1), grad_scores.view(-1))
         elif self.scores.table is not None:
             self.static.add_(grad_scores.sum(dim=0))
 
     def total(self) -> Tensor:
-        """The gradient of the table; empty without one."""
+        """The gradient of the table; empty if there is no table."""
         scores = self.scores
         if scores.table is not None and scores.position is None:
             self.table.index_add_(0, scores.distance[scores.inside], self.static[scores.inside])

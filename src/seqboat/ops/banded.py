@@ -1,7 +1,7 @@
 """Banded attention on packed tokens: the working memory of the paper.
 
-Each token of a packed array attends to its neighbors of the same group. Only the inputs are kept for the backward
-pass, which computes the scores again, so memory is linear in the number of active tokens.
+Each token of a packed array attends to its neighbors of the same group. Only the inputs are stored for the backward
+pass, which recomputes the scores, so memory is linear in the number of active tokens.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor
 
 
 def fake_gradients(q: Tensor, k: Tensor, v: Tensor, table: Tensor | None) -> tuple[Tensor, ...]:
-    """Empty gradients of queries, keys, values and table: contiguous, whatever the layout of the inputs."""
+    """Uninitialized gradients of queries, keys, values and table, contiguous for any layout of the inputs."""
     like = q.new_empty(0) if table is None else table.new_empty(table.shape)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), like
 
@@ -116,7 +116,7 @@ _banded.register_autograd(_differentiate, setup_context=_save)
 
 
 def plain_banded(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
-    """`banded` in operators that autograd differentiates as often as it is asked to."""
+    """`banded` in ordinary operators, which autograd can differentiate any number of times."""
     *neighbors, dropout, seed = rest
     near, dtype = Neighbors(*neighbors), v.dtype
     with torch.autocast(q.device.type, enabled=False):
@@ -156,7 +156,7 @@ def banded(q: Tensor, k: Tensor, v: Tensor, near: Neighbors, dropout: float = 0.
         q, k: (tokens, d_z).
         v: (tokens, d_v).
         near: which keys a token sees, and how they are scored.
-        dropout: rate of weights dropped.
+        dropout: rate of attention dropout.
     """
     run = plain_banded if transformed() else _banded
     return run(q, k, v, *near, dropout, draw_seed(dropout))

@@ -1,6 +1,6 @@
 """Dense attention on padded groups: every query sees every key of its group, or every earlier one.
 
-A few queries of every group are scored at a time. As in `banded`, only the inputs are kept for the backward pass.
+A few queries of every group are scored at a time. As in `banded`, only the inputs are stored for the backward pass.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ INPUTS = """
 
 
 class _Groups(NamedTuple):
-    """What queries see; the fields are explained in `dense`."""
+    """Which keys queries see, and how they are scored; `dense` explains the fields."""
 
     query_slot: Tensor
     key_slot: Tensor
@@ -37,7 +37,7 @@ class _Groups(NamedTuple):
 
 
 def _score(part: slice, q: Tensor, k: Tensor, groups: _Groups) -> tuple[Tensor, Tensor | None]:
-    """Biased scores of some queries of every group, and the entries of the table that the biases come from."""
+    """Biased scores of some queries of every group, and the indices of their biases in the table."""
     scores = torch.bmm(widen(q[:, part]) * groups.scale[:, part, None], widen(k).transpose(1, 2))
     index = None
     if groups.table is not None:
@@ -135,7 +135,7 @@ _dense.register_autograd(_differentiate, setup_context=_save)
 
 
 def plain_dense(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
-    """`dense` in operators that autograd differentiates as often as it is asked to."""
+    """`dense` in ordinary operators, which autograd can differentiate any number of times."""
     *fields, dropout, seed = rest
     groups = _Groups(*fields)
     with torch.autocast(q.device.type, enabled=False):
@@ -169,14 +169,14 @@ def dense(
         q: (groups, queries, d_z).
         k: (groups, keys, d_z).
         v: (groups, keys, d_v).
-        query_slot: (groups, queries), place of a query in its compressed sequence.
+        query_slot: (groups, queries), index of a query in its compressed sequence.
         key_slot: (groups, keys), likewise; negative where there is no key.
-        query_position, key_position: what the bias measures distances in.
-        scale: multiplies the products; a number, or a tensor that expands to (groups, queries).
+        query_position, key_position: coordinates for the distances of the bias.
+        scale: multiplies the products of queries and keys; a number, or a tensor that expands to (groups, queries).
         table: (2 * max distance + 1,), bias per distance, or None.
         attention: name of the attention function.
-        causal: whether queries see no later key.
-        dropout: rate of weights dropped.
+        causal: whether queries see no later keys.
+        dropout: rate of attention dropout.
     """
     if not isinstance(scale, Tensor):
         scale = torch.full((1, 1), scale, dtype=wide_type(q), device=q.device)

@@ -24,7 +24,7 @@ def _compiled_flex() -> Any:
 
 
 def flex_banded(q: Tensor, k: Tensor, v: Tensor, near: Neighbors, dropout: float = 0.0) -> Tensor:
-    """As `banded`, with softmax and without dropout. On a CPU it has no gradient and serves as a check."""
+    """Like `banded`, but softmax only and without dropout. On a CPU it has no gradient; tests compare with it."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     group, position, table, left, right, attention, scale = near

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 HIDDEN = -1e30
-"""Score of a key that a query must not see: its exponential is zero, and queries without keys stay finite."""
+"""Score of a masked key: its exponential is zero, and a query without visible keys stays finite."""
 
 LAPLACE_MU = math.sqrt(0.5)
 LAPLACE_SIGMA = math.sqrt(0.25 / math.pi)
@@ -28,15 +28,16 @@ class AttentionFunction(ABC):
     """Turns the scores of a query into the weights of its keys."""
 
     reads_scores = True
-    """Whether the gradient reads the scores; if not, they can be freed once the weights are known."""
+    """Whether the gradient needs the scores; if not, they can be freed once the weights are computed."""
 
     @abstractmethod
     def scale(self, d_key: int, keys: float | Tensor) -> float | Tensor:
-        """What products of queries and keys are multiplied by.
+        """The factor on the products of queries and keys.
 
         Args:
             d_key: width of queries and keys.
-            keys: how many keys a query sees, or the size of its window; a floating-point tensor if queries differ.
+            keys: number of keys that a query sees, or the size of its window; a floating-point tensor if it
+                differs between queries.
         """
 
     @abstractmethod
@@ -45,11 +46,11 @@ class AttentionFunction(ABC):
 
     @abstractmethod
     def grad_scores(self, scores: Tensor, weights: Tensor, grad_weights: Tensor) -> Tensor:
-        """The gradient of the scores from that of the weights, which may be overwritten."""
+        """The gradient of the scores, given that of the weights, which may be overwritten."""
 
 
 class Softmax(AttentionFunction):
-    """The usual one: positive weights that sum to one."""
+    """Positive weights that sum to one."""
 
     reads_scores = False
 
@@ -65,7 +66,7 @@ class Softmax(AttentionFunction):
 
 
 class SquaredReLU(AttentionFunction):
-    """Weights of each key alone; the scale keeps their sum independent of the number of keys."""
+    """Weighs each key independently; the scale keeps the sum independent of the number of keys."""
 
     def scale(self, d_key: int, keys: float | Tensor) -> float | Tensor:
         return 1 / keys
@@ -101,7 +102,7 @@ ATTENTIONS: dict[str, AttentionFunction] = {
 
 
 def draw_seed(dropout: float) -> int:
-    """A seed from the global generator, from which forward and backward pass draw the same mask."""
+    """A seed from the global generator, so that forward and backward pass draw the same dropout mask."""
     return int(torch.randint(0, 2**62, (1,)).item()) if dropout > 0 else 0
 
 
@@ -132,7 +133,7 @@ def weigh_back(
 
 
 def dropout_mask(weights: Tensor, rate: float, seed: int) -> Tensor:
-    """What every weight is multiplied by: zero if it is dropped."""
+    """The factor on each weight: 0 if dropped, 1 / (1 - rate) if kept."""
     generator = torch.Generator(device=weights.device).manual_seed(seed)
     keep = torch.rand(weights.shape, generator=generator, device=weights.device) >= rate
     return keep.to(weights.dtype).mul_(1 / (1 - rate))

@@ -1,8 +1,8 @@
-"""Small differentiable parts with hand-written backward passes, where autograd's own would waste time or memory.
+"""Small operations with hand-written backward passes, where autograd would waste time or memory.
 
 On a CPU an elementwise pass over a sequence costs as much as a matrix product of width 100, and several times
-that if its operands lie differently in memory. These functions take fewer passes than a chain of operators, and
-give gradients the layout of the tensor they belong to (the scan returns its output channel by channel).
+that if its operands have different memory layouts. These functions take fewer passes than a chain of operators, and
+give each gradient the layout of its tensor (the scan returns its output channel by channel).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _silu_backward = torch.ops.aten.silu_backward
 
 
 def is_plain(*layers: nn.Module) -> bool:
-    """Whether layers are just Linears, so that their weights may be used without calling them."""
+    """Whether all layers are bare `nn.Linear`s without hooks, so that their weights can be used directly."""
     for layer in layers:
         hooks = (
             layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks
@@ -31,7 +31,7 @@ def is_plain(*layers: nn.Module) -> bool:
 
 
 def in_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in the type that autocast would give a matrix product of them."""
+    """The tensors, cast as autocast would cast the operands of a matrix product."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors
@@ -40,14 +40,14 @@ def in_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def by_channel(x: Tensor) -> bool:
-    """Whether the (tokens, dim) matrix lies channel by channel in memory."""
+    """Whether a (tokens, dim) matrix is stored channel by channel."""
     return x.dim() == 2 and x.stride(0) == 1 and x.stride(1) >= x.shape[0] > 1
 
 
 def silu(x: Tensor) -> Tensor:
-    """SiLU(x) that `affine` and `combine` compute again in the backward pass instead of keeping it.
+    """SiLU(x), which `affine` and `combine` recompute in the backward pass instead of storing it.
 
-    SiLU keeps x for its own gradient, and computing it again costs less than another array of this size.
+    SiLU stores x for its own gradient anyway, and recomputing costs less than a second array of this size.
     """
     y = F.silu(x)
     if y.requires_grad and not torch.compiler.is_compiling() and not transformed():
@@ -56,13 +56,13 @@ def silu(x: Tensor) -> Tensor:
 
 
 def _silu_input(x: Tensor) -> Tensor | None:
-    """(tokens, dim): what `silu` made x from, with the layout of x; None if it did not."""
+    """(tokens, dim): the input from which `silu` made x, with the layout of x; None if x is not from `silu`."""
     before: Tensor | None = getattr(x, "silu_of", None)
     return None if before is None else before.reshape(-1, before.shape[-1])
 
 
 class _Linear(torch.autograd.Function):
-    """x W^T + b on (tokens, dim), with the gradient of x laid out as x is."""
+    """x W^T + b on (tokens, dim), with the gradient of x in the layout of x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, before: Tensor | None) -> Tensor:
@@ -84,7 +84,7 @@ class _Linear(torch.autograd.Function):
 
 
 def affine(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """x W^T + b on (..., dim), all of one type."""
+    """x W^T + b on (..., dim); all tensors have the same dtype."""
     flat = x.reshape(-1, x.shape[-1])
     if torch.is_grad_enabled() and not transformed():
         y = _Linear.apply(flat, weight, bias, _silu_input(x))
@@ -94,7 +94,7 @@ def affine(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def linear(layer: nn.Module, x: Tensor) -> Tensor:
-    """A Linear with a bias on (..., dim); anything else, adapters and hooks included, is simply called."""
+    """Apply a layer to (..., dim): a bare Linear by `affine`; anything else, such as an adapter, by calling it."""
     if not is_plain(layer) or layer.bias is None:
         return layer(x)
     parts = in_autocast(x, layer.weight, layer.bias)  # type: ignore[arg-type]
@@ -103,7 +103,7 @@ def linear(layer: nn.Module, x: Tensor) -> Tensor:
 
 
 class _Combine(torch.autograd.Function):
-    """x + h W^T + b, plus some rows, in one array; the gradient of h is laid out as h is."""
+    """x + h W^T + b with y added at some rows, in one array; the gradient of h has the layout of h."""
 
     @staticmethod
     def forward(
@@ -129,12 +129,12 @@ class _Combine(torch.autograd.Function):
 
 
 def combine(layer: nn.Module | None, x: Tensor, h: Tensor, rows: Tensor, y: Tensor) -> Tensor:
-    """x + layer(h), plus y at some places.
+    """x + layer(h), with y added at some tokens.
 
     Args:
-        layer: of every token, a Linear as a rule; None leaves it out.
+        layer: applied to every token, usually a Linear; None leaves the term out.
         x, h: (batch, time, dim).
-        rows: (tokens,), places in the flattened (batch * time) sequence.
+        rows: (tokens,), indices into the flattened (batch * time) sequence.
         y: (tokens, dim).
     """
     if layer is not None and is_plain(layer) and layer.bias is not None and not transformed():
@@ -149,7 +149,7 @@ def combine(layer: nn.Module | None, x: Tensor, h: Tensor, rows: Tensor, y: Tens
 
 
 class _Take(torch.autograd.Function):
-    """Rows of (tokens, dim), with the gradient laid out as x is."""
+    """Rows of (tokens, dim), with the gradient in the layout of x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
@@ -167,12 +167,12 @@ class _Take(torch.autograd.Function):
 
 
 def take(x: Tensor, rows: Tensor) -> Tensor:
-    """The rows of (tokens, dim) at distinct places."""
+    """The rows of (tokens, dim) at these indices, which must be distinct."""
     return x.index_select(0, rows) if transformed() else _Take.apply(x, rows)
 
 
 def _row_products(a: Tensor, b: Tensor) -> Tensor:
-    """(..., 1): inner products over the last dimension, without an array of their terms."""
+    """(..., 1): inner products over the last dimension, without materializing a * b."""
     dim = a.shape[-1]
     return torch.bmm(a.reshape(-1, 1, dim), b.reshape(-1, dim, 1)).view(*a.shape[:-1], 1)
 
@@ -184,7 +184,7 @@ def _plain_scale_by_rms(x: Tensor, weight: Tensor, eps: float, activate: bool) -
 
 
 class _ScaleByRMS(torch.autograd.Function):
-    """x / rms(x) * weight over the last dimension, of x or of SiLU(x), which is then computed again backward."""
+    """x / rms(x) * weight over the last dimension; with `activate`, of SiLU(x), recomputed in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, activate: bool) -> Tensor:
@@ -213,21 +213,21 @@ class _ScaleByRMS(torch.autograd.Function):
             dweight = torch.einsum("...d,...d->d", grad, inner * inverse.to(x.dtype))
             product = _row_products(scaled, inner).to(inverse.dtype)
             dx = scaled.mul_(inverse.to(x.dtype))
-        share = (product * inverse.pow(3)).to(x.dtype)
-        dx.addcmul_(inner, share, value=-1 / max(x.shape[-1], 1))
+        radial = (product * inverse.pow(3)).to(x.dtype)
+        dx.addcmul_(inner, radial, value=-1 / max(x.shape[-1], 1))
         if ctx.activate:
             dx = _silu_backward(dx, x)
         return dx, dweight.to(weight.dtype), None, None
 
 
 def scale_by_rms(x: Tensor, weight: Tensor, eps: float, activate: bool = False) -> Tensor:
-    """Unit root mean square over the last dimension, times the weight (a number, or one per channel).
+    """Scale to unit root mean square over the last dimension, then multiply by the weight.
 
     Args:
         x: (..., dim).
-        weight: () or (dim,).
+        weight: (), one for all channels, or (dim,).
         eps: added to the mean square.
-        activate: whether SiLU comes first.
+        activate: whether to apply SiLU first.
     """
     if transformed():
         return _plain_scale_by_rms(x, weight, eps, activate)
@@ -239,7 +239,7 @@ def _plain_norm_of_silu(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> 
 
 
 class _NormOfSilu(torch.autograd.Function):
-    """Layer norm of SiLU(x) over the last dimension; SiLU is computed again backward instead of being kept."""
+    """Layer norm of SiLU(x) over the last dimension; the backward pass recomputes SiLU instead of storing it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
@@ -262,7 +262,7 @@ class _NormOfSilu(torch.autograd.Function):
 
 
 def norm_of_silu(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Zero mean and unit variance of SiLU(x) over the last dimension, then scale and shift.
+    """Layer norm of SiLU(x) over the last dimension.
 
     Args:
         x: (..., dim).
@@ -289,7 +289,7 @@ def plain_gates(
 
 
 class _Gates(torch.autograd.Function):
-    """SiLU(x W^T + b) split in z, gate and value; query and key from z. One buffer forward, one backward."""
+    """SiLU(x W^T + b), split into z, gate and value; query and key from z. One buffer in each pass."""
 
     @staticmethod
     def forward(
@@ -326,7 +326,7 @@ def gates(layer: nn.Linear, x: Tensor, gamma: Tensor, beta: Tensor) -> tuple[Ten
     """Query, key, value and gate of a gated attention unit on (tokens, dim).
 
     Args:
-        layer: to d_z + 2 d_v.
+        layer: projects to d_z + 2 d_v.
         x: the tokens.
         gamma, beta: (2, d_z), scale and shift of query and key.
     """

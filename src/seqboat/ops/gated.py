@@ -2,8 +2,8 @@
 
 Chained operators would hold a dozen arrays of the size of the active tokens at once: gates, values, weighted sums and
 their gradients. Here everything between the two projections exists only for the current blocks, in the cache of a
-core. Kept for the backward pass are the tokens, their projection before the activation, and the weighted sums. The
-mathematics is that of `GAU` with `banded`, and tests compare the two.
+core. The backward pass needs the tokens, their projection before the activation, and the weighted sums. The result
+is that of `GAU` with `banded`; tests compare the two.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Z, GATE, VALUE = range(3)
 
 
 class _Columns(NamedTuple):
-    """What belongs to z, gate and value."""
+    """The columns of z, gate and value."""
 
     z: Tensor
     gate: Tensor
@@ -34,7 +34,7 @@ class _Columns(NamedTuple):
 
 
 def _columns(x: Tensor, d_z: int, dim: int) -> _Columns:
-    """Views of the parts of a projection, or of its weights."""
+    """Views of the three parts of a projection, or of its weights."""
     d_v = (x.shape[dim] - d_z) // 2
     return _Columns(*x.split([d_z, d_v, d_v], dim=dim))
 
@@ -72,7 +72,7 @@ class _Blocks:
         self.queries = self.in_blocks(query)
 
     def in_blocks(self, x: Tensor) -> Tensor:
-        """(tokens, dim) as (blocks, size, dim), the last block filled up with zeros."""
+        """(tokens, dim) as (blocks, size, dim), the last block padded with zeros."""
         missing = -x.shape[0] % self.size
         return (F.pad(x, (0, 0, 0, missing)) if missing else x).unflatten(0, (-1, self.size))
 
@@ -146,17 +146,17 @@ def _backward(grad: Tensor, kept: _Kept, near: Neighbors) -> tuple[Tensor, ...]:
     score, function = BandScores(x, near), ATTENTIONS[near.attention]
     band, dtable = score.band, TableGradient(score)
     columns, weights_of = _columns(before, d_z, 1), _columns(weight, d_z, 0)
-    # channel by channel, as the scan is: the tokens are added back to all others along the channels
+    # channel by channel, like the scan's output, to which these gradients are added
     dx = x.new_empty(x.shape[1], x.shape[0])
     dweight, dbias = torch.zeros_like(weight), weight.new_zeros(weight.shape[0])
     dweights_of, dbiases_of = _columns(dweight, d_z, 0), _columns(dbias, d_z, 0)
     dgamma, dbeta = torch.zeros_like(gamma), torch.zeros_like(beta)
     dout_weight, dout_bias = torch.zeros_like(out_weight), grad.sum(dim=0)
-    # gradients of queries, keys and values exist for the current blocks and those around them
+    # gradients of queries, keys and values exist only for the current blocks and their neighbors
     dqueries, dkeys, dvalues = (RollingSums(band, x, dim) for dim in (d_z, d_z, d_v))
 
     def project_back(tokens: slice, which: int, above: Tensor) -> None:
-        """Take a gradient back through the activation and the projection; the gate's comes first."""
+        """Propagate a gradient through the activation and the projection; call it for the gate first."""
         below = _silu_backward(above, columns[which][tokens])
         place, beta = dx[:, tokens], 0 if which == GATE else 1
         place.addmm_(weights_of[which].t(), below.t(), beta=beta)
@@ -164,7 +164,7 @@ def _backward(grad: Tensor, kept: _Kept, near: Neighbors) -> tuple[Tensor, ...]:
         dbiases_of[which].add_(below.sum(dim=0))
 
     def finish(first: int, last: int) -> None:
-        """Blocks first .. last of the keys have met all their queries."""
+        """Finish blocks first .. last of the keys, which have met all their queries."""
         tokens = slice(first * band.size, min(last * band.size, band.tokens))
         if tokens.stop <= tokens.start:
             return
@@ -178,7 +178,7 @@ def _backward(grad: Tensor, kept: _Kept, near: Neighbors) -> tuple[Tensor, ...]:
         project_back(tokens, VALUE, dvalue)
 
     def meet(begin: int, end: int) -> None:
-        """Queries of blocks begin .. end meet their keys; a function, so that its arrays are freed."""
+        """Score the queries of blocks begin .. end; a function, so that its arrays are freed on return."""
         part = _Blocks(band, columns, gamma, beta, begin, end)
         above = grad[part.tokens]
         sums = summed[part.tokens]
@@ -263,7 +263,7 @@ def _plain_gated(
     out_bias: Tensor,
     *neighbors: Any,
 ) -> Tensor:
-    """`gated_attention` in operators that autograd differentiates as often as it is asked to."""
+    """`gated_attention` in ordinary operators, which autograd can differentiate any number of times."""
     query, key, value, gate = plain_gates(x, weight, bias, gamma, beta)
     attended = plain_banded(query, key, value, *neighbors, 0.0, 0)
     return torch.addmm(out_bias, gate * attended, out_weight.t())

@@ -1,7 +1,7 @@
-"""Positions: how attention learns the order of its tokens.
+"""Position schemes: how attention knows the order of its tokens.
 
-A token has a position in the original sequence and a slot, its place among the active tokens. A scheme may rotate
-queries and keys (rotary), add a learned bias per distance (in positions or in slots), or leave both to the model.
+A token has a position in the original sequence and a slot, its index among the active tokens. A scheme may rotate
+queries and keys (rotary), add a learned bias per distance (in positions or in slots), or do neither.
 
 To add a scheme, write a class here and give it a name in `PositionsName` and `POSITIONS`.
 """
@@ -26,17 +26,17 @@ class Positions:
     rotates = False
     """Whether queries and keys are rotated."""
     added = False
-    """Whether models add position embeddings to their inputs."""
+    """Whether the model adds position embeddings to its inputs."""
 
     def check_width(self, name: str, d_key: int) -> None:
-        """Reject a width of queries and keys that does not fit."""
+        """Reject a width of queries and keys that the scheme cannot use."""
 
     def max_distance(self, max_positions: int, reach: int | None) -> int | None:
         """The largest distance with an entry in the bias table; None without a table.
 
         Args:
-            max_positions: positions that the table has to tell apart.
-            reach: slots from a query to the furthest key it sees; None if there is no bound.
+            max_positions: number of positions that the table must distinguish.
+            reach: slots from a query to the furthest key it sees; None if unbounded.
         """
         return None
 
@@ -45,7 +45,7 @@ class Positions:
         return query, key
 
     def coordinate(self, position: Tensor, slot: Slot) -> Tensor | Slot:
-        """What the bias measures distances in: the positions or the slots of the tokens."""
+        """The coordinate that the bias takes distances in: positions or slots."""
         return slot
 
 
@@ -58,7 +58,7 @@ class Rotary(Positions):
         require(d_key % 2 == 0, f"{name} must be even with rotary positions, got {d_key}")
 
     def rotate(self, query: Tensor, key: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-        # together: in decoding, the number of operations counts
+        # stacked: decoding time depends on the number of operations
         query, key = rotate(torch.stack([query, key]), position).unbind(0)
         return query, key
 
@@ -153,7 +153,7 @@ class RotaryBias(nn.Module):
 
 
 def rotate(x: Tensor, position: Tensor) -> Tensor:
-    """Rotary embedding: turn each pair of neighboring channels by position * 10000^(-2i/dim).
+    """Rotary embedding: rotate each pair of adjacent channels by position * 10000^(-2i/dim).
 
     Args:
         x: (..., dim), dim even.
@@ -169,11 +169,11 @@ def rotate(x: Tensor, position: Tensor) -> Tensor:
 
 
 def _frequencies(dim: int, device: torch.device) -> Tensor:
-    """(dim / 2,), float64: how far a pair of channels turns from one position to the next."""
+    """(dim / 2,), float64: angle by which each pair of channels turns per position."""
     key = dim, device
     if key in _known_frequencies and not torch.compiler.is_compiling():
         return _known_frequencies[key]
-    # never an inference tensor, even if inference asks first: training uses it as well
+    # never an inference tensor, even if first needed in inference mode: training uses it too
     with torch.inference_mode(False):
         found = 10000.0 ** -(torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim)
     if not torch.compiler.is_compiling():

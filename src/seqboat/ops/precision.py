@@ -1,4 +1,4 @@
-"""Scores, sums and products that stay in float32 or float64, also where autocast is on."""
+"""Scores, sums and products that stay in float32 or float64 under autocast."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from seqboat.ops.transforms import transformed
 
 
 def wide_type(x: Tensor) -> torch.dtype:
-    """The type of scores and sums: float64 for float64, float32 for everything else."""
+    """The dtype of scores and sums: float64 for float64, float32 for everything else."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def widen(x: Tensor) -> Tensor:
-    """A tensor in the type of scores and sums."""
+    """Cast a tensor to the dtype of scores and sums."""
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -43,7 +43,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     if transformed():
         with torch.autocast(a.device.type, enabled=False):
             return torch.bmm(a, b)
-    if a is b:  # the compiler refuses a function that is given one tensor twice
+    if a is b:  # the compiler rejects a function that gets the same tensor twice
         b = b.view_as(b)
     result = _Product.apply(a, b)
     assert isinstance(result, Tensor)

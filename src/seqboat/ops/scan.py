@@ -34,7 +34,7 @@ SERIAL_BLOCKS = 16
 
 
 class BlockTables(NamedTuple):
-    """What a block of C tokens does, per channel; n states forward, then n states backward if bidirectional."""
+    """A block of C tokens as matrices per channel; n forward states, then n backward states if bidirectional."""
 
     mix: Tensor
     """(dim, C, C): input i to output j"""
@@ -43,11 +43,11 @@ class BlockTables(NamedTuple):
     leave: Tensor
     """(dim, states, C): the states that enter the block to output j"""
     decay: Tensor
-    """(dim, states): what a state keeps over a block; (dim, states / 2) if complex"""
+    """(dim, states): decay of a state over a block; (dim, states / 2) if complex"""
 
 
 def _as_states(u: Tensor, decay: Tensor) -> Tensor:
-    """See pairs of real numbers as complex ones where the decay is complex."""
+    """View pairs of real numbers as complex numbers if the decay is complex."""
     if not decay.is_complex():
         return u
     return torch.view_as_complex(u.contiguous().unflatten(-1, (u.shape[-1] // 2, 2)))
@@ -65,10 +65,10 @@ def _carry_serial(
     reverse: bool = False,
     axis: int = 1,
 ) -> Tensor:
-    """Fill the states that enter each block, one block after the other; returns what leaves the last."""
+    """Fill in the states that enter each block, one block at a time; returns the state after the last."""
     if u.shape[axis] == 0:
         return u.sum(dim=axis) if start is None else start
-    # all views at once: indexing costs as much as the sum
+    # unbind once: indexing costs as much as the sum
     entering, filled = u.unbind(axis), states.unbind(axis)
     if reverse:
         entering, filled = entering[::-1], filled[::-1]
@@ -81,7 +81,7 @@ def _carry_serial(
 def _carry(
     u: Tensor, decay: Tensor, states: Tensor, start: Tensor | None = None, reverse: bool = False
 ) -> Tensor:
-    """Fill the states that enter each block, s_{k+1} = decay * s_k + u_k; returns what leaves the last.
+    """Fill in the states that enter each block, s_{k+1} = decay * s_k + u_k; returns the state after the last.
 
     Many blocks are carried in two levels: groups of about sqrt(blocks) side by side from zero, then one state
     from group to group, so that the number of small operations grows with the root of the length.
@@ -98,7 +98,7 @@ def _carry(
         return _carry_serial(u, decay, states, start, reverse)
     group = 1 << (blocks.bit_length() // 2)
     whole = blocks // group * group
-    # blocks that fill no group come last, one by one
+    # leftover blocks that do not fill a group, one by one
     many, few = (slice(blocks - whole, None), slice(0, blocks - whole))
     if not reverse:
         many, few = slice(0, whole), slice(whole, None)
@@ -137,12 +137,12 @@ def _carry_both(u: Tensor, decay: Tensor, start: Tensor | None, bidirectional: b
 
 
 def _to_channels(x: Tensor, block: int) -> Tensor:
-    """(batch, time, dim) to (dim, batch * blocks, block), the last block filled up with zeros."""
+    """(batch, time, dim) to (dim, batch * blocks, block), the last block padded with zeros."""
     time, dim = x.shape[1:]
     blocks = -(-time // block)
     if blocks * block != time:
         x = F.pad(x, (0, 0, 0, blocks * block - time))
-    # block by block, which stays in a core's cache and uses all cores, unlike one large transpose; never a view of x
+    # block by block: unlike one large transpose, this stays in cache and uses all cores; never a view of x
     turned = x.reshape(-1, block, dim).transpose(1, 2).clone(memory_format=torch.contiguous_format)
     return turned.transpose(0, 1)
 
@@ -193,12 +193,12 @@ def _block_scan_backward(
         block = mix.shape[1]
         blocks = -(-time // block)
         states = states.unflatten(0, (batch, blocks))
-        # gradients may come token by token: matrix products need them channel by channel
+        # gradients may be stored token by token; the matrix products need them channel by channel
         if grad_outputs.is_contiguous() and time == blocks * block:
             grad = grad_outputs.view(dim, batch * blocks, block)
         else:
             grad = _to_channels(grad_outputs.permute(1, 2, 0), block)
-        # transposed again: the tokens themselves are often alive anyway, a transposed copy never is
+        # transposed again rather than saved: x is usually alive anyway, a transposed copy would not be
         inputs = _to_channels(x, block)
         grad_mix = torch.bmm(inputs.transpose(1, 2), grad)
         grad_leave = torch.bmm(_by_channel(states).transpose(1, 2), grad)
@@ -262,7 +262,7 @@ _block_scan.register_autograd(_backward, setup_context=_save)
 
 
 def _plain_carry(u: Tensor, decay: Tensor, start: Tensor | None, reverse: bool = False) -> Tensor:
-    """The states that enter each block, as `_carry` fills them in."""
+    """The states that enter each block, as in `_carry`."""
     state = torch.zeros_like(u[:, :1].sum(dim=1)) if start is None else start
     states = []
     for added in u.unbind(1)[::-1] if reverse else u.unbind(1):
@@ -282,7 +282,7 @@ def _plain_block_scan(
     start: Tensor | None,
     bidirectional: bool,
 ) -> tuple[Tensor, Tensor]:
-    """`_block_scan` in operators that autograd differentiates as often as it is asked to."""
+    """`_block_scan` in ordinary operators, which autograd can differentiate any number of times."""
     batch, time, dim = x.shape
     block = enter.shape[1]
     blocks = -(-time // block)
@@ -299,7 +299,7 @@ def _plain_block_scan(
 
 
 def _powers(log_decay: Tensor, block: int) -> Tensor:
-    """(directions, dim, states, block + 1): what a state keeps over 0, 1, .. block tokens."""
+    """(directions, dim, states, block + 1): decay of a state over 0, 1, .. block tokens."""
     return torch.exp(log_decay[..., None] * torch.arange(block + 1, device=log_decay.device))
 
 
@@ -335,7 +335,7 @@ def _plain_tables(
 
 
 class _Tables(torch.autograd.Function):
-    """The tables of a block, with a backward pass of few operations."""
+    """The tables of a block, with a hand-written backward pass of few operations."""
 
     @staticmethod
     def forward(
@@ -362,7 +362,7 @@ def _tables_backward(
     block, both = powers.shape[-1] - 1, len(powers) == 2
     dtaps = _sum_diagonals(dmix)
     dkernel = torch.stack([dtaps[:, block - 1 :], dtaps[:, :block].flip(-1)][: len(powers)])
-    # undo the order of the tables: all of them by rising powers, (directions, dim, states, block)
+    # bring all tables back to ascending powers, (directions, dim, states, block)
     if both:
         left, right = denter.chunk(2, dim=-1)
         denter = torch.stack([left.flip(1), right])
@@ -417,7 +417,7 @@ def block_tables(log_decay: Tensor, drive: Tensor, read: Tensor, skip: Tensor, b
 
 
 def block_for(time: int, block: int) -> int:
-    """Tokens per block for a sequence of this length: short ones need no long block.
+    """Tokens per block for a sequence of this length: short sequences use shorter blocks.
 
     A compiled graph serves all lengths, so it always uses the whole block.
     """
@@ -443,7 +443,7 @@ def scan(
     """Run the layer over (batch, time, dim).
 
     Args:
-        x: the sequence; zeros where nothing should enter.
+        x: the sequence, zeros on padding.
         tables: from `block_tables`.
         bidirectional: whether the tables hold two directions.
         start: (batch, dim, states), the state before the first token.

@@ -1,7 +1,7 @@
 """Second derivatives and `torch.func` for operations with hand-written backward passes.
 
-A hand-written backward pass is fast because it keeps less, works in place and is never differentiated itself. Each
-such operation therefore has a plain form, a chain of ordinary PyTorch operators, that takes its place in two cases:
+A hand-written backward pass is fast because it stores less, works in place and is never differentiated itself. Each
+such operation therefore has a plain form, a chain of ordinary PyTorch operators, which replaces it in two cases:
 
 - inside a transform of `torch.func` (grad, vmap, jvp, ...): see `transformed`;
 - in a backward pass with `create_graph=True`, whose gradients can be differentiated again: see `gradients_of`.
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 transformed = torch._C._are_functorch_transforms_active
-"""Whether a transform of `torch.func` is active, so that the plain form of an operation has to run."""
+"""Whether a transform of `torch.func` is active, so that the plain form must run."""
 
 
 def vectorized(x: Tensor) -> bool:
-    """Whether `torch.func.vmap` runs over a tensor, so that nothing may depend on its values but other values."""
+    """Whether a tensor is batched by `torch.func.vmap`: then no shape and no branch may depend on its values."""
     functorch = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(x):
         if functorch.is_batchedtensor(x):
@@ -37,11 +37,11 @@ def differentiates_again() -> bool:
 def gradients_of(
     plain: Callable[..., Tensor | tuple[Tensor, ...]], inputs: Sequence[Any], grads: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of the inputs of `plain` that can be differentiated again.
+    """Differentiable gradients of the inputs of `plain`.
 
     Args:
         plain: the plain form of the operation.
-        inputs: its arguments, as saved in the forward pass; those that are no tensors get None.
+        inputs: its arguments, as saved in the forward pass; arguments that are not tensors get None.
         grads: of its outputs; None where there is none.
     """
     # aliases: one input may depend on another, and only the partial derivatives belong to this operation

@@ -1,1 +1,1 @@
-"""Sparse activation for modules of a model that exists already."""
+"""Sparse activation for the modules of an existing model."""

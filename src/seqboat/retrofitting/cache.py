@@ -1,7 +1,7 @@
 """A layer of transformers' cache that keeps the keys and values of activated tokens only.
 
-The sequences of a batch, and the layers of a model, then hold different numbers of tokens. What a layer reports as
-its length is the number of tokens so far, activated or not, so that positions and masks stay those of the original
+The sequences of a batch, and the layers of a model, then hold different numbers of tokens. A layer reports as its
+length the number of tokens so far, activated or not, so that positions and masks stay those of the original
 sequence. transformers comes with the `hf` extra.
 """
 
@@ -17,19 +17,19 @@ from seqboat.checks import require
 
 
 class VisibleKeys(NamedTuple):
-    """What the next call of attention will find in the cache."""
+    """The keys that the next call of attention finds in the cache."""
 
     position: Tensor
-    """(batch, keys): places in the original sequence, padding counted"""
+    """(batch, keys): positions in the original sequence, counting padding"""
     real: Tensor
-    """(batch, keys) bool: sequences with fewer tokens than others end early"""
+    """(batch, keys) bool: False after the last key of a sequence"""
 
 
 class SparseLayer(CacheLayerMixin):
     """Keys and values of the activated tokens of one layer; each sequence is filled from the front.
 
-    Memory grows by doubling, and new tokens are written after the old ones, so that a step of decoding costs no copy
-    of the past.
+    Memory grows by doubling, and new tokens are written after the old ones, so that a decoding step does not copy
+    the past.
     """
 
     is_sliding = False
@@ -40,18 +40,18 @@ class SparseLayer(CacheLayerMixin):
     def __init__(self) -> None:
         super().__init__()
         self.seen = 0
-        """tokens that went by, activated or not, padding included"""
+        """tokens so far, activated or not, including padding"""
         self.even: int | None = 0
-        """tokens that every sequence holds; None if they differ"""
+        """number of tokens that every sequence holds; None if it differs"""
         self._count: Tensor | None = None
         self.position: Tensor | None = None
-        """(batch, capacity): their places in the original sequence"""
+        """(batch, capacity): their positions in the original sequence"""
         self._slot: Tensor | slice | None = None
         self._width = 0
 
     @property
     def count(self) -> Tensor | None:
-        """(batch,): tokens that each sequence holds; None before the first one."""
+        """(batch,): number of tokens that each sequence holds; None before the first one."""
         if self.position is None or self.even is None:
             return self._count
         return torch.full((self.position.shape[0],), self.even, device=self.position.device)
@@ -67,17 +67,17 @@ class SparseLayer(CacheLayerMixin):
 
     @staticmethod
     def _capacity(needed: int) -> int:
-        # one more than the next power of two: the last place takes what is not to be kept
+        # one more than the next power of two: the last place takes tokens that are not kept
         return (1 << max(needed - 1, 31).bit_length()) + 1
 
     def announce(self, position: Tensor, real: Tensor | None, width: int, even: bool) -> None:
-        """Tell which tokens the next `update` will bring.
+        """Announce the tokens of the next `update`.
 
         Args:
-            position: (batch, slots), places in the original sequence.
+            position: (batch, slots), positions in the original sequence.
             real: (batch, slots) bool, real slots first; None if all are.
-            width: tokens of the longest sequence after the update.
-            even: whether every sequence will hold as many.
+            width: number of tokens in the longest sequence after the update.
+            even: whether every sequence will hold the same number.
         """
         batch, slots = position.shape
         if self.position is None:
@@ -92,7 +92,7 @@ class SparseLayer(CacheLayerMixin):
                 )
         self._width = width
         if even and real is None:
-            # sequences were even before: all write at the same places
+            # all sequences held the same number: all write at the same places
             self._slot = slice(width - slots, width)
             self.position[:, self._slot] = position
             self.even = width
@@ -107,7 +107,7 @@ class SparseLayer(CacheLayerMixin):
         self._slot, self.even = slot, width if even else None
 
     def visible(self) -> VisibleKeys:
-        """What attention will find after the announced update."""
+        """The keys that attention will find after the announced update."""
         count, width = self.count, self._width
         assert self.position is not None and count is not None
         kept = torch.arange(width, device=count.device) < count[:, None]
@@ -116,7 +116,7 @@ class SparseLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Keep the announced tokens.
+        """Append the announced tokens.
 
         Args:
             key_states: (batch, heads, slots, width).
@@ -130,7 +130,7 @@ class SparseLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
         if key_states.requires_grad or value_states.requires_grad:
-            # what attention keeps for its backward pass must not be overwritten
+            # what attention saved for its backward pass must not be overwritten
             self.keys, self.values = self.keys.clone(), self.values.clone()
         if isinstance(self._slot, slice):
             self.keys[:, :, self._slot] = key_states
@@ -177,7 +177,7 @@ class SparseLayer(CacheLayerMixin):
             self._select(rows.repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last tokens of the original sequence: -n removes n, a positive number says how many stay."""
+        """Forget the last tokens of the original sequence: -n removes n, a positive number is how many to keep."""
         stay = tokens_to_remove if tokens_to_remove > 0 else self.seen + tokens_to_remove
         self.seen = max(min(stay, self.seen), 0)
         count = self.count
@@ -188,7 +188,7 @@ class SparseLayer(CacheLayerMixin):
 
 
 def sparse_layer(cache: Cache, index: int) -> SparseLayer:
-    """The sparse layer of a cache; it takes the place of an ordinary one that is still empty."""
+    """The sparse layer at this index of a cache; it replaces an ordinary layer that is still empty."""
     require(
         isinstance(cache, Cache) and not isinstance(cache, EncoderDecoderCache),
         f"a retrofitted model needs a Cache of a decoder, got {type(cache).__name__}",
@@ -208,7 +208,7 @@ def sparse_layer(cache: Cache, index: int) -> SparseLayer:
 
 
 def _grow(held: Tensor, dim: int, size: int) -> Tensor:
-    """More room, without the last place, which holds what was not to be kept."""
+    """A larger copy, without the last place, which holds tokens that were not kept."""
     shape = list(held.shape)
     shape[dim] = size
     kept = held.narrow(dim, 0, held.shape[dim] - 1)

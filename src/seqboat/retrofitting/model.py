@@ -1,19 +1,19 @@
-"""Sparse activation for a model that exists already: chosen modules run only on the tokens that a router picks.
+"""Sparse activation for an existing model: selected modules run only on the tokens that a router picks.
 
 The paper names this as the next step for its mechanism (section 6). `retrofit` changes a model in place: attention
 and feed-forward blocks of a decoder of transformers, or any modules of any model, keep their class, name and weights;
-each gets a router as a child module, `sparse`, and its `forward` goes through it. At first every token is
-active and the outputs are those of before, bit for bit. Then the budget is lowered (`Retrofit.set_rate`) while the
-model is tuned.
+each gets a router as a child module, `sparse`, and its `forward` goes through it. At first every token is active
+and the outputs are unchanged, bit for bit. Then the budget is lowered (`Retrofit.set_rate`) while the model is
+fine-tuned.
 
-- The output of an active token is not scaled: what a trained module returns keeps its size. The gradient reaches the
-  router as if it had been scaled by the probability (a straight-through estimate of the paper's confidence).
-- A token is active if its probability is at least a threshold, a number that belongs to the module. In training it is
-  the quantile of the batch that the budget asks for, so that every batch meets it; the running average of these
-  quantiles decides in evaluation, where a decision depends on nothing but the token.
+- The output of an active token is not scaled: the output of a trained module keeps its size. The gradient reaches the
+  router as if the output had been scaled by the probability (a straight-through estimate of the paper's confidence).
+- A token is active if its probability is at least the module's threshold. In training the threshold is a quantile of
+  the batch, so that every batch meets the budget; in evaluation it is the running average of these quantiles, so
+  that a decision depends on the token alone.
 - Token-wise modules get the active tokens of the batch as one packed array. Modules that read a sequence get the
-  active tokens of each sequence moved to the front, with the positions and the mask of where they came from;
-  in cached generation the others leave no keys and values (`sparse_cache`).
+  active tokens of each sequence moved to the front, with their original positions and mask; in cached generation
+  inactive tokens leave no keys and values (`sparse_cache`).
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from seqboat.data.files import replacing, write_json
 from seqboat.retrofitting.unit import Call, Kind, SparseUnit
 
 CHILD = "sparse"
-"""Name under which a module holds its router."""
+"""Name of the child module that holds a module's router."""
 FORMAT = 1
-"""Version of the saved files; a newer one is refused."""
+"""Version of the saved files; others are rejected."""
 _PARTS: dict[str, tuple[Kind, tuple[str, ...]]] = {
     "attention": ("sequence", ("self_attn", "attn", "attention", "self_attention")),
     "mlp": ("tokens", ("mlp", "feed_forward", "ffn")),
 }
-"""What the parts of decoder layers are called in transformers."""
+"""Names of the parts of decoder layers in transformers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,13 +57,13 @@ class RateSchedule:
     """
 
     final: float
-    """The fraction at the end."""
+    """Fraction of active tokens at the end."""
     start: float = 1.0
-    """The fraction at the beginning."""
+    """Fraction of active tokens at the beginning."""
     begin: int = 0
-    """The step at which it begins to move."""
+    """Step at which the ramp begins."""
     steps: int
-    """Steps from start to final."""
+    """Length of the ramp in steps."""
 
     def __post_init__(self) -> None:
         check_fraction("start", self.start)
@@ -77,14 +77,14 @@ class RateSchedule:
 
 
 def check_fraction(name: str, value: float) -> None:
-    """Refuse a fraction of tokens outside (0, 1]."""
+    """Reject a fraction of tokens outside (0, 1]."""
     require(0.0 < value <= 1.0, f"{name} must be in (0, 1], got {value!r}")
 
 
 class Retrofit:
-    """A model whose chosen modules run only on the tokens that routers pick; made by `retrofit`.
+    """A model whose selected modules run only on the tokens that routers pick; made by `retrofit`.
 
-    The model itself is used as before. This holds what is new: the budget, the statistics, the routers.
+    Use the model itself as before. This object has what is new: the budget, the statistics, the routers.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Retrofit:
 
     @staticmethod
     def of(model: nn.Module) -> Retrofit:
-        """What was done to a model: of a copy that has no other handle."""
+        """The `Retrofit` of a retrofitted model, for example of a copy."""
         for hook in model._forward_pre_hooks.values():
             found = getattr(hook, "__self__", None)
             if isinstance(found, Retrofit):
@@ -124,7 +124,7 @@ class Retrofit:
         raise ValueError(f"{type(model).__name__} is not retrofitted")
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before the model runs: thresholds move, and the mask of padding is noted."""
+        """Before the model runs: update the thresholds, and note the padding mask."""
         for unit in self.units.values():
             unit.follow()
         given = self._signature.bind_partial(*args, **kwargs).arguments if args else kwargs
@@ -140,7 +140,7 @@ class Retrofit:
 
     @property
     def rate(self) -> float:
-        """The fraction of tokens that every module may activate; 1 leaves the model as it was."""
+        """The fraction of tokens that every module may activate; at 1 the model is unchanged."""
         return next(iter(self.units.values())).rate
 
     def set_rate(self, rate: float) -> None:
@@ -155,12 +155,12 @@ class Retrofit:
 
     @torch.no_grad()
     def calibrate(self, batches: Iterable[Mapping[str, Any]]) -> None:
-        """Set the thresholds for the current rate from data alone: nothing is learned.
+        """Set the thresholds for the current rate from data, without training.
 
-        Later modules see what earlier ones leave out, so several batches are needed until all have settled.
+        What earlier modules skip changes the inputs of later ones, so it takes several batches until all settle.
 
         Args:
-            batches: keyword arguments of the model, one call each; it runs in evaluation mode.
+            batches: keyword arguments of the model, one call per batch; it runs in evaluation mode.
         """
         was, self._call.tracking = self.model.training, True
         self.model.eval()
@@ -174,10 +174,10 @@ class Retrofit:
             self.model.train(was)
 
     def loss(self) -> Tensor:
-        """Mean over modules of the squared distance of the last call's rates from the budget.
+        """Mean over modules of the squared difference between the last call's rate and the budget.
 
-        Add it to the loss of the task (times a weight, 1 or more) where the budget is "loss"; `seqboat.extra_loss`
-        of the model is the same. Its gradient reaches every token's probability, active or not.
+        With the budget "loss", add it to the loss of the task (times a weight, 1 or more); `seqboat.extra_loss` does
+        the same. Its gradient reaches every token's probability, active or not.
         """
         for name, unit in self.units.items():
             require(unit.routing is not None, f"{name} has not run yet: call the model before its loss")
@@ -205,7 +205,7 @@ class Retrofit:
         return [parameter for unit in self.units.values() for parameter in unit.parameters()]
 
     def freeze(self) -> None:
-        """Keep everything but the routers as it is; `unfreeze` takes this back."""
+        """Freeze all weights but the routers'; `unfreeze` undoes this."""
         mine = {id(parameter) for parameter in self.router_parameters()}
         for parameter in self.model.parameters():
             if id(parameter) not in mine and parameter.requires_grad:
@@ -219,7 +219,7 @@ class Retrofit:
         self._frozen.clear()
 
     def original_state_dict(self) -> dict[str, Tensor]:
-        """The model's weights without the routers: what a model of its class can load.
+        """The model's weights without the routers, as an unmodified model of its class loads them.
 
         >>> retrofitted.model.save_pretrained(folder, state_dict=retrofitted.original_state_dict())  # doctest: +SKIP
         """
@@ -251,7 +251,7 @@ class Retrofit:
         write_json(folder / "retrofit.json", about, indent=2)
 
     def undo(self) -> None:
-        """Give every module its own forward back and remove the routers; weights stay as they are now."""
+        """Restore every module's forward and remove the routers; weights keep their current values."""
         self.unfreeze()
         self._hook.remove()
         for name, unit in self.units.items():
@@ -272,7 +272,7 @@ def retrofit(
     router: RouterConfig | None = None,
     budget: Steering = "controller",
 ) -> Retrofit:
-    """Make chosen modules of a model sparse, in place. At first all tokens are active, and nothing changes.
+    """Make selected modules of a model sparse, in place. At first all tokens are active, and nothing changes.
 
     >>> model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)))
     >>> sparse = retrofit(model, {"1": "tokens"}, d_model=8)
@@ -283,14 +283,14 @@ def retrofit(
 
     Args:
         model: a decoder of transformers, or any module.
-        select: parts of a decoder, any of "attention", "mlp", or "block" for whole layers; or patterns of names of
-            modules and how to run them: {"model.layers.[13].mlp": "tokens"}. "tokens" are token-wise
-            modules; "sequence" are causal modules of (batch, time, dim); "block" are such modules with their
-            residual connection inside, whose skipped tokens pass unchanged.
+        select: parts of a decoder: "attention", "mlp", or "block" for whole layers. Or a mapping from patterns of
+            module names to how to run them: {"model.layers.[13].mlp": "tokens"}. "tokens" is for token-wise
+            modules, "sequence" for causal modules of (batch, time, dim), "block" for such modules with a residual
+            connection inside, so that skipped tokens pass unchanged.
         d_model: width of the tokens; by default what the model's configuration says.
-        router: decides; one logit per token by default.
-        budget: what keeps the fraction of active tokens: "controller" moves the thresholds in training, with "loss"
-            you add `Retrofit.loss` to the loss.
+        router: the router's configuration; one logit per token by default.
+        budget: how the rate is kept: "controller" moves the thresholds during training; for "loss", add
+            `Retrofit.loss` to your loss.
     """
     check_choice("budget", budget, get_args(Steering))
     require(
@@ -313,7 +313,7 @@ def retrofit(
 
 
 def find_modules(model: nn.Module, select: Sequence[str] | Mapping[str, Kind]) -> dict[str, Kind]:
-    """Names of the modules that `retrofit` would wrap, and how they would be run."""
+    """The modules that `retrofit` would wrap, and how it would run each."""
     require(not isinstance(select, str), f"select must be a sequence or a mapping, got the string {select!r}")
     found: dict[str, Kind] = {}
     if isinstance(select, Mapping):
@@ -360,7 +360,7 @@ def _decoder_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _check_module(name: str, module: nn.Module, kind: Kind) -> None:
-    """Refuse modules that cannot be run on some of their tokens."""
+    """Reject modules that cannot run on a subset of their tokens."""
     if kind == "tokens":
         return
     for part in module.modules():
@@ -375,11 +375,11 @@ def _check_module(name: str, module: nn.Module, kind: Kind) -> None:
 
 
 def load_retrofit(model: nn.Module, folder: str | Path) -> Retrofit:
-    """Retrofit a model with what `Retrofit.save` wrote, thresholds and rates included.
+    """Retrofit a model from files written by `Retrofit.save`, including thresholds and rates.
 
     Args:
-        model: of the same class, with its own weights loaded already.
-        folder: that holds retrofit.json and retrofit.safetensors.
+        model: of the same class, with its weights already loaded.
+        folder: with retrofit.json and retrofit.safetensors.
     """
     from safetensors.torch import load_file
 

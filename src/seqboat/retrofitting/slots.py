@@ -1,4 +1,4 @@
-"""The active tokens of each sequence in slots at its front, and the attention masks that belong to them."""
+"""The active tokens of each sequence, moved to slots at its front, and their attention masks."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ class Slots(NamedTuple):
     """The active tokens of each sequence, moved to its front."""
 
     place: Tensor
-    """(batch, slots): places in the sequence; after the last active token, places of inactive ones"""
+    """(batch, slots): positions in the sequence; after the last active token, those of inactive ones"""
     real: Tensor | None
-    """(batch, slots) bool: False after the last active token of a sequence; None if there is no such slot"""
+    """(batch, slots) bool: False after the last active token of a sequence; None if all are True"""
 
     def take(self, x: Tensor) -> Tensor:
-        """(batch, slots, ...) of (batch or 1, time, ...)."""
+        """Gather (batch, slots, ...) from (batch or 1, time, ...)."""
         x = x.expand(self.place.shape[0], *x.shape[1:])
         index = self.place.view(*self.place.shape, *(1,) * (x.dim() - 2))
         return x.gather(1, index.expand(-1, -1, *x.shape[2:]))
 
     def put(self, y: Tensor, base: Tensor) -> Tensor:
-        """(batch, time, dim): `base`, with active tokens replaced by their slot of (batch, slots, dim)."""
+        """`base` (batch, time, dim), with active tokens replaced by their slots of y (batch, slots, dim)."""
         index = self.place[..., None].expand_as(y)
         if self.real is not None:
             y = torch.where(self.real[..., None], y, base.gather(1, index))
@@ -38,9 +38,9 @@ def find_slots(active: Tensor, per_sequence: Tensor, width: int, count: int) -> 
 
     Args:
         active: the decisions.
-        per_sequence: (batch,), how many tokens of each sequence are active.
+        per_sequence: (batch,), number of active tokens in each sequence.
         width: slots per sequence.
-        count: how many tokens are active in all.
+        count: total number of active tokens.
     """
     order = align(active).order
     if count == active.shape[0] * width:
@@ -49,20 +49,20 @@ def find_slots(active: Tensor, per_sequence: Tensor, width: int, count: int) -> 
 
 
 def take_slots(slots: Slots, value: Any) -> Any:
-    """The slots' part of a (batch or 1, time, ...) tensor, or of each tensor of a tuple."""
+    """`Slots.take` of a (batch or 1, time, ...) tensor, or of each tensor in a tuple."""
     return tuple(slots.take(part) for part in value) if isinstance(value, tuple) else slots.take(value)
 
 
 def slot_mask(mask: Any, x: Tensor, slots: Slots | None, layer: Any, longest: int, even: bool) -> Any:
-    """The mask of slots: (batch, 1, slots, keys), or None where order alone is enough.
+    """The attention mask of slots: (batch, 1, slots, keys), or None if plain causal attention is right.
 
     Args:
-        mask: of tokens, (batch, heads or 1, time, seen + time), bool or added to scores; None is causal.
+        mask: of the tokens, (batch, heads or 1, time, seen + time), bool or additive; None is causal.
         x: (batch, time, dim), the tokens.
-        slots: where they went; None if they stayed.
-        layer: of the cache, whose tokens come first; None without a cache.
-        longest: keys of the longest sequence.
-        even: whether all sequences are as long.
+        slots: where they were moved; None if they were not.
+        layer: of the cache, whose keys come first; None without a cache.
+        longest: number of keys of the longest sequence.
+        even: whether all sequences have this many keys.
     """
     require(
         mask is None or (isinstance(mask, Tensor) and mask.dim() == 4),
@@ -78,12 +78,12 @@ def slot_mask(mask: Any, x: Tensor, slots: Slots | None, layer: Any, longest: in
         queries = place + past
         layer.announce(queries, real, longest, even)
         if mask is None and time == 1 and even and slots is None:
-            return None  # one token per sequence, which sees all that its sequence holds
+            return None  # one token per sequence, which sees all keys of its sequence
         if past > 0:  # otherwise the keys are the slots themselves
             keys, keep = layer.visible()
     if mask is None:
         if keys is place:
-            return None  # slots keep their order, and no real one sees those after it
+            return None  # slots keep their order, and no real slot sees later ones
         assert keep is not None
         visible = (keys[:, None, :] <= queries[:, :, None]) & keep[:, None, :]
         return visible[:, None] if real is None else (visible | ~real[:, :, None])[:, None]
@@ -97,7 +97,7 @@ def slot_mask(mask: Any, x: Tensor, slots: Slots | None, layer: Any, longest: in
         hidden = ~keep[:, None, None, :]
         mask = mask.masked_fill(hidden, False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min)
     if real is not None:
-        # a slot whose output is not used looks at everything: a softmax must not be empty
+        # an unused slot sees all keys: a softmax must not be empty
         mask = mask.masked_fill(~real[:, None, :, None], True if mask.dtype == torch.bool else 0.0)
     return mask
 

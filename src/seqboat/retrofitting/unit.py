@@ -1,4 +1,4 @@
-"""One module that runs only on the tokens that a router picks, with the threshold that decides."""
+"""One module that runs only on the tokens that a router picks, and its threshold."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from seqboat.core.steering import follow, rate_loss
 from seqboat.retrofitting.slots import describe, find_slots, slot_mask, take_slots
 
 Kind = Literal["tokens", "sequence", "block"]
-"""How a module is run: on packed tokens, on the active tokens of each sequence, or so with its residual inside."""
+"""How to run a module: on packed tokens, on each sequence's active tokens, or like that with a residual inside."""
 
 MOMENTUM = 0.9
-"""Weight of the old threshold in the next one, once there are enough batches to average."""
+"""Weight of the old threshold in the running average, after the first batches."""
 
 
 class Call:
-    """What the model was called with, for the modules inside it."""
+    """The current call of the model, as its modules need to know it."""
 
     def __init__(self) -> None:
         self.mask: Tensor | None = None
         """(batch, time) bool: True on real tokens; None if all are"""
         self.real_count = 0
         self.units = 1
-        """modules that are retrofitted"""
+        """the retrofitted modules"""
         self.tracking = False
-        """whether thresholds are tracked in evaluation mode too"""
+        """whether to update thresholds in evaluation mode too"""
 
     def real(self, x: Tensor) -> Tensor | None:
         """The mask of x (batch, time, dim), if there is one."""
@@ -42,13 +42,13 @@ class Call:
 
 
 class SparseUnit(nn.Module):
-    """Runs a module, its owner, on the tokens that a router picks.
+    """Runs its owner, a module, on the tokens that a router picks.
 
     Args:
         owner: the module; it is not a child of this one.
-        kind: how it is run.
+        kind: how to run it.
         router: decides for one module.
-        budget: what keeps the fraction of active tokens.
+        budget: how the fraction of active tokens is kept.
         call: of the whole model.
     """
 
@@ -78,12 +78,12 @@ class SparseUnit(nn.Module):
         self.activated = self.seen = 0
 
     def original(self, *args: Any, **kwargs: Any) -> Any:
-        """The owner's own forward."""
+        """The owner's original forward."""
         owner = self._owner[0]
         if self._before is not None:
             return self._before(*args, **kwargs)
         if type(owner).forward is nn.Sequential.forward:
-            # it runs all its children, and this one is among them
+            # a Sequential runs all its children, including this one
             (x,) = args
             for part in owner.children():
                 x = x if part is self else part(x)
@@ -91,10 +91,10 @@ class SparseUnit(nn.Module):
         return type(owner).forward(owner, *args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The owner's forward, for active tokens; zero for others (their input, if the kind is "block")."""
+        """Run the owner on active tokens; others get zero, or their input if the kind is "block"."""
         require(
             len(args) <= len(self._names),
-            f"a retrofitted module takes arguments with names, got {len(args)} for {', '.join(self._names)}",
+            f"a retrofitted module takes named arguments, got {len(args)} for {', '.join(self._names)}",
         )
         given = {**dict(zip(self._names, args, strict=False)), **kwargs}
         x = given.pop(self._names[0], None)
@@ -113,17 +113,17 @@ class SparseUnit(nn.Module):
         if self.rate == 1.0 and not torch.is_grad_enabled() and not self.tracking:
             ones = x.new_ones(x.shape[:2])
             return self.note(Routing(ones.bool(), ones), real)
-        # the size of a token says nothing about it where the module's input is not normalized
+        # normalized: where the module's input is not, the size of a token is meaningless
         token = F.rms_norm(x.detach() if self.rate == 1.0 else x, x.shape[-1:])
         probs = self.score(token)[..., 0]
         threshold = self.threshold
         if self.tracking:
             seen = probs.detach() if real is None else probs.detach()[real]
-            # a token that is not finite is never active, and does not count
+            # a token that is not finite is never active, and is not counted
             self.pending = torch.nanquantile(seen.flatten(), 1 - self.rate) if seen.numel() else None
-            # routers move faster than an average follows: in training every batch meets the rate by itself
+            # routers change faster than a running average: in training, every batch has its own threshold
             threshold = threshold if self.pending is None else self.pending
-        # with no budget everything runs as it used to, padding included
+        # at rate 1 everything runs as before, padding included
         active = torch.ones_like(probs, dtype=torch.bool) if self.rate == 1.0 else probs >= threshold
         if real is not None and self.rate < 1.0:
             active = active & real
@@ -136,22 +136,22 @@ class SparseUnit(nn.Module):
         if plain and isinstance(router, SigmoidRouter) and x.dtype in (torch.float32, torch.float64):
             logits = router.logits
             if x.dtype == logits.weight.dtype:
-                # the same in fewer steps: in decoding every one of them counts
+                # the same in fewer operations, which decoding time depends on
                 return torch.sigmoid(F.linear(x, logits.weight, logits.bias))
         probs: Tensor = router(x).probs
         return probs
 
     @property
     def tracking(self) -> bool:
-        """Whether the threshold follows the batches; steered by the loss, it stays where it was at rate 1."""
+        """Whether the threshold follows the batches; with the budget "loss" it stays that of rate 1."""
         wanted = self.training and (self.budget == "controller" or self.rate == 1.0)
         return wanted or self.call.tracking
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Move the threshold to where the last batch wanted it.
+        """Update the threshold from the last batch.
 
-        Not done while a batch runs: under gradient checkpointing a batch runs twice, and must decide alike.
+        Not done while a batch runs: gradient checkpointing runs it twice, and both runs must decide alike.
         """
         if self.pending is not None:
             self.updates += 1
@@ -160,20 +160,20 @@ class SparseUnit(nn.Module):
             self.pending = None
 
     def rate_error(self) -> Tensor:
-        """Squared distance of the last call's rate from the budget; its gradient reaches every probability."""
+        """Squared difference of the last call's rate and the budget; its gradient reaches every probability."""
         assert self.routing is not None
         active, probs = self.routing
         routing = Routing(active[..., None], probs[..., None])
         return rate_loss(routing, probs.new_tensor(self.rate), self.call.real(probs))
 
     def auxiliary_loss(self) -> Tensor | None:
-        """This module's part of `Retrofit.loss`, where the budget is "loss"; for `seqboat.extra_loss`."""
+        """This module's part of `Retrofit.loss` if the budget is "loss"; for `seqboat.extra_loss`."""
         if self.budget != "loss" or self.routing is None:
             return None
         return self.rate_error() / self.call.units
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SparseUnit:
-        """Move or convert all but the threshold: in half precision many tokens would be as probable as it."""
+        """Move or convert all but the threshold: in half precision many probabilities would tie with it."""
         threshold = self.threshold
         super()._apply(fn, recurse)
         self.threshold = threshold.to(self.threshold.device)
@@ -185,19 +185,19 @@ class SparseUnit(nn.Module):
         return routing
 
     def gate(self, y: Tensor, probs: Tensor, skip: Tensor | float) -> Tensor:
-        """y, with the gradient of y scaled by its probability against `skip`."""
+        """y unchanged; the probability gets the gradient of probs * y + (1 - probs) * skip."""
         if not torch.is_grad_enabled():
             return y
         nothing = (probs - probs.detach())[..., None].to(y.dtype)
         return y + nothing * (y - skip)
 
     def run_tokens(self, x: Tensor, kwargs: dict[str, Any], routing: Routing) -> Tensor:
-        """On all active tokens of the batch as one sequence."""
+        """Run the owner on all active tokens of the batch as one packed sequence."""
         require(
             not any(isinstance(value, Tensor) for value in kwargs.values()),
-            "a token-wise module takes one tensor; select this one as a sequence",
+            'a token-wise module takes one tensor; select this one as "sequence"',
         )
-        # in decoding, all or nothing is likely: then nothing needs to be found
+        # in decoding, all or no tokens are often active: then no indices are needed
         packed = pack(routing.active) if x.shape[1] > 1 else None
         count = int(routing.active.sum()) if packed is None else packed.flat.shape[0]
         self.activated += min(count, self._real_count(x))
@@ -213,17 +213,17 @@ class SparseUnit(nn.Module):
         return packed.add(torch.zeros_like(x, dtype=y.dtype), y)
 
     def run_sequence(self, x: Tensor, kwargs: dict[str, Any], routing: Routing) -> Any:
-        """On the active tokens of each sequence, moved to its front."""
+        """Run the owner on the active tokens of each sequence, moved to its front."""
         batch, time, _ = x.shape
         name, layer = self._cache(kwargs)
         per_sequence = routing.active.sum(dim=1)
         if batch * time == 1 and (layer is None or layer.even is not None):
-            # one token: either nothing runs or everything does
+            # one token per call: either nothing runs or everything does
             count = width = int(per_sequence)
             longest = shortest = width + (0 if layer is None else layer.even)
         else:
             totals = per_sequence if layer is None or layer.count is None else per_sequence + layer.count
-            # the one place where the host waits for the device
+            # the only sync with the device
             sizes = [per_sequence.sum(), per_sequence.max(), totals.max(), totals.min()]
             count, width, longest, shortest = torch.stack(sizes).tolist()
         self.activated += min(count, self._real_count(x))
@@ -233,7 +233,7 @@ class SparseUnit(nn.Module):
                 if layer is not None:
                     layer.seen += time
                 return skip if self.kind == "block" else (skip, None)
-            width = min(1, time)  # a slot whose output is not used, so that every weight has a gradient
+            width = min(1, time)  # an unused slot, so that every weight gets a gradient
         all_active = count == batch * time
         slots = None if all_active else find_slots(routing.active, per_sequence, width, count)
         if slots is not None:
@@ -272,7 +272,7 @@ class SparseUnit(nn.Module):
         return x.shape[0] * x.shape[1] if self.call.real(x) is None else self.call.real_count
 
     def _cache(self, kwargs: Mapping[str, Any]) -> tuple[str, Any]:
-        """The argument that holds transformers' cache, and the layer of it that is the owner's."""
+        """The name of the argument with transformers' cache, and the owner's layer in it."""
         for name in ("past_key_values", "layer_past", "past_key_value"):
             if kwargs.get(name) is not None:
                 from seqboat.retrofitting.cache import sparse_layer
@@ -284,7 +284,7 @@ class SparseUnit(nn.Module):
 
 
 class _Appending:
-    """Stands for transformers' cache while one layer runs on some of its tokens."""
+    """Stands in for transformers' cache while a layer runs on a subset of its tokens."""
 
     def __init__(self, cache: Any, layer: Any) -> None:
         self.cache, self.layer = cache, layer
@@ -294,7 +294,7 @@ class _Appending:
 
 
 def _layer_index(owner: nn.Module) -> int:
-    """The place of a module's layer in the cache."""
+    """The index of a module's layer in the cache."""
     found: set[Any] = {getattr(part, "layer_idx", None) for part in owner.modules()} - {None}
     require(len(found) == 1, f"{type(owner).__name__} must have one layer_idx to use a cache, found {found}")
     return int(found.pop())
