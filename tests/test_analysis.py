@@ -39,7 +39,7 @@ from seqboat.tasks import (
     TextTaskConfig,
 )
 from seqboat.tasks.base import IGNORE
-from seqboat.tasks.synthetic.listops import TOKENS, encode
+from seqboat.tasks.synthetic.expressions import TOKENS, encode
 from seqboat.training.evaluate import Windows
 from small_runs import ToyConfig, register, small_run
 

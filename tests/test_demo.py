@@ -19,7 +19,7 @@ from seqboat.commands import demo
 from seqboat.recipes import RECIPES
 from seqboat.runs import Run
 from seqboat.tasks.base import SPLITS
-from seqboat.tasks.synthetic import listops
+from seqboat.tasks.synthetic.expressions import decode
 from seqboat.tasks.synthetic.short_listops import ShortListOpsTaskConfig
 from seqboat.training import pace
 
@@ -162,7 +162,7 @@ def test_expressions_are_in_one_split_only():
     texts = [tuple(example.inputs.tolist()) for examples in drawn.values() for example in examples]
     assert len(set(texts)) == len(texts) == 150
     for example in drawn["test"]:
-        tokens = listops.decode(example.inputs.tolist())
+        tokens = decode(example.inputs.tolist())
         assert 10 <= len(tokens) <= 100
         assert task.show(example) == f"{' '.join(tokens)} -> {example.target}"
     # more training examples leave the others as they are

@@ -28,7 +28,7 @@ from seqboat.report.explain import explain, render, subject
 from seqboat.runs import Run
 from seqboat.tasks import ListOpsTaskConfig, PathfinderTaskConfig, SpeechTaskConfig
 from seqboat.tasks.prepare import prepare
-from seqboat.tasks.synthetic.listops import decode
+from seqboat.tasks.synthetic.expressions import decode
 from small_runs import ToyConfig, register, small_run
 
 ANSI = re.compile(r"\033\[[0-9;]*m")

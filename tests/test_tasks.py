@@ -45,8 +45,8 @@ from seqboat.tasks.base import draw_subset
 from seqboat.tasks.image import to_gray
 from seqboat.tasks.prepare import prepare
 from seqboat.tasks.speech import SAMPLES, WORDS, random_parts, read_wav, speaker_part
-from seqboat.tasks.synthetic.listops import Expression, encode, generate, write_table
-from seqboat.tasks.synthetic.listops import ListOpsConfig as DrawnListOps
+from seqboat.tasks.synthetic.expressions import Expression, encode, generate, write_table
+from seqboat.tasks.synthetic.expressions import ListOpsConfig as DrawnListOps
 from seqboat.tasks.synthetic.short_listops import ShortListOpsTaskConfig
 
 FAKE = bytes(np.random.default_rng(1).integers(32, 127, 20_000, dtype=np.uint8))

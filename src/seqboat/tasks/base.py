@@ -1,4 +1,4 @@
-"""The contract of a task: examples, batches, loss and score. The training loop knows no single task.
+"""The contract of a task: examples, batches, loss and score. The training loop depends on no specific task.
 
     config.build() -> Task                     a configuration is plain data; nothing is read yet
     task.dataset("train")[i] -> Example        NumPy arrays, read from memory-mapped files
@@ -35,12 +35,12 @@ SPLITS: tuple[Split, ...] = ("train", "val", "test")
 IGNORE = -100
 """The target of tokens that are not scored."""
 BYTES = 256
-"""Token ids of byte-level tasks: the bytes themselves. Padding needs no separate id, the mask marks it."""
+"""Vocabulary size of byte-level tasks: ids are the bytes. Padding needs no id, the mask marks it."""
 
 BYTE_CLASSES = ("letter", "digit", "punctuation", "space", "line end", "control", "beyond ASCII")
 """Kinds of bytes."""
 AMPLITUDE_BORDERS = (0.1, 0.5, 1.0, 2.0)
-"""Sizes of real values, in standard deviations, that separate their kinds."""
+"""Boundaries between the kinds of real values, in standard deviations."""
 AMPLITUDE_CLASSES = ("below 0.1 sd", "0.1 to 0.5 sd", "0.5 to 1 sd", "1 to 2 sd", "above 2 sd")
 """Kinds of real values."""
 
@@ -69,18 +69,18 @@ class Example(NamedTuple):
     inputs: NDArray[Any]
     """(time,) token ids, or (time, channels) real values"""
     target: NDArray[Any] | int
-    """the class; of a language model (time,) the token wanted after each token, or IGNORE"""
+    """the class; for a language model (time,), the token to predict after each token, or IGNORE"""
     second: NDArray[Any] | None = None
     """the other sequence of a pair"""
 
 
 class Batch(NamedTuple):
-    """Examples side by side, padded on the right."""
+    """Stacked examples, padded on the right."""
 
     inputs: Tensor
     """(batch, time) int64 token ids, or (batch, time, channels) float32 real values"""
     mask: Tensor | None
-    """(batch, time) bool, True on real tokens; None where no row is padded"""
+    """(batch, time) bool, True on real tokens; None if nothing is padded"""
     targets: Tensor
     """(batch,) int64 classes, or (batch, time) int64 tokens with IGNORE"""
     second: Tensor | None = None
@@ -102,7 +102,7 @@ class Batch(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """How many places the model computes, padding included."""
+        """Number of tokens that the model computes, including padding."""
         return self.inputs.shape[0] * (
             self.inputs.shape[1] + (0 if self.second is None else self.second.shape[1])
         )
@@ -114,23 +114,23 @@ class Loss(NamedTuple):
     total: Tensor
     """sum over the scored targets, with its gradient; float32 at least"""
     scored: Tensor
-    """how many targets were scored; no gradient"""
+    """number of scored targets; no gradient"""
 
     @property
     def mean(self) -> Tensor:
-        """The average; 0, with zero gradients, where nothing was scored."""
+        """The average; 0 with zero gradients if nothing was scored."""
         return self.total / self.scored.clamp_min(1)
 
 
 class HasLogits(Protocol):
-    """What a task needs of a model's output."""
+    """The part of a model's output that a task needs."""
 
     @property
     def logits(self) -> Tensor: ...
 
 
 class Dataset(ABC):
-    """Examples by number. Costs nothing to make and to send to a worker process: files are opened on first use."""
+    """Examples by index. Cheap to create and to send to a worker process: files are opened on first use."""
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -144,56 +144,56 @@ class Dataset(ABC):
 
 
 class TaskConfig(Protocol):
-    """A task's settings: a frozen dataclass of plain values beside the task.
+    """A task's settings: a frozen dataclass of plain values.
 
-    A task that reads the user's own files, so that there is nothing to prepare, says so in a class variable of its
-    settings: `own_data = True`.
+    The settings of a task that reads the user's own files, and hence needs no preparation, have a class variable
+    `own_data = True`.
     """
 
     def build(self) -> Task: ...
 
 
 class Task(ABC):
-    """What is learned, and how it is scored. Creating one reads nothing; `dataset` needs the data."""
+    """What to learn, and how to score it. Creating a task reads nothing; `dataset` needs the data."""
 
     name: str
-    """As in TASKS."""
+    """Its name in TASKS."""
     kind: Kind
     vocab: int | None
     """Number of token ids; None for real-valued inputs."""
     channels: int = 1
     """Channels of real-valued inputs."""
     classes: int
-    """Number of classes; of a language model, its vocab."""
+    """Number of classes; for a language model, the size of its vocabulary."""
     text_bytes: bool = False
     """Whether token ids are the bytes of UTF-8 text."""
     labels: tuple[str, ...] | None = None
-    """Names of the classes, where they have any; those of a trained model can be set."""
+    """Names of the classes, if they have any; can be set to those of a trained model."""
     max_length: int
-    """The longest sequence that an example can have."""
+    """Length of the longest possible sequence."""
     fixed_length: bool = False
-    """Whether all examples have max_length tokens: there is then nothing to bucket, and no padding."""
+    """Whether all examples have max_length tokens, so that bucketing and padding are unnecessary."""
     skips: Skips | None = None
-    """What was left out, by tasks that read files as they are."""
+    """Skipped records, for tasks that read the user's files."""
     token_names: tuple[str, ...] | None = None
-    """What token ids stand for, where they are no bytes and have names."""
+    """Names of the token ids, if they are not bytes."""
     picture: tuple[int, int] | None = None
-    """Height and width, where a sequence is the pixels of an image, row by row."""
+    """Height and width, if a sequence is an image, row by row."""
     metric: str = "accuracy"
-    """The number that tells better from worse."""
+    """The metric to select checkpoints by."""
     better: Literal["higher", "lower"] = "higher"
     splits: tuple[Split, ...] = SPLITS
 
     @abstractmethod
     def dataset(self, split: Split) -> Dataset:
-        """The examples of a split; a ValueError says what to prepare where the data is missing."""
+        """The examples of a split. If data is missing, a ValueError says how to prepare it."""
 
     def origin(self) -> dict[str, Any] | None:
-        """Where prepared data came from and how many examples each split has; None where nothing was prepared."""
+        """Source and split sizes of the prepared data; None if the task needs no preparation."""
         return None
 
     def text(self, split: Split) -> NDArray[Any]:
-        """The tokens of a split in one long row; only tasks that are one long text have this."""
+        """The tokens of a split as one long array; only for tasks on one long text."""
         raise ValueError(f"the task {self.name} is not one long text that could be cut in another way")
 
     def lengths(self, split: Split) -> NDArray[np.integer]:
@@ -201,7 +201,7 @@ class Task(ABC):
         return self.dataset(split).lengths()
 
     def collate(self, examples: Sequence[Example]) -> Batch:
-        """Examples side by side."""
+        """Stack examples into a batch."""
         require(len(examples) > 0, "collate needs at least one example, got none")
         inputs, mask = self._pad([e.inputs for e in examples])
         if self.kind == "lm":
@@ -238,7 +238,7 @@ class Task(ABC):
 
     @torch.no_grad()
     def score(self, output: HasLogits, batch: Batch) -> dict[str, Tensor]:
-        """Each metric as a float64 tensor (sum, count); add these over batches and over processes."""
+        """Each metric as a float64 tensor (sum, count), to be added over batches and processes."""
         logits, targets = _flatten(output.logits, batch.targets)
         total, scored = self.loss(output, batch)
         right = ((logits.argmax(dim=-1) == targets) & (targets != IGNORE)).sum()
@@ -248,14 +248,14 @@ class Task(ABC):
         return totals
 
     def summarise(self, totals: Mapping[str, Tensor]) -> dict[str, float]:
-        """Metrics from summed scores; nan where nothing was counted."""
+        """Metrics from summed scores; nan if nothing was counted."""
         return {
             name: float(total) / float(count) if float(count) else math.nan
             for name, (total, count) in totals.items()
         }
 
     def show(self, example: Example) -> str:
-        """An example as text, for people."""
+        """An example as human-readable text."""
         parts = [self._spell(example.inputs)]
         if example.second is not None:
             parts.append(self._spell(example.second))
@@ -276,7 +276,7 @@ class Task(ABC):
     def token_classes(self, inputs: NDArray[Any]) -> tuple[tuple[str, ...], NDArray[np.int64]]:
         """Kinds of tokens, for statistics: names of the kinds, and the kind of each token.
 
-        Bytes go by what they stand for, pixels by their row, samples by their size, other ids by themselves.
+        Bytes are grouped by character class, pixels by row, samples by amplitude; any other id is a kind by itself.
 
         Args:
             inputs: (time,) token ids or (time, channels) values, without padding.
@@ -294,7 +294,7 @@ class Task(ABC):
         return AMPLITUDE_CLASSES, np.digitize(size, AMPLITUDE_BORDERS).astype(np.int64)
 
     def read_text(self, text: bytes) -> NDArray[Any]:
-        """Inputs from a text that somebody typed: its bytes, or token ids as numbers."""
+        """Inputs from typed text: its bytes, or token ids written as numbers."""
         if self.modality == "bytes":
             return np.frombuffer(text, np.uint8).astype(np.int64)
         if self.vocab is None:
@@ -310,7 +310,7 @@ class Task(ABC):
         return ids
 
     def read_image(self, pixels: NDArray[np.uint8]) -> NDArray[Any]:
-        """Inputs from a gray image (height, width)."""
+        """Inputs from a grayscale image (height, width)."""
         raise ValueError(f"the task {self.name} reads no images but {self._reads()}")
 
     def read_wav(self, content: bytes) -> NDArray[Any]:
@@ -321,7 +321,7 @@ class Task(ABC):
         return {"bytes": "text", "tokens": "text", "image": "images", "wave": "sound"}[self.modality]
 
     def check_split(self, split: str) -> None:
-        """Refuse a split that this task does not have."""
+        """Reject a split that this task does not have."""
         check_choice("split", split, self.splits)
 
 
@@ -346,7 +346,7 @@ def _ratio(total: Tensor, count: Tensor) -> Tensor:
 
 
 class Subset(Dataset):
-    """Some examples of a dataset, by their numbers."""
+    """Some examples of a dataset, by index."""
 
     def __init__(self, whole: Dataset, numbers: NDArray[np.integer]) -> None:
         self.whole = whole
@@ -363,7 +363,7 @@ class Subset(Dataset):
 
 
 def draw_subset(whole: Dataset, size: int | None) -> Dataset:
-    """The whole dataset, or `size` examples of it drawn without regard to its order (files are often sorted)."""
+    """The whole dataset, or a fixed random sample of `size` examples (files are often sorted)."""
     if size is None or size >= len(whole):
         return whole
     check_positive("subset size", size)

@@ -27,9 +27,9 @@ from seqboat.tasks.base import BYTES, Dataset, Example, Split, Task
 from seqboat.tasks.stored import RaggedDataset, hold_out
 
 MAX_CLASSES = 1000
-"""More different labels than this mean that the wrong column was named."""
+"""Largest number of classes; more distinct labels suggest the wrong column."""
 COUNTED_LABELS = 100_000
-"""Different labels that are counted before a table is given up."""
+"""Distinct labels to count before giving up on a table."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,19 +41,19 @@ class ClassifyTaskConfig:
     train: str = ""
     """CSV, TSV or JSONL file with a column of texts and a column of labels; may be compressed."""
     val: str | None = None
-    """Like `train`, to validate on; None holds out a part of the training rows."""
+    """Table to validate on, in the format of `train`; None holds out some of the training rows."""
     test: str | None = None
-    """Like `train`, to test on; None tests on the validation rows."""
+    """Table to test on, in the format of `train`; None tests on the validation rows."""
     text_column: str = "text"
-    """Name of the column with texts."""
+    """Name of the text column."""
     label_column: str = "label"
-    """Name of the column with labels: any words or numbers."""
+    """Name of the label column, which may hold words or numbers."""
     max_length: int = 1024
-    """Bytes after which a text is cut."""
+    """Maximum length in bytes; longer texts are truncated."""
     holdout: float = 0.1
-    """Fraction of the training rows held out where `val` is None."""
+    """Fraction of the training rows to hold out if `val` is None."""
     strict: bool = False
-    """Whether to refuse a table with a bad row, rather than leave the row out and count it."""
+    """Whether a bad row is an error, rather than skipped and counted."""
     data_dir: str = "data"
     """The data folder, for prepared copies of large tables."""
 
@@ -71,9 +71,9 @@ class TableDataset(RaggedDataset):
     def __init__(self, store: ArrayStore, max_length: int, classes: NDArray[np.int64]) -> None:
         """
         Args:
-            store: with the texts and, for each, the number of its label in the table.
-            max_length: bytes after which a text is cut.
-            classes: the class of each label of the table.
+            store: holds the texts and the index of each text's label.
+            max_length: in bytes; longer texts are truncated.
+            classes: the class of each label index.
         """
         super().__init__(store, "texts", max_length)
         self.classes = classes
@@ -101,7 +101,7 @@ class ClassifyTask(Task):
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The labels of the training table, sorted; a class is a place in them."""
+        """The labels of the training table, sorted; a class is an index into them."""
         if self._labels is None:
             found = self._store(self.config.train).manifest["extra"]["labels"]
             require(
@@ -118,7 +118,7 @@ class ClassifyTask(Task):
 
     @property
     def classes(self) -> int:  # type: ignore[override]
-        """How many different labels there are; reads the training table."""
+        """Number of distinct labels; reads the training table."""
         return len(self.labels)
 
     def _store(self, path: str) -> ArrayStore:
@@ -170,7 +170,7 @@ def _label_order(label: str) -> tuple[int, float, str]:
 def prepare_table(
     path: Path, text_column: str, label_column: str, staging: Staging, skips: Skips, advance: Advance
 ) -> Prepared:
-    """Copy a table to arrays; labels are numbered in the order in which they are met."""
+    """Copy a table to arrays; labels are numbered in order of appearance."""
     texts = RaggedWriter(staging, "texts")
     labels = staging.array("texts.labels", np.uint32)
     first_lines: dict[str, int] = {}

@@ -30,14 +30,14 @@ BORDERS = {"train": (0.0, 0.9), "val": (0.9, 0.95), "test": (0.95, 1.0)}
 
 @dataclass(frozen=True, kw_only=True)
 class Enwik8TaskConfig(StoredTaskConfig):
-    """Byte-level language model of Wikipedia."""
+    """Byte-level language modeling of Wikipedia."""
 
     segment: int = 8192
-    """Targets per example."""
+    """Scored bytes per example."""
     context: int = 0
-    """Bytes at the beginning of each evaluation example that the model reads without being scored on them."""
+    """Bytes of unscored context at the beginning of each evaluation example."""
     window: int | None = None
-    """Bytes of an evaluation example, its context among them; by default a segment behind the context."""
+    """Bytes in an evaluation example, including its context; by default a segment plus the context."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

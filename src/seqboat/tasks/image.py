@@ -36,13 +36,13 @@ class ImageTaskConfig(StoredTaskConfig):
     """Gray CIFAR-10, pixel by pixel."""
 
     pool: int = 1
-    """Average squares of this many pixels per side first: 2 makes sequences of 256."""
+    """Average squares of this many pixels per side; 2 gives sequences of 256 tokens."""
     holdout: int = 5000
-    """Training images kept back for validation, as published; drawn with torch's generator and seed 42."""
+    """Training images held out for validation, drawn with torch's generator and seed 42, as published."""
     mean: float = 0.48
-    """Subtracted from pixels in [0, 1]."""
+    """Mean for normalization: subtracted from pixels in [0, 1]."""
     std: float = 0.24
-    """What pixels are then divided by."""
+    """Std for normalization: pixels are then divided by it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -82,7 +82,7 @@ class PixelDataset(Dataset):
 
 
 def to_sequence(image: NDArray[np.uint8], mean: float, std: float, pool: int = 1) -> NDArray[np.float32]:
-    """(pixels, 1): an image (height, width), in squares of `pool` pixels a side, row by row."""
+    """(pixels, 1): an image (height, width) averaged over squares of `pool` pixels per side, row by row."""
     pixels = np.asarray(image, dtype=np.float32)
     if pool > 1:
         height, width = (side // pool for side in pixels.shape)
@@ -91,7 +91,7 @@ def to_sequence(image: NDArray[np.uint8], mean: float, std: float, pool: int = 1
 
 
 def check_image(pixels: NDArray[np.uint8], side: int) -> None:
-    """Refuse an image of another size."""
+    """Reject an image of another size."""
     found = " x ".join(str(size) for size in pixels.shape)
     require(pixels.shape == (side, side), f"the image must be {side} x {side} pixels, got {found}")
 
@@ -137,7 +137,7 @@ def draw(pixels: NDArray[np.floating]) -> str:
 
 
 def to_gray(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Luma (ITU-R 601) of (n, 3, height, width) in whole numbers, as the usual image libraries compute it."""
+    """Luma (ITU-R 601) of (n, 3, height, width) in integer arithmetic, as common image libraries compute it."""
     red, green, blue = (images[:, i].astype(np.uint32) for i in range(3))
     return ((19595 * red + 38470 * green + 7471 * blue + 32768) >> 16).astype(np.uint8)
 
@@ -192,12 +192,12 @@ def _npy(folder: Path, stem: str) -> Path | None:
 
 
 def load_npy(path: Path) -> NDArray[Any]:
-    """An array from a file that may be compressed; pickled objects are refused."""
+    """An array from a file that may be compressed; pickled objects are rejected."""
     return parse_npy(read_file(path), path)
 
 
 def parse_npy(content: bytes, name: object) -> NDArray[Any]:
-    """An array from the content of an .npy file, after a check that the content is as large as its header says."""
+    """An array from the content of an .npy file, which must be as large as its header says."""
     stream = io.BytesIO(content)
     try:
         version = np.lib.format.read_magic(stream)
@@ -210,7 +210,7 @@ def parse_npy(content: bytes, name: object) -> NDArray[Any]:
         array = np.frombuffer(content, dtype, offset=start)
         return array.reshape(shape, order="F" if fortran else "C")
     except (ValueError, EOFError, KeyError, TypeError, OverflowError, RecursionError, MemoryError) as error:
-        # NumPy's own message advises to allow pickles
+        # NumPy's message advises allowing pickles
         raise ValueError(f"{name} is not an array of numbers in NumPy's format, or cut short") from error
 
 

@@ -1,11 +1,11 @@
-"""Your own text files: the next byte.
+"""Byte-level language modeling of your own text files.
 
     notes/*.txt                          any text, in UTF-8
     inputs     D  e  a  r     r  e  a
     targets    e  a  r     r  e  a  d    scored in bits per byte
 
 Files are joined in the order of their names, with a blank line between them. The end of the text is held out: one
-part for validation and one for the test.
+part for validation and one for testing.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from seqboat.tasks.base import Dataset, Split
 from seqboat.tasks.segments import LongTextTask, check_window
 
 SUFFIXES = (".txt", ".md")
-"""Files that are looked for in folders."""
+"""Files to search folders for."""
 CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class LMTextTaskConfig:
-    """The next byte of text files."""
+    """Byte-level language modeling of text files."""
 
     own_data: ClassVar[bool] = True
 
     text: tuple[str, ...] = ()
     """Files, folders or patterns such as notes/*.txt; folders are searched for .txt and .md files."""
     segment: int = 1024
-    """Targets per example."""
+    """Scored bytes per example."""
     context: int = 0
-    """Bytes at the beginning of each evaluation example that the model reads without being scored on them."""
+    """Bytes of unscored context at the beginning of each evaluation example."""
     window: int | None = None
-    """Bytes of an evaluation example, its context among them; by default a segment behind the context."""
+    """Bytes in an evaluation example, including its context; by default a segment plus the context."""
     holdout: float = 0.05
-    """Fraction of the bytes held out for validation, and the same again for the test, at the end of the text."""
+    """Fraction of the text to hold out for validation, and as much again for testing; both are taken from its end."""
     data_dir: str = "data"
     """The data folder, for prepared copies of large files."""
 
@@ -63,7 +63,7 @@ class LMTextTaskConfig:
 
 
 class LMTextTask(LongTextTask):
-    """The next byte of text files."""
+    """Byte-level language modeling of text files."""
 
     name = "lmtext"
 
@@ -99,7 +99,7 @@ class LMTextTask(LongTextTask):
 
 
 def find_files(patterns: tuple[str, ...]) -> list[Path]:
-    """The files that names, folders and patterns stand for, sorted, each once."""
+    """The files that match names, folders and patterns, sorted, without duplicates."""
     found: set[Path] = set()
     for pattern in patterns:
         path = Path(pattern)
@@ -114,7 +114,7 @@ def find_files(patterns: tuple[str, ...]) -> list[Path]:
 
 
 def prepare_texts(files: Sequence[Path], staging: Staging, skips: Skips, advance: Advance) -> Prepared:
-    """Copy texts end to end into one array; a file that is not text is left out."""
+    """Concatenate texts into one array; a file that is not text is skipped."""
     text = staging.array("bytes", np.uint8)
     kept = 0
     for path in files:

@@ -25,10 +25,10 @@ from seqboat.tasks.base import SPLITS
 from seqboat.tasks.stored import DatasetInfo, StoredTaskConfig
 
 DOWNLOADS = "downloads"
-"""Folder in the data folder for files as they are distributed."""
+"""Folder in the data folder for downloaded files."""
 
 EXPANSION = 20
-"""Prepared arrays take at most this many times the space of the distributed files, packed or not."""
+"""Upper bound on the size of prepared arrays, in multiples of the distributed files."""
 
 DATASETS = {
     name: info
@@ -40,7 +40,7 @@ DATASETS = {
 
 
 def find_dataset(name: str) -> DatasetInfo:
-    """A data set by name; a wrong name is answered with the nearest right one."""
+    """A data set by name; an unknown name gets the closest match as a suggestion."""
     import difflib
 
     if name not in DATASETS:
@@ -61,17 +61,17 @@ def prepare(
     strict: bool = False,
     force: bool = False,
 ) -> ArrayStore:
-    """Make the prepared arrays of a data set.
+    """Prepare a data set.
 
     Args:
         name: in DATASETS.
-        origin: "generate", "download", or a file or folder to read; by default what costs no download.
+        origin: "generate", "download", or a file or folder to read; by default generate if possible, else download.
         root: the data folder.
-        counts: how many examples to generate for train, val and test.
-        seed: of what is generated.
-        workers: processes that generate; as many as there are cores by default.
-        strict: refuse the first bad record, rather than leave it out and count it.
-        force: make it again where it is already there.
+        counts: number of examples to generate for train, val and test.
+        seed: for generated data.
+        workers: processes that generate; one per core by default.
+        strict: whether a bad record is an error, rather than skipped and counted.
+        force: whether to replace data that is already prepared.
     """
     info = find_dataset(name)
     root = Path(root)
@@ -82,7 +82,7 @@ def prepare(
         try:
             return ArrayStore.find(root, name)
         except MissingData:
-            pass  # of another version or damaged: made again, and only then replaced
+            pass  # another version, or damaged: replaced once it has been made again
     if origin is None:
         origin = "generate" if info.draw is not None else "download"
     if origin == "generate":
@@ -120,18 +120,18 @@ def prepare(
 
 
 def _explain(error: Exception, source: Source, skips: Skips) -> str:
-    """What went wrong, with the file it went wrong in."""
+    """The error, with the name of the file."""
     message = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
     if str(source) not in message:
         message = f"{source}, {source.current}: {message}" if source.current else f"{source}: {message}"
-    # what is missing may be what was left out
+    # the missing part may be what was skipped
     return message + (
         f"; {skips.count} records were left out, the first: {skips.first}" if skips.count else ""
     )
 
 
 def check_folder(root: Path) -> None:
-    """Refuse a data folder that cannot be made or written to."""
+    """Reject a data folder that cannot be made or written to."""
     there = root.absolute()
     while not there.exists() and there != there.parent:
         there = there.parent
@@ -142,7 +142,7 @@ def check_folder(root: Path) -> None:
 
 
 def _locate(path: Path, info: DatasetInfo) -> Path:
-    """The data set itself, where the path is a folder of several."""
+    """The path of the data set, if the given path is a folder of several."""
     if not path.exists():
         raise MissingData(f"{path} does not exist; get {info.get}, and name the file or folder with --from")
     for name in info.folders:
@@ -152,14 +152,14 @@ def _locate(path: Path, info: DatasetInfo) -> Path:
 
 
 def _check_published(path: Path, info: DatasetInfo) -> None:
-    """Refuse a file that has the name of the published one, but not its content."""
+    """Reject a file that has the name of the published one but other content."""
     if info.remote is None or path.name != info.remote.name or not path.is_file():
         return
-    Source(path).kind()  # a web page or an empty file has a better message
+    Source(path).kind()  # a web page or an empty file gets a better message later
     try:
         check_file(path, info.remote)
     except ValueError as error:
-        raise ValueError(f"{error}: it is not the published file; rename it to use it all the same") from None
+        raise ValueError(f"{error}: it is not the published file; rename it to use it anyway") from None
 
 
 def _generate(
@@ -176,7 +176,7 @@ def _generate(
     check_positive("workers", workers)
     by_split: dict[str, int] = dict(zip(SPLITS, counts, strict=True))
     plan = {"seed": seed, "counts": by_split, "settings": _plain(info.settings)}
-    # parts stay until they are joined
+    # parts stay until they are merged
     whole = 2 * info.size * sum(counts) // sum(info.counts)
     _check_room(name, root, whole - used_bytes(root / f".{name}.partial"))
     with Staging(root, name, plan) as staging, progress(f"generating {name}", sum(counts)) as advance:
@@ -186,7 +186,7 @@ def _generate(
 
 
 def _check_room(name: str, root: Path, needed: int) -> None:
-    """Refuse to begin what the disk cannot hold."""
+    """Raise an error if the disk does not have enough space."""
     free = free_bytes(root)
     require(
         needed <= free,
@@ -196,6 +196,6 @@ def _check_room(name: str, root: Path, needed: int) -> None:
 
 
 def _plain(settings: object) -> dict[str, object]:
-    """Settings as JSON gives them back."""
+    """Settings after a round trip through JSON."""
     fields = asdict(settings)  # type: ignore[call-overload]
     return {key: list(value) if isinstance(value, tuple) else value for key, value in fields.items()}

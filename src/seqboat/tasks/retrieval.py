@@ -4,7 +4,7 @@
     second   "Sequence to sequence learning with neural networks ..."     -> 1 (cited)
 
 The Long Range Arena takes pairs of the ACL Anthology Network (147,086 for training). Papers occur in many pairs, so
-the texts are stored once and a pair is (label, number of the first, number of the second).
+each text is stored once and a pair is (label, index of the first text, index of the second).
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from seqboat.tasks.stored import LRA_FILE, LRA_PAGE, DatasetInfo, StoredTask, St
 
 LRA_NAMES = {"train": "new_aan_pairs.train", "val": "new_aan_pairs.eval", "test": "new_aan_pairs.test"}
 KEEP = 16_384
-"""Bytes of a document that are stored; recipes cut at 4,000."""
+"""Bytes of a document to store; recipes truncate to 4,000."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RetrievalTaskConfig(StoredTaskConfig):
-    """Citation between two documents, as bytes."""
+    """Does one document cite the other? Byte-level."""
 
     max_length: int = 4000
-    """Bytes after which each document is cut."""
+    """Maximum length of each document in bytes; longer ones are truncated."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -116,7 +116,7 @@ class _Documents:
 
 
 def prepare(source: Source, staging: Staging, skips: Skips) -> Prepared:
-    """Read `new_aan_pairs.{train,eval,test}.tsv` (in a folder or the LRA archive) or documents and pairs apart."""
+    """Read `new_aan_pairs.{train,eval,test}.tsv` (in a folder or the LRA archive), or documents and pairs."""
     documents = _Documents(staging)
     folder = source.path if source.kind() == "folder" else None
     if folder is not None and sorted(folder.glob("docs.jsonl*")):
@@ -200,7 +200,7 @@ def _read_compact(folder: Path, documents: _Documents, skips: Skips) -> Pairs:
 
 
 def _lines(content: bytes) -> Iterator[tuple[int, bytes]]:
-    # line by line: the published file is larger than a gigabyte, and a list of its lines as large again
+    # line by line: the published file exceeds a gigabyte, and a list of its lines would take as much again
     for number, line in enumerate(io.BytesIO(content), start=1):
         if line.strip():
             yield number, line.rstrip(b"\r\n")

@@ -1,4 +1,4 @@
-"""One long text in segments: what the language-model tasks have in common."""
+"""One long text in segments: the common part of the language-modeling tasks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from seqboat.tasks.base import BYTES, IGNORE, Dataset, Example, Split, Task
 
 
 class SegmentDataset(Dataset):
-    """A long text in segments, each with the tokens one place on as targets."""
+    """A long text in segments; the target of each token is the next one."""
 
     def __init__(
         self,
@@ -28,12 +28,12 @@ class SegmentDataset(Dataset):
     ) -> None:
         """
         Args:
-            store: with the array `name`.
-            start: first token.
-            end: after the last token.
+            store: holds the array `name`.
+            start: index of the first token.
+            end: index after the last token.
             segment: targets per example.
-            context: tokens before each segment that are inputs without targets.
-            whole: leave out a last segment that is shorter than the others.
+            context: tokens of unscored context before each segment.
+            whole: whether to drop a last segment that is shorter than the others.
         """
         require(end - start > 1, f"the text must have at least 2 tokens in each split, got {end - start}")
         self.store = store
@@ -65,7 +65,7 @@ class SegmentDataset(Dataset):
 
 
 def check_window(window: int | None, context: int) -> None:
-    """Refuse windows in which nothing would be scored."""
+    """Reject windows in which nothing would be scored."""
     check_positive("context", context, least=0)
     if window is not None:
         check_positive("window", window)
@@ -76,7 +76,7 @@ def check_window(window: int | None, context: int) -> None:
 
 
 class LongTextTask(Task):
-    """The next byte of one long text, of which each split is a part."""
+    """Byte-level language modeling of one long text, of which each split is a part."""
 
     kind = "lm"
     vocab = BYTES
@@ -87,7 +87,7 @@ class LongTextTask(Task):
     segment: int
     """Targets per example of the training split."""
     context: int
-    """Tokens before the targets of an evaluation example that are inputs only."""
+    """Tokens of unscored context at the beginning of each evaluation example."""
     scored: int
     """Targets per evaluation example."""
 
@@ -100,11 +100,11 @@ class LongTextTask(Task):
     @property
     @abstractmethod
     def store(self) -> Arrays:
-        """Where the text is, as the array `bytes`."""
+        """Holds the text as the array `bytes`."""
 
     @abstractmethod
     def borders(self, split: Split) -> tuple[int, int]:
-        """The first byte of a split, and the one after its last."""
+        """Index of the first byte of a split, and of the byte after its last."""
 
     def text(self, split: Split) -> NDArray[Any]:
         self.check_split(split)

@@ -4,8 +4,8 @@
               ______ /\\/\\/\\/\\/\\_______ /\\/\\/\\____________         -> 3 ("down")
 
 Speech Commands (Warden, 2018) in the subset SC10: ten words, only clips of exactly 16,000 samples. The published
-results split the clips at random into 70/15/15 parts, so that a speaker can be in two of them; the data set's own
-split goes by speaker. Both are here.
+results use a random 70/15/15 split, in which a speaker can be in several parts; the data set's own split is by
+speaker. Both are available.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WORDS = ("yes", "no", "up", "down", "left", "right", "on", "off", "stop", "go")
 RATE = 16_000
 SAMPLES = 16_000
 FULL_SCALE = 32_768
-"""Samples are stored as 16-bit numbers and read as fractions of this."""
+"""Full scale of the stored 16-bit samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +42,9 @@ class SpeechTaskConfig(StoredTaskConfig):
     """Ten spoken words, raw samples."""
 
     pool: int = 1
-    """Average this many samples first: 8 makes sequences of 2,000."""
+    """Average this many samples into one token; 8 gives sequences of 2,000 tokens."""
     parts: Literal["random", "speaker"] = "random"
-    """Split clips at random 70/15/15 within each word, as published; or by speaker, as the data set does."""
+    """Split the clips at random, 70/15/15 within each word, as published; or by speaker, as the data set does."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -119,7 +119,7 @@ class SpeechTask(StoredTask):
 
 
 def random_parts(labels: NDArray[Any]) -> NDArray[np.uint8]:
-    """The part of each clip (0 train, 1 val, 2 test): 70/15/15 at random within each class."""
+    """The split of each clip (0 train, 1 val, 2 test): random, 70/15/15 within each class."""
     random = np.random.default_rng(0)
     parts = np.zeros(len(labels), np.uint8)
     for label in np.unique(labels):
@@ -131,7 +131,7 @@ def random_parts(labels: NDArray[Any]) -> NDArray[np.uint8]:
 
 
 def speaker_part(speaker: str) -> int:
-    """The part that the data set's authors put a speaker in: 10 % val, 10 % test, by a hash of the name."""
+    """The split of a speaker according to the authors of the data set: 10 % val, 10 % test, by a hash of the name."""
     most = 2**27 - 1
     percent = int(hashlib.sha1(speaker.encode()).hexdigest(), 16) % (most + 1) * (100.0 / most)
     return 1 if percent < 10 else 2 if percent < 20 else 0
@@ -184,7 +184,7 @@ def _read_wavs(source: Source, staging: Staging, skips: Skips) -> tuple[list[int
         else:
             other += 1
     unsorted.close()
-    # an archive lists its files in any order: sort, so that every form of the data gives the same arrays
+    # sorted, because archives list files in any order: every form of the data gives the same arrays
     order = sorted(range(len(names)), key=lambda i: names[i])
     clips = staging.array("clips", np.int16, (SAMPLES,))
     rows = np.load(unsorted.path, mmap_mode="r")
@@ -199,7 +199,7 @@ def read_wav(content: bytes) -> NDArray[np.int16]:
     """The samples of a 16 kHz, 16 bit, one-channel WAV file.
 
     Raises:
-        ValueError: saying what else it is.
+        ValueError: if it has another format.
     """
     try:
         with wave.open(io.BytesIO(content)) as clip:
@@ -210,7 +210,7 @@ def read_wav(content: bytes) -> NDArray[np.int16]:
             require(count > 0, "no samples")
             data = clip.readframes(count)
     except (wave.Error, EOFError, RuntimeError, OverflowError, struct.error) as error:
-        # a chunk of a wrong size is a RuntimeError without a message
+        # a chunk of wrong size raises a RuntimeError without a message
         raise ValueError(f"not a WAV file: {str(error) or 'cut short, or a chunk of a wrong size'}") from None
     require(len(data) == 2 * count, f"cut short: {len(data) // 2} of {count} samples")
     return np.frombuffer(data, "<i2")
@@ -221,7 +221,7 @@ def _is_number(field: str) -> bool:
 
 
 def _read_compact(folder: Path, clips: ArrayWriter, skips: Skips) -> tuple[list[int], list[int], int]:
-    """Clips as `[2, n, 16000]` bytes: high and low byte of the zigzag-coded difference of neighboring samples."""
+    """Clips as `[2, n, 16000]` bytes: high and low byte of the zigzag-coded difference of adjacent samples."""
     index = read_file(folder / "index.tsv").decode("utf-8", errors="replace").splitlines() or [""]
     want = ["row", "split", "label", "word"]
     require(index[0].split("\t")[:4] == want, f"{folder / 'index.tsv'}: first line must begin with {want}")

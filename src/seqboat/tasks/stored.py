@@ -1,7 +1,7 @@
-"""Tasks whose examples are prepared arrays: what they have in common.
+"""The common part of tasks that read prepared arrays.
 
-A stored task names its store (a folder in the data folder) and says how one example is made from its arrays.
-Splits, subsets and hold-outs are numbers of rows, so that one prepared folder serves every recipe.
+A stored task names its store (a folder in the data folder) and makes examples from its arrays. Splits, subsets and
+hold-outs are lists of row indices, so that one prepared folder serves every recipe.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ FREE = "free to make"
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTaskConfig:
-    """Where prepared data is, and how much of it to use."""
+    """Where the prepared data is, and how much of it to use."""
 
     data_dir: str = "data"
     """The data folder."""
     store: str = ""
-    """Name of the prepared data in it; by default the task's own name."""
+    """Folder of the prepared data in it; by default the name of the task."""
     train_size: int | None = None
-    """Use only this many training examples, drawn at random; None uses all."""
+    """Number of training examples to use, drawn at random; None uses all."""
     eval_size: int | None = None
-    """Use only this many examples of each other split; None uses all."""
+    """Number of examples to use of each other split; None uses all."""
 
     def __post_init__(self) -> None:
         for name in ("train_size", "eval_size"):
@@ -67,35 +67,35 @@ class DatasetInfo:
     title: str
     """What it is, in one line."""
     license: str
-    """What its owners say about its use."""
+    """Its license, as far as stated."""
     size: int
-    """Bytes of the prepared arrays, about."""
+    """Approximate size of the prepared arrays."""
     get: str
     """What to get by hand, and from where."""
     folders: tuple[str, ...] = ()
-    """Names under which it is found inside a folder of data sets."""
+    """Names it may have inside a folder of data sets."""
     remote: RemoteFile | None = None
-    """What is downloaded."""
+    """The file to download."""
     read: Read | None = None
-    """Turns files as they are distributed into arrays."""
+    """Turns the distributed files into arrays."""
     draw: Draw | None = None
-    """Makes the data."""
+    """Generates the data."""
     settings: object = None
-    """What is drawn; another setting makes another plan."""
+    """Settings of the generator; unfinished data with other settings is discarded."""
     counts: tuple[int, int, int] | None = None
-    """Examples that are made by default, for train, val and test."""
+    """Default number of generated examples for train, val and test."""
 
 
 def ragged(store: ArrayStore, name: str, index: int, max_length: int) -> NDArray[Any]:
-    """One of the sequences that `RaggedWriter` wrote, cut to a length."""
+    """A sequence written by `RaggedWriter`, truncated to a length."""
     start, end = (int(i) for i in store[f"{name}.offsets"][index : index + 2])
     return store[f"{name}.tokens"][start : min(end, start + max_length)]
 
 
 def ragged_lengths(store: ArrayStore, name: str, max_length: int) -> NDArray[np.integer]:
-    """The lengths of all sequences, cut."""
+    """The lengths of all sequences after truncation."""
     offsets = store[f"{name}.offsets"]
-    # in parts and in small numbers: tables can have tens of millions of rows
+    # in chunks of small integers: tables can have tens of millions of rows
     lengths = np.empty(len(offsets) - 1, np.int32)
     for start in range(0, len(lengths), 1 << 20):
         part = np.diff(offsets[start : start + (1 << 20) + 1])
@@ -161,9 +161,9 @@ def shuffled_rows(count: int, seed: int) -> NDArray[np.int64]:
 
 
 def hold_out(train: Dataset, split: Split, size: int) -> Dataset:
-    """A training set without the examples kept back for validation, or those examples.
+    """A training set without the examples held out for validation, or those examples.
 
-    The numbers are those of a random split with torch's generator and seed 42, as published for Image.
+    The indices are those of a random split with torch's generator and seed 42, as published for Image.
     """
     require(
         0 < size < len(train), f"holdout must be less than the {len(train)} training examples, got {size}"

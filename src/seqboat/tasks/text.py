@@ -6,8 +6,8 @@
     bytes   T   h   i   s       i   s       a       g   r   e   a   t
     ids    84 104 105 115  32 105 115  32  97  32 103 114 101  97 116
 
-The data has 25,000 reviews for training and as many for testing, and no validation part. The Long Range Arena
-validates on the test part; `holdout` keeps back training reviews instead.
+The data has 25,000 reviews for training, as many for testing, and none for validation. The Long Range Arena
+validates on the test reviews; `holdout` holds out training reviews instead.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ PARTS = ("train", "test")
 
 @dataclass(frozen=True, kw_only=True)
 class TextTaskConfig(StoredTaskConfig):
-    """Sentiment of film reviews, as bytes."""
+    """Sentiment of film reviews, byte-level."""
 
     max_length: int = 4096
-    """Bytes after which a review is cut."""
+    """Maximum length in bytes; longer reviews are truncated."""
     holdout: int = 0
-    """Training reviews kept back for validation; 0 validates on the test reviews, as published."""
+    """Training reviews to hold out for validation; 0 validates on the test reviews, as published."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

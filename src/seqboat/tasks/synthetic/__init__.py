@@ -1,1 +1,1 @@
-"""Tasks whose examples are made from a seed."""
+"""Tasks with generated data."""

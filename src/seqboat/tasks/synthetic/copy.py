@@ -1,10 +1,10 @@
-"""Copy: which tokens stood between the blanks, in order? Selective copying, a diagnostic that learns in a minute.
+"""Copy: which tokens are between the blanks, in order? Selective copying, a diagnostic that trains in a minute.
 
     inputs    _ 7 _ _ 3 _ 9 _ _ ? ? ?        tokens scattered among blanks, then one question mark per token
     targets   . . . . . . . . . 7 3 9        the tokens in the order they came
 
-The places differ from example to example, so a model that treats all places alike cannot solve it; it has to choose
-by content. After Jing et al. (2019) and Gu and Dao (2023).
+The positions differ from example to example, so a model that treats all positions alike cannot solve it; it has to
+select by content. After Jing et al. (2019) and Gu and Dao (2023).
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class CopyTaskConfig:
     train_size: int = 20_000
     """Training examples."""
     eval_size: int = 1_000
-    """Examples of each other split."""
+    """Validation examples, and as many test examples."""
     seed: int = 0
-    """Of the examples; splits never share one."""
+    """Random seed of the examples; no example is in two splits."""
 
     def __post_init__(self) -> None:
         check_drawn(self)
@@ -51,7 +51,7 @@ class CopyTaskConfig:
 
 
 def draw_copy(config: CopyTaskConfig, split: Split, index: int) -> Example:
-    """An example; the same for the same configuration, split and number.
+    """An example, determined by configuration, split and index.
 
     >>> example = draw_copy(CopyTaskConfig(length=10, tokens=3), "train", 0)
     >>> example.inputs.tolist()

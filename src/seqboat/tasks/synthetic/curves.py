@@ -1,13 +1,13 @@
 """Images of dashed curves, for Pathfinder and Path-X: section 4.1 of the paper.
 
-After Linsley et al. (2018), with the parameters of the Long Range Arena. Two curves of dashes ("paddles") grow by
+After Linsley et al. (2018), with the parameters of the Long Range Arena. Two curves of dashes ("paddles") grow in
 turns from nearby starts, then short distractors are added. Each next dash turns by an angle drawn with probability
 proportional to cos^2(min(continuity * |turn|, pi / 2)) among the directions in which it touches no other dash. A
 fair coin decides the label: dots at both ends of one curve (1), or at the start of one and the end of the other (0).
 
-An image is a function of the seed and its number alone, so that any number of processes makes the same files. Most
-pairs of curves run into the border or each other and are thrown away (hundreds for one image of Path-X), so growing
-a curve looks up what does not depend on the image: `Tables`.
+An image depends only on the seed and its index, so that any number of processes makes the same files. Most pairs of
+curves run into the border or each other and are discarded (hundreds for one image of Path-X), so everything that does
+not depend on the image is precomputed: `Tables`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from numpy.typing import NDArray
 from seqboat.checks import check_positive, require
 
 SCALE = 2
-"""Curves are drawn at twice the size and then reduced; everything below happens on that finer grid."""
+"""Curves are drawn at twice the size and then downsampled; all code below works on that finer grid."""
 LEAST = 1e-4
-"""Where the weights of all free directions sum to less, a curve has reached a dead end."""
+"""A curve is at a dead end if the weights of its free directions sum to less."""
 TRIES = 10
-"""How often a distractor that does not fit is tried again before it is left out."""
+"""Attempts to place a distractor before it is left out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,25 +40,25 @@ class PathfinderConfig:
     size: int = 32
     """Height and width."""
     contour: int = 14
-    """Dashes of each of the two curves."""
+    """Number of dashes in each of the two curves."""
     distractors: int = 5
-    """Number of short curves."""
+    """Number of distractors, which are short curves."""
     distractor_contour: int = 4
-    """Dashes of each short curve."""
+    """Number of dashes in each distractor."""
     seed_distance: int = 7
-    """From the start of the first curve to that of the second; the first is twice as far from the border."""
+    """Distance between the starts of the two curves; the first starts at least twice as far from the border."""
     paddle_length: int = 2
     """Length of a dash."""
     thickness: float = 0.5
     """Thickness of a dash."""
     margins: tuple[int, ...] = (1,)
-    """Space around a dash: twice as much is between dashes, of one curve and of two. Each image draws one."""
+    """Free space around a dash, so that dashes are twice as far apart; each image draws one of these values."""
     continuity: float = 1.0
-    """Straightness: turns are at most pi / (2 continuity)."""
+    """Straightness: dashes turn by at most pi / (2 continuity)."""
     marker_radius: float = 1.5
     """Radius of the dots."""
     contrast: float = 0.75
-    """Brightness of dashes; dots have 1."""
+    """Brightness of dashes; that of dots is 1."""
 
     def __post_init__(self) -> None:
         for name in ("size", "contour", "distractor_contour", "seed_distance", "paddle_length"):
@@ -93,20 +93,20 @@ PATHFINDER16 = PathfinderConfig(size=16, contour=4, distractors=2, distractor_co
 
 
 class Dash(NamedTuple):
-    """A dash: it reaches from `margin` to `margin + paddle_length` from the pivot, in its direction."""
+    """A dash, which extends from `margin` to `margin + paddle_length` away from its pivot."""
 
     y: int
     """pivot on the fine grid"""
     x: int
     direction: int
-    """number of the direction, out of `Tables.count`"""
+    """index of the direction, below `Tables.count`"""
 
 
 class Scene(NamedTuple):
     """What an image shows."""
 
     label: int
-    """1 where one curve has both dots"""
+    """1 if both dots are on one curve"""
     margin: int
     curves: tuple[tuple[Dash, ...], ...]
     """the two curves, then the distractors"""
@@ -116,56 +116,56 @@ class Scene(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Tables:
-    """What only depends on the parameters and the margin, worked out once."""
+    """Everything that depends only on the configuration and the margin, precomputed."""
 
     count: int
-    """directions"""
+    """number of directions"""
     directions: tuple[tuple[float, float], ...]
     """unit vectors (y, x)"""
     after: tuple[tuple[int, ...], ...]
     """(count, choices): the directions that can follow each one"""
     weights: NDArray[np.float64]
-    """(choices,): their probability weights, alike for all"""
+    """(choices,): their probability weights, the same for every direction"""
     chances: tuple[float, ...]
-    """running sums of the weights, for places where every direction is free"""
+    """cumulative weights if every direction is free"""
     points: NDArray[np.int64]
-    """(count, points): places along the middle of a dash, as offsets in a flat stamp"""
+    """(count, points): points along the center line of a dash, as offsets into a flat stamp"""
     points_after: NDArray[np.int64]
     """(count, choices, points): the same for the directions that can follow each one"""
     inside: NDArray[np.bool_]
-    """(cells, count, 2): whether a dash from a pivot in this row, or column, is in the image"""
+    """(cells, count, 2): whether a dash with its pivot in this row, or column, is inside the image"""
     inside_after: NDArray[np.bool_]
     """(2, count, cells, choices): the same for the directions that can follow each one, for rows and for columns"""
     at_border: tuple[tuple[tuple[tuple[float, ...] | None, ...], ...], ...]
-    """(2, count, cells) running sums of the weights where only the border is in the way, for rows and for columns:
-    None where it is not, and nothing where no direction is free"""
+    """(2, count, cells) cumulative weights if only the border is in the way, for rows and for columns: None if it is
+    not, and empty if no direction is free"""
     outside: int
-    """rows before the first row of the image in these three"""
+    """rows before the first row of the image in the three tables above"""
     stamps: NDArray[np.bool_]
-    """(count, side * side): places around a pivot that no other dash may touch"""
+    """(count, side * side): cells around a pivot that no other dash may touch"""
     stamp_side: int
     ahead: float
-    """how far before a pivot, in the direction of the last dash, the middle of what can come next is, in cells"""
+    """distance from a pivot to the center of the possible next dashes, along the last direction, in cells"""
     near: float
-    """dashes whose middle is farther than this from that point cannot be touched by what comes next, in cells"""
+    """the next dash cannot touch dashes whose centers are farther than this from that point, in cells"""
     patches: NDArray[np.uint8]
     """(count, 2, 2, side, side): a dash in pixels, for a pivot on even or odd rows and columns"""
 
 
 @lru_cache(maxsize=16)
 def tables(config: PathfinderConfig, margin: int) -> Tables:
-    """Tables of a configuration."""
+    """The tables of a configuration."""
     length = config.paddle_length
-    # one direction for each pixel on the circle that the tip of a dash can be on
+    # one direction per pixel on the circle of possible tips
     count = round(2 * math.pi * (length + margin))
     angles = np.arange(count) * (2 * math.pi / count)
     directions = np.stack([np.sin(angles), np.cos(angles)], axis=1)
-    # counted as whole turns of 360 / count degrees, those below 90 degrees over the continuity
+    # in multiples of 360 / count degrees, below 90 / continuity degrees
     most = math.ceil(count / 4 / config.continuity) - 1
     turns = np.arange(-most, most + 1)
     weights = np.cos(config.continuity * turns * (2 * math.pi / count)) ** 2
     after = (np.arange(count)[:, None] + turns) % count
-    # the rims of two dashes may blend by half a pixel
+    # the edges of two dashes may overlap by half a pixel
     apart = 2 * margin + config.thickness - 0.5
 
     middle = SCALE * (margin + length / 2)
@@ -176,7 +176,7 @@ def tables(config: PathfinderConfig, margin: int) -> Tables:
     )
     near = spread + SCALE * (length + apart) + 2
 
-    # a stamp must hold every place that a dash from any near pivot can touch
+    # a stamp must contain every cell that a dash from any near pivot can touch
     reach = math.ceil(near + ahead + 2 * middle + SCALE * length)
     cells = np.stack(np.meshgrid(*[np.arange(-reach, reach + 1)] * 2, indexing="ij"), axis=-1) / SCALE
     stamps = np.stack([_distance(cells, d, margin, margin + length) <= apart for d in directions])
@@ -197,7 +197,7 @@ def tables(config: PathfinderConfig, margin: int) -> Tables:
     def at_border(free: NDArray[np.bool_], running: NDArray[np.float64]) -> tuple[float, ...] | None:
         return None if free.all() else tuple(running.tolist()) if running[-1] >= LEAST else ()
 
-    # reaches beyond the dash by the support of the reducing filter
+    # extends beyond the dash by the support of the downsampling filter
     side = 2 * (length + margin + 4)
     fine = (np.arange(-SCALE * side // 2, SCALE * side // 2) + 0.5) / SCALE
     patches = np.zeros((count, SCALE, SCALE, side, side), np.uint8)
@@ -236,14 +236,14 @@ def tables(config: PathfinderConfig, margin: int) -> Tables:
 def _distance(
     places: NDArray[np.floating], direction: NDArray[np.floating], start: float, end: float
 ) -> NDArray[np.floating]:
-    """Distance of (..., 2) places from the part of a ray that is between `start` and `end` from its origin."""
+    """Distance of (..., 2) points from the segment of a ray between `start` and `end`."""
     along = np.clip(places @ direction, start, end)
     away: NDArray[np.floating] = np.linalg.norm(places - along[..., None] * direction, axis=-1)
     return away
 
 
 def reduce(fine: NDArray[np.float64]) -> NDArray[np.float64]:
-    """A square image at half its size, with the Lanczos filter of three lobes, clipped to [0, 1]."""
+    """A square image downsampled by two with a Lanczos-3 filter, clipped to [0, 1]."""
     small = len(fine) // SCALE
     centers = (np.arange(small) + 0.5) * SCALE
     distance = (np.arange(len(fine)) + 0.5 - centers[:, None]) / SCALE
@@ -254,7 +254,7 @@ def reduce(fine: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 class _Field:
-    """The dashes of an image so far, and where another one may go."""
+    """The dashes of an image so far, and where another one fits."""
 
     def __init__(self, config: PathfinderConfig, margin: int) -> None:
         self.table = tables(config, margin)
@@ -264,13 +264,13 @@ class _Field:
         self.dashes: list[tuple[float, float, Dash]] = []
 
     def add(self, dash: Dash) -> None:
-        """Put a dash in place, with its middle for quick comparisons."""
+        """Add a dash, with its center for quick comparisons."""
         y, x, direction = dash
         dy, dx = self.table.directions[direction]
         self.dashes.append((y + self.middle * dy, x + self.middle * dx, dash))
 
     def start(self, random: Random, tip_y: float, tip_x: float) -> Dash | None:
-        """A dash in any direction whose tip is at a place in pixels, or None where there is no room."""
+        """A dash in a random direction with its tip at a point (in pixels), or None if there is no room."""
         table = self.table
         direction = int(random.random() * table.count)
         dy, dx = table.directions[direction]
@@ -286,7 +286,7 @@ class _Field:
         return Dash(y, x, direction)
 
     def after(self, random: Random, last: Dash) -> Dash | None:
-        """The dash after another one, which it may come close to, or None where there is no room."""
+        """The dash after another one, which it may come close to, or None if there is no room."""
         table = self.table
         y, x, direction = last
         dy, dx = table.directions[direction]
@@ -313,7 +313,7 @@ class _Field:
         return Dash(y, x, table.after[direction][choice])
 
     def _near(self, y: float, x: float, last: Dash | None) -> list[Dash]:
-        """Dashes, other than the last, that a dash could touch whose middle is about here."""
+        """Dashes, other than the last, that a dash with its center near here could touch."""
         near = self.table.near
         return [
             dash
@@ -348,7 +348,7 @@ def _two_curves(
 
 
 def _distractor(random: Random, config: PathfinderConfig, field: _Field) -> list[Dash] | None:
-    """A short curve, which is then part of the field; or None, and the field is as before."""
+    """Add a short curve to the field; None, with the field unchanged, if it does not fit."""
     before = len(field.dashes)
     curve: list[Dash] = []
     for i in range(config.distractor_contour):
@@ -367,8 +367,8 @@ def _distractor(random: Random, config: PathfinderConfig, field: _Field) -> list
 
 
 def make_scene(seed: int, index: int, config: PathfinderConfig = PATHFINDER) -> Scene:
-    """What image number `index` of a seed shows."""
-    # a string seeds Python's generator through a hash, and its random() is promised to stay the same
+    """The content of image number `index` of a seed."""
+    # Python guarantees that random() gives the same numbers for the same string seed
     random = Random(f"pathfinder {seed} {index}")
     label = int(random.random() < 0.5)
     margin = config.margins[int(random.random() * len(config.margins))]
@@ -396,7 +396,7 @@ def make_scene(seed: int, index: int, config: PathfinderConfig = PATHFINDER) -> 
 
 
 def place(table: Tables, dash: Dash, distance: float) -> tuple[float, float]:
-    """The place (y, x) in pixels that is so far from a dash's pivot in its direction."""
+    """The point (y, x), in pixels, at this distance from a dash's pivot along its direction."""
     dy, dx = table.directions[dash.direction]
     return dash.y / SCALE + distance * dy, dash.x / SCALE + distance * dx
 

@@ -6,8 +6,8 @@
     . . . - - . . \\ . . | .    1     . . . - - . . \\ . . . .    0
     . . . . . . . . O . . .          . . . . . . . . - . . .
 
-The images of Linsley et al. (2018) as the Long Range Arena has them, 200,000 in each size: read from its archive, or
-drawn by `curves`. Pathfinder has 32 x 32 pixels, Path-X 128 x 128, and pathfinder16 is a small one for trials.
+The images of Linsley et al. (2018) as in the Long Range Arena, 200,000 of each size: read from its archive, or drawn
+by `curves`. Pathfinder has 32 x 32 pixels, Path-X 128 x 128; pathfinder16 is a small variant for quick experiments.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ from seqboat.tasks.stored import (
 from seqboat.tasks.synthetic.curves import PATHFINDER, PATHFINDER16, PATHX, PathfinderConfig, make_image
 
 SHARD = 500
-"""Images per unit of parallel and interruptible work."""
+"""Images per shard, the unit of parallel and resumable work."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PathfinderTaskConfig(StoredTaskConfig):
-    """Two dots on one curve or on two, pixel by pixel."""
+    """Are two dots on the same curve? Pixel by pixel."""
 
     size: int = 32
-    """Height and width: 32, or 16 for the small images, which are stored as pathfinder16."""
+    """Height and width in pixels: 32, or 16 for the small images of pathfinder16."""
     mean: float = 0.5
-    """Subtracted from pixels in [0, 1]."""
+    """Mean for normalization: subtracted from pixels in [0, 1]."""
     std: float = 0.5
-    """What pixels are then divided by."""
+    """Std for normalization: pixels are then divided by it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -85,7 +85,7 @@ class PathXTaskConfig(PathfinderTaskConfig):
 
 
 class PathfinderTask(StoredTask):
-    """Two dots on one curve or on two."""
+    """Are two dots on the same curve?"""
 
     name = "pathfinder"
     kind = "classify"
@@ -123,7 +123,7 @@ class PathfinderTask(StoredTask):
 
 
 class PathXTask(PathfinderTask):
-    """Two dots on one curve or on two, in large images."""
+    """Are two dots on the same curve? In large images."""
 
     name = "pathx"
 
@@ -143,7 +143,7 @@ def prepare_drawn(
     advance: Advance,
     config: PathfinderConfig,
 ) -> Prepared:
-    """Make images, the splits one after the other; finished parts of an interrupted run are kept."""
+    """Generate images, one split after another; finished shards of an interrupted run are kept."""
     folder = staging.folder / "shards"
     folder.mkdir(exist_ok=True)
     total = sum(counts.values())
@@ -188,7 +188,7 @@ def _make_shard(folder: Path, start: int, end: int, seed: int, config: Pathfinde
 def prepare_published(source: Source, staging: Staging, skips: Skips, size: int) -> Prepared:
     """Read folders `imgs` and `metadata` of PNG images, as in the LRA archive; hard images are preferred.
 
-    Splits are 80/10/10 at random, drawn with torch's generator and seed 42, as published.
+    The split is random, 80/10/10, drawn with torch's generator and seed 42, as published.
     """
     unsorted = staging.scratch("unsorted", np.uint8, (size, size))
     labels, notes = _read_published(source, unsorted, skips, size)
@@ -225,7 +225,7 @@ def _read_published(
         if "metadata" in member.parts:
             tables_read[member.name] = member.read()
         elif member.base.endswith(".png"):
-            # a folder is read again when its image's turn has come; an archive must be read now
+            # files in a folder can be read later; members of an archive must be read now
             images[member.name] = member.read if folder else partial(bytes, member.read())
     hard = {name for name in tables_read if "curv_contour_length_14" in name}
     names = sorted(
@@ -250,7 +250,7 @@ def _read_published(
                 continue
             try:
                 content = images[path]()
-                # before the library looks at it: it would allocate, or refuse in its own way, a huge one
+                # before the image library opens it, which would allocate memory for a huge one
                 require(png_size(content) == (size, size), f"expected {size} x {size} pixels")
                 with Image.open(io.BytesIO(content), formats=["PNG"]) as image:
                     in_color += image.mode not in ("L", "1")
@@ -267,7 +267,7 @@ def _read_published(
 
 
 def png_size(content: bytes) -> tuple[int, int]:
-    """Width and height, as the header of a PNG image says."""
+    """Width and height from the header of a PNG image."""
     require(content[:8] == b"\x89PNG\r\n\x1a\n" and content[12:16] == b"IHDR", "not a PNG image")
     require(len(content) >= 24, "cut short")
     width, height = struct.unpack(">II", content[16:24])
@@ -275,7 +275,7 @@ def png_size(content: bytes) -> tuple[int, int]:
 
 
 def _metadata(name: str, content: bytes) -> Iterator[list[str]]:
-    """The fields of each image; the files are called .npy, but those of LRA are text."""
+    """The metadata fields of each image; the files are called .npy, but those of LRA are text."""
     if content.startswith(np.lib.format.MAGIC_PREFIX):
         try:
             rows = parse_npy(content, name)
@@ -293,7 +293,7 @@ DATASETS = {
         title="200,000 images of 32 x 32 pixels: two dots on one dashed curve?",
         license=FREE,
         size=205_000_000,
-        get=f"nothing, it is made; or the folder pathfinder32 of {LRA_PAGE}",
+        get=f"nothing, it is generated; or the folder pathfinder32 of {LRA_PAGE}",
         folders=("pathfinder32", "pathfinder"),
         remote=LRA_FILE,
         read=partial(prepare_published, size=32),
@@ -303,10 +303,10 @@ DATASETS = {
     ),
     "pathfinder16": DatasetInfo(
         task=PathfinderTaskConfig(size=16),
-        title="images of 16 x 16 pixels of the same kind, for trials",
+        title="images of 16 x 16 pixels of the same kind, for quick experiments",
         license=FREE,
         size=11_400_000,
-        get="nothing, it is made",
+        get="nothing, it is generated",
         draw=partial(prepare_drawn, config=PATHFINDER16),
         settings=PATHFINDER16,
         counts=(40_000, 2_000, 2_000),
@@ -320,7 +320,7 @@ PATHX_DATASETS = {
         title="200,000 images of 128 x 128 pixels of the same kind",
         license=FREE,
         size=3_280_000_000,
-        get=f"nothing, it is made; or the folder pathfinder128 of {LRA_PAGE}",
+        get=f"nothing, it is generated; or the folder pathfinder128 of {LRA_PAGE}",
         folders=("pathfinder128", "pathx"),
         remote=LRA_FILE,
         read=partial(prepare_published, size=128),

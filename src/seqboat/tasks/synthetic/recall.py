@@ -1,9 +1,9 @@
-"""Recall: which value went with this key? Multi-query associative recall, a diagnostic that learns in a minute.
+"""Recall: which value belongs to this key? Multi-query associative recall, a diagnostic that trains in a minute.
 
     inputs    A 4 B 3 C 6 _ _ B _ _ A C _        keys and values, then keys again between blanks
-    targets   . . . . . . . . 3 . . 4 6 .        the value of each key asked for; nothing elsewhere
+    targets   . . . . . . . . 3 . . 4 6 .        the value of each queried key; none elsewhere
 
-A state-space model must squeeze all pairs into its state; attention looks the pair up. After Arora et al. (2023).
+A state-space model must compress all pairs into its state; attention looks them up. After Arora et al. (2023).
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ class RecallTaskConfig:
     length: int = 64
     """Tokens per example."""
     pairs: int = 8
-    """Keys and values per example, each key asked for once."""
+    """Key-value pairs per example; each key is queried once."""
     vocab: int = 64
-    """Token ids: the blank, then keys and values, half of the rest each."""
+    """Number of token ids: the blank, then as many keys as values."""
     power: float = 0.01
-    """Places of questions are drawn with weight place^(power - 1): small powers ask early, 1 asks evenly."""
+    """Query positions are drawn with weight position^(power - 1): small powers put queries early, 1 is uniform."""
     train_size: int = 20_000
     """Training examples."""
     eval_size: int = 1_000
-    """Examples of each other split."""
+    """Validation examples, and as many test examples."""
     seed: int = 0
-    """Of the examples; splits never share one."""
+    """Random seed of the examples; no example is in two splits."""
 
     def __post_init__(self) -> None:
         check_drawn(self)
@@ -53,7 +53,7 @@ class RecallTaskConfig:
 
 
 def draw_recall(config: RecallTaskConfig, split: Split, index: int) -> Example:
-    """An example; the same for the same configuration, split and number.
+    """An example, determined by configuration, split and index.
 
     >>> example = draw_recall(RecallTaskConfig(length=12, pairs=2, vocab=9), "train", 0)
     >>> example.inputs.tolist()
