@@ -153,5 +153,5 @@ def same_tensors(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> 
 
 def numbers_of(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Records without what depends on the machine."""
-    skip = ("tokens_per_s", "memory_mb", "seconds", "elapsed", "processor")
+    skip = ("tokens_per_s", "memory_mb", "step_memory_mb", "seconds", "elapsed", "processor")
     return [{k: v for k, v in record.items() if k not in skip} for record in records]

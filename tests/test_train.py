@@ -26,7 +26,7 @@ from seqboat.training.config import RunConfig, from_yaml, to_dict
 from seqboat.training.display import PlainDisplay
 from seqboat.training.loader import LoaderError
 from seqboat.training.loop import RunOutcome, train
-from seqboat.training.metrics import iterate_metrics
+from seqboat.training.metrics import MemoryMeter, iterate_metrics
 from seqboat.training.signals import StopSignals
 from seqboat.training.track import numbers
 from small_runs import Spy, ToyConfig, numbers_of, same_tensors, small_run
@@ -836,3 +836,22 @@ def test_the_configuration_in_a_checkpoint_is_the_run_s(straight: Path) -> None:
     assert found is not None
     config: RunConfig = small_run()
     assert found.state["config"] == json.loads(json.dumps(to_dict(config)))
+
+
+def test_memory_is_averaged_over_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An evaluation between steps raises the peak of the run, not the mean over the steps."""
+    now = {"peak": 0}
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: now["peak"])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: now.update(peak=0))
+    meter = MemoryMeter(torch.device("cuda"))
+    for allocated in (2**20, 3 * 2**20):
+        meter.start_step()
+        now["peak"] = allocated
+        meter.end_step()
+    assert meter.read() == {"memory_mb": 3, "step_memory_mb": 2}
+    now["peak"] = 9 * 2**20  # an evaluation
+    meter.start_step()
+    now["peak"] = 4 * 2**20
+    meter.end_step()
+    assert meter.read() == {"memory_mb": 9, "step_memory_mb": 4}
+    assert MemoryMeter(torch.device("cpu")).read().keys() == {"memory_mb"}

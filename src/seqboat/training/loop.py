@@ -36,7 +36,7 @@ from seqboat.training.diagnosis import watch_routers
 from seqboat.training.display import Display, make_display
 from seqboat.training.evaluate import EvaluationInterrupted, evaluate
 from seqboat.training.loader import Part, Plan, batches, check_lengths, micro_batches
-from seqboat.training.metrics import MetricsWriter, resident_peak
+from seqboat.training.metrics import MemoryMeter, MetricsWriter
 from seqboat.training.parallel import World, join, parallelize
 from seqboat.training.provenance import commit, versions
 from seqboat.training.signals import StopSignals, exit_code
@@ -102,13 +102,6 @@ def read_progress(found: ck.Checkpoint, steps: int) -> TrainingProgress:
             f"{found.path}: its progress is impossible in a run of {steps} steps: {short(progress._asdict())}"
         )
     return progress
-
-
-def peak_memory(device: torch.device) -> float:
-    """Highest memory so far, in MB."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    return resident_peak() / 2**20
 
 
 def train(
@@ -218,6 +211,7 @@ class Trainer:
         self.stepper = Stepper(config, self.task, parallel, world, self.plan.per_epoch)
         self.store = ck.CheckpointStore(folder, training.keep, on_phase, display.tell)
         self.metrics = MetricsWriter(folder / "metrics.jsonl", display.tell)
+        self.memory = MemoryMeter(world.device)
         self.trackers: list[Any] = []
         self.signals = StopSignals()
         self.progress = TrainingProgress()
@@ -401,7 +395,9 @@ class Trainer:
                 step = self.progress.step
                 micro = [next(source) for _ in self._parts(step)]
                 logged = (step + 1) % training.log_every == 0 or step + 1 == steps
+                self.memory.start_step()
                 result = self.stepper.step(step, micro, self.signals.received, logged)
+                self.memory.end_step()
                 tokens += result.tokens
                 self._advance(result)
                 if logged:
@@ -454,7 +450,7 @@ class Trainer:
             "lr": result.lr,
             "grad_norm": finite_or_none(result.norm),
             "tokens_per_s": speed,
-            "memory_mb": peak_memory(self.world.device),
+            **self.memory.read(),
             "activation": result.activation,
         }
         self._record(record)

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one line per record of a run; and the peak memory of a process, one of its numbers."""
+"""metrics.jsonl: one line per record of a run; and the memory of a process, some of its numbers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from seqboat.data.files import write_text
 
@@ -21,6 +23,41 @@ def resident_peak() -> int:
     if resource is None:
         return 0
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+class MemoryMeter:
+    """The memory of a training process: the most so far, and on a GPU the mean over steps of what each one took.
+
+    Args:
+        device: of the process.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.most = 0
+        """bytes; of a GPU, as far as steps have ended"""
+        self.peaks: list[int] = []
+        """bytes that the steps since the last reading had allocated at most"""
+
+    def start_step(self) -> None:
+        """Forget the peak of what came before, such as an evaluation."""
+        if self.device.type == "cuda":
+            self.most = max(self.most, torch.cuda.max_memory_allocated(self.device))
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def end_step(self) -> None:
+        """Keep the peak of the step."""
+        if self.device.type == "cuda":
+            self.peaks.append(torch.cuda.max_memory_allocated(self.device))
+
+    def read(self) -> dict[str, float]:
+        """The most so far (`memory_mb`), and on a GPU the mean over the steps since the last call."""
+        if self.device.type != "cuda":
+            return {"memory_mb": resident_peak() / 2**20}
+        self.most = max(self.most, *self.peaks)
+        mean = sum(self.peaks) / len(self.peaks)
+        self.peaks = []
+        return {"memory_mb": self.most / 2**20, "step_memory_mb": mean / 2**20}
 
 
 def iterate_metrics(path: Path | str) -> Iterator[dict[str, Any]]:
