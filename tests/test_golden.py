@@ -17,7 +17,7 @@ from torch import Tensor
 
 from seqboat import compat, reference
 from seqboat.mixers.seqboat.layer import SeqBoat
-from seqboat.mixers.ssm.ema import EMA
+from seqboat.mixers.ssm.ema import EMA, EMAConfig
 
 NAMES = [
     "ema_bidirectional",
@@ -131,7 +131,7 @@ def test_reference_outputs_and_gradients(golden: Golden) -> None:
     for row, real in enumerate(golden.real):
         if isinstance(module, EMA):
             truncation = golden.config.get("truncation")
-            config = compat.EMAConfig(d_state=golden.config["ndim"], truncation=truncation)
+            config = EMAConfig(d_state=golden.config["ndim"], truncation=truncation)
             y, _ = reference.ema(x[row][real], params, config)
         else:
             y = reference.layer(x[row][real], params, module.config).y
