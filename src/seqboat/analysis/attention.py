@@ -1,7 +1,7 @@
 """What attention sees: the keys of every query, their weights, and how far away they are.
 
     for pair in attention_weights(examples.model, examples.task.kind, batch, layer=2):
-        for attention in pair:                                      one per sequence; None without attention unit
+        for attention in pair:                                      one per sequence; None without an attention unit
             positions, weights = attention.seen_by(5)               what the sixth active token looks at
 
 Slots count the active tokens of a sequence, positions all its tokens.
@@ -25,11 +25,11 @@ from seqboat.mixers.seqboat.gau import GAU, SlotWeights
 from seqboat.tasks.base import Batch, Kind, apply_model
 
 QUERIES_AT_ONCE = 256
-"""Queries whose weights are computed at a time."""
+"""Number of queries to compute weights for at a time."""
 
 
 class SeenTokens(NamedTuple):
-    """What an attention unit was called with."""
+    """The inputs of a call to an attention unit."""
 
     tokens: Tensor
     packed: Packed
@@ -37,7 +37,7 @@ class SeenTokens(NamedTuple):
 
 @contextmanager
 def watch(found: Sequence[Site | None], wanted: Sequence[int]) -> Iterator[dict[int, list[SeenTokens]]]:
-    """Keep what the attention units of some layers are called with, once per sequence of a pair."""
+    """Record the inputs of the attention units of some layers; for pairs, one record per sequence."""
     seen: dict[int, list[SeenTokens]] = {number: [] for number in wanted}
     with ExitStack() as stack:
         for number in wanted:
@@ -58,16 +58,16 @@ class Attention:
     """What the active tokens of a sequence saw in one layer. Slots count active tokens, positions all tokens."""
 
     positions: Numbers
-    """(active,): where the active tokens are in the sequence"""
+    """(active,): positions of the active tokens in the sequence"""
     first: Numbers
     """(active,): slot of the first key that each query sees"""
     end: Numbers
-    """(active,): the slot after the last one"""
+    """(active,): slot after the last key that each query sees"""
     weights: Floats
-    """(active, most keys): of the keys from `first` on; zero after the last"""
+    """(active, maximum keys): weights of the keys from `first` on; zero after the last key"""
 
     def seen_by(self, slot: int) -> tuple[Numbers, Floats]:
-        """Positions that the query in a slot sees, and their weights."""
+        """Positions of the keys that the query in a slot sees, and their weights."""
         first, end = int(self.first[slot]), int(self.end[slot])
         return self.positions[first:end], self.weights[slot, : end - first]
 
@@ -76,16 +76,16 @@ class Attention:
 def attention_weights(
     model: nn.Module, kind: Kind, batch: Batch, layer: int
 ) -> list[tuple[Attention | None, ...]]:
-    """Which keys every query of a layer saw, and with what weight; the attention itself is computed a second time.
+    """The keys that every query of a layer saw, and their weights; this recomputes the attention.
 
     Args:
         model: in eval mode.
         kind: of its task.
         batch: on the model's device.
-        layer: from 0.
+        layer: index, counted from 0.
 
     Returns:
-        For each sample one entry per sequence: two of a pair. None where the layer has no attention unit.
+        For each sample one entry per sequence (two for a pair); None if the layer has no attention unit.
     """
     found = sites(model)
     require(0 <= layer < len(found), f"layer must be in 0..{len(found) - 1}, got {layer}")
@@ -114,14 +114,14 @@ def _attention(gau: GAU, tokens: Tensor, position: Tensor) -> Attention:
 
 
 def weigh(gau: GAU, tokens: Tensor, position: Tensor) -> Iterator[SlotWeights]:
-    """Weights of the queries of a sequence, in blocks: before they are cut to what is visible, all keys are there."""
+    """Attention weights of a sequence, in blocks of queries, because weights start out over all keys."""
     query, key, _, _ = gau.project(tokens, position)
     for begin in range(0, max(len(position), 1), QUERIES_AT_ONCE):
         yield gau.weigh(query, key, position, slice(begin, begin + QUERIES_AT_ONCE))
 
 
 def mean_distance(position: Tensor, first: Tensor, end: Tensor) -> Tensor:
-    """(active,): mean distance from each query to the other keys it may see; nan where it sees only itself.
+    """(active,): mean distance from each query to the other keys it sees; nan if it sees only itself.
 
     Args:
         position: (active,) float64, increasing.
@@ -148,7 +148,7 @@ def local_span(window: int) -> float:
 
 
 def weighted_distance(gau: GAU, tokens: Tensor, position: Tensor) -> Tensor:
-    """(active,) float64: mean distance to the keys, weighted by attention; nan where all weights are zero.
+    """(active,) float64: mean distance to the keys, weighted by attention; nan if all weights are zero.
 
     Args:
         gau: the attention unit.
@@ -161,7 +161,7 @@ def weighted_distance(gau: GAU, tokens: Tensor, position: Tensor) -> Tensor:
     ):
         weights = weights.double()
         slot = first[:, None] + torch.arange(weights.shape[1], device=position.device)
-        # after the last key weights are zero, whatever the position
+        # weights are zero after the last key, so any position will do
         distance = (position[slot.clamp(max=len(position) - 1)] - asking[:, None]).abs().double()
         found.append((weights * distance).sum(dim=1) / weights.sum(dim=1))
     return torch.cat(found)

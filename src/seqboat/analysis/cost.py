@@ -1,4 +1,4 @@
-"""What a routed layer costs on real sequences, relative to the same layer with every token active."""
+"""The cost of a routed layer on real sequences, relative to the same layer with every token active."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from seqboat.models.cost import forward_products, linear_flops
 
 
 class LayerCost(NamedTuple):
-    """Multiplications and additions of a layer's matrix products, forward, over all sequences."""
+    """FLOPs of a layer's matrix products in the forward pass, over all sequences."""
 
     flops: float
-    """as activated"""
+    """with the router's decisions"""
     always: float
-    """if every token were active"""
+    """with every token active"""
 
     @property
     def fraction(self) -> float:
-        """The fraction of the products of an always-active layer."""
+        """FLOPs relative to the layer with every token active."""
         return self.flops / self.always if self.always else 0.0
 
 
 class CostCounter:
-    """Matrix products of a layer on sequences of any length."""
+    """Counts the FLOPs of a layer over sequences of any length."""
 
     def __init__(self, site: Site) -> None:
         self.site, self.flops, self.always = site, 0, 0

@@ -1,4 +1,4 @@
-"""What attention contributes: the score of a run when its routers are overruled.
+"""What attention contributes: the score of a run when its routers are overridden.
 
     as it is            the routers decide
     layer i off         no token attends in layer i; all other layers decide as usual
@@ -7,8 +7,8 @@
     all on              every token attends, within its working memory
     threshold p         tokens attend where the probability of activation is above p, in every layer
 
-Forced tokens keep the confidence that their router gives them, by which the output of attention is multiplied: a
-token that would have been skipped has one below a half.
+The output of attention is still scaled by the confidence of the router, also for forced tokens: below a half for a
+token that would have been skipped.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 
 class Intervention(NamedTuple):
-    """One way to overrule the routers."""
+    """One way to override the routers."""
 
     name: str
     active: tuple[bool | None, ...]
-    """by layer: forced on, forced off, or as the router decides"""
+    """per layer: forced on, forced off, or None for the router's decision"""
     threshold: float | None = None
 
 
@@ -46,7 +46,7 @@ class InterventionResult(NamedTuple):
     setting: Intervention
     metrics: dict[str, float]
     activation: list[float | None]
-    """activation rate of the attention of each layer"""
+    """activation rate of each layer's attention"""
 
     @property
     def rate(self) -> float:
@@ -55,7 +55,7 @@ class InterventionResult(NamedTuple):
         return sum(known) / len(known)
 
     def as_record(self) -> dict[str, Any]:
-        """Plain data."""
+        """As plain data."""
         return {
             "setting": self.setting.name,
             "threshold": self.setting.threshold,
@@ -115,16 +115,16 @@ def intervene(
     Args:
         run: the run's folder, or one checkpoint in it.
         split: of its task.
-        limit: score at most this many examples, drawn at random but always the same.
+        limit: maximum number of examples, a fixed random sample.
         thresholds: to try, for all layers at once.
         which: "best" or "latest".
-        batch_size: examples at a time; the run's own by default.
-        fields: changes of the data, as arguments `--data.x=value`.
+        batch_size: examples per batch; by default that of the run.
+        fields: overrides of the data settings, as arguments `--data.x=value`.
         device: where to compute; the CPU by default.
-        progress: called after every setting, with how many are done and all.
+        progress: called after every intervention with the number done and the total.
 
     Returns:
-        The outcomes, the name of the task's metric, and the number of examples.
+        The results, the name of the task's metric, and the number of examples.
     """
     source = Run(run, which, fields)
     model, config, task = source.model, source.config, source.task

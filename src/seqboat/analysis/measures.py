@@ -1,4 +1,4 @@
-"""What routers did on a whole split: rates, spans, occupancy of the memory and cost of every layer.
+"""What routers did on a whole split: rates, spans, memory occupancy and cost of every layer.
 
 Section 5 of the paper asks how much attention a task needs; the decisions of the routers answer it.
 
@@ -45,11 +45,11 @@ from seqboat.training.loader import batches
 from seqboat.training.parallel import World
 
 BINS = 20
-"""Bins of relative positions, and of probabilities from 0 to 1."""
+"""Number of bins for relative positions, and for probabilities."""
 PLACES = 32
-"""Bins of absolute positions, at most."""
+"""Maximum number of bins for absolute positions."""
 CURVE_POINTS = 200
-"""Training points that an activation curve keeps, at most, besides the evaluations."""
+"""Maximum number of training points in an activation curve, besides evaluations."""
 
 
 class MeanStd(NamedTuple):
@@ -58,7 +58,7 @@ class MeanStd(NamedTuple):
     mean: float
     std: float
     sequences: int
-    """that had a value"""
+    """number of sequences with a value"""
 
 
 class Moments:
@@ -75,19 +75,19 @@ class Moments:
         self._squares += step * (value - self.mean)
 
     def summary(self) -> MeanStd | None:
-        """Their mean and std; None if there were none."""
+        """Mean and std; None without numbers."""
         return MeanStd(self.mean, (self._squares / self.count) ** 0.5, self.count) if self.count else None
 
 
 class ActiveCount(NamedTuple):
-    """Tokens of some kind, and how many of them were activated (or otherwise counted)."""
+    """A number of tokens, and how many of them were activated (or otherwise selected)."""
 
     active: int
     total: int
 
     @property
     def rate(self) -> float | None:
-        """Their fraction; None where there were no tokens."""
+        """The fraction; None without tokens."""
         return self.active / self.total if self.total else None
 
 
@@ -96,39 +96,39 @@ class LayerMeasures:
     """What one router did on a split, and what its attention saw."""
 
     module: str
-    """the module that the decisions are for: the attention"""
+    """name of the routed module, usually the attention"""
     window: int | None
-    """size of its working memory or of its chunks; None without a limit or without attention"""
+    """size of its working memory or of its chunks; None if unlimited or without attention"""
     counts: ActiveCount
     """over all tokens"""
     rate: MeanStd
     """fraction of the tokens of a sequence that were activated"""
     active: MeanStd
-    """tokens of a sequence that were activated: the paper's activation time"""
+    """number of activated tokens of a sequence: the paper's activation time"""
     confidence: float | None
     """mean over the activated tokens"""
     temperature: float | None
-    """of the router, where it has one"""
+    """temperature of the router, if it has one"""
     probabilities: tuple[ActiveCount, ...]
     """tokens by probability of activation, BINS bins from 0 to 1"""
     by_place: tuple[ActiveCount, ...]
-    """by position, in bins of `place_width` tokens"""
+    """tokens by position, in bins of `place_width`"""
     by_part: tuple[ActiveCount, ...]
-    """by position relative to the length of the sequence, BINS bins"""
+    """tokens by position relative to the length of the sequence, BINS bins"""
     by_class: tuple[ActiveCount, ...]
-    """by the task's kinds of tokens"""
+    """tokens by the kinds that the task defines"""
     span: MeanStd | None
-    """mean distance, in original positions, from a query to the other keys it may see; None without any"""
+    """mean distance, in original positions, from a query to the other keys it sees; None without any"""
     weighted_span: MeanStd | None
-    """the same, each key weighted by its attention; None also if not requested"""
+    """the same, with keys weighted by attention; also None if not requested"""
     blind: ActiveCount | None
-    """queries whose weights are all zero, as squared ReLU allows: attention gives them a constant"""
+    """queries whose weights are all zero, which squared ReLU allows: their output is constant"""
     occupancy: MeanStd | None
-    """fraction of the slots of the working memory that are filled at a query; None without a limit"""
+    """fraction of the working memory in use at a query; None if unlimited"""
     final_occupancy: MeanStd | None
-    """fraction of the slots that are filled at the end of a sequence"""
+    """fraction of the working memory in use at the end of a sequence"""
     cost: LayerCost | None
-    """None where products are not counted for this kind of layer"""
+    """None if FLOPs are not known for this kind of layer"""
     others: dict[str, ActiveCount]
     """activation of the other modules of the layer"""
 
@@ -145,19 +145,19 @@ class Measures:
     """of the checkpoint"""
     examples: int
     sequences: int
-    """two for each pair"""
+    """number of sequences; two for each pair"""
     tokens: int
-    """counted tokens: without padding, and without the context of windows"""
+    """number of tokens, without padding and the context of windows"""
     metrics: dict[str, float]
-    """scores on these examples"""
+    """metrics on these examples"""
     classes: tuple[str, ...]
     """the kinds of tokens"""
     place_width: int
-    """tokens per bin of absolute positions"""
+    """width of a bin of absolute positions"""
     layers: tuple[LayerMeasures | None, ...]
     """None for layers without a router"""
     training: tuple[dict[str, Any], ...]
-    """step, split and activation rates along training, from the run's own record"""
+    """step, split and activation rates during training, from the metrics of the run"""
 
     def to_record(self) -> dict[str, Any]:
         """As plain data for JSON: named tuples become dictionaries, with their rates and fractions."""
@@ -182,7 +182,7 @@ def _plain(value: Any) -> Any:
 
 
 class _Tally:
-    """Active and all tokens in bins."""
+    """Counts of active tokens and of all tokens, in bins."""
 
     def __init__(self, bins: int) -> None:
         self.counts = np.zeros((2, bins), dtype=np.int64)
@@ -211,7 +211,7 @@ class _LayerSums:
         self.products = CostCounter(site)
 
     def add_tokens(self, layer: LayerTrace, classes: Numbers, counted: Flags) -> None:
-        """The decisions of one sequence, for its counted tokens."""
+        """Add the decisions for the counted tokens of one sequence."""
         active, probs, length = layer.active[counted], layer.probs[counted], len(layer.active)
         if not len(active):
             return
@@ -219,7 +219,7 @@ class _LayerSums:
         self.rate.add(int(active.sum()) / len(active))
         self.active.add(float(active.sum()))
         self.confidence += float(probs[active].sum(dtype=np.float64))
-        known = np.isfinite(probs)  # those of a model that diverged are in no bin
+        known = np.isfinite(probs)  # nan, from a model that diverged, is in no bin
         self.probabilities.add(np.minimum((probs[known] * BINS).astype(np.int64), BINS - 1), active[known])
         self.by_part.add((place * BINS // length)[counted], active)
         last = self.by_place.counts.shape[1] - 1
@@ -231,7 +231,7 @@ class _LayerSums:
         self.products.add(layer)
 
     def add_attention(self, tokens: Tensor, position: Tensor, counted: Flags, weighted: bool) -> None:
-        """What the queries of one sequence saw."""
+        """Add what the queries of one sequence saw."""
         gau = self.site.gau
         assert gau is not None
         asked = torch.from_numpy(counted).to(position.device)[position]
@@ -294,16 +294,16 @@ def measure(
     device: torch.device | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Measures:
-    """Watch the routers of a model on examples, batch by batch; memory does not grow with their number.
+    """Measure the routers of a model on examples, batch by batch, in memory independent of their number.
 
     Args:
-        examples: from `load_examples`. Every example starts from an empty state, also those of a language model.
-        split: of which they are.
-        batch_size: examples at a time; the run's own by default.
-        weighted: whether to measure spans weighted by attention too, for which attention is computed again.
-        reading: as the examples were cut; of windows only the scored tokens are counted, not their context.
+        examples: from `load_examples`. Every example starts from an empty state, even for a language model.
+        split: that they are from.
+        batch_size: examples per batch; by default that of the run.
+        weighted: whether to measure attention-weighted spans too, which recomputes the attention.
+        reading: the windows that the examples were cut into, if any; only scored tokens are counted, not context.
         device: where to compute; the CPU by default.
-        progress: called with the batches done and all.
+        progress: called with the number of batches done and the total.
     """
     model, config, task, dataset, step = examples
     require(len(dataset) > 0, f"the split {split} must hold at least one example, got none")
@@ -361,7 +361,7 @@ def measure(
 
 
 def place_bins(longest: int) -> tuple[int, int]:
-    """Width, a power of two, and number of the bins of absolute positions.
+    """Width (a power of two) and number of the bins of absolute positions.
 
     >>> place_bins(2000), place_bins(20)
     ((64, 32), (1, 20))
@@ -386,7 +386,7 @@ def measure_run(
 
 
 def activation_curve(run: Path | str) -> list[dict[str, Any]]:
-    """Activation rates along training, from metrics.jsonl of a run: all evaluations, and some training points."""
+    """Activation rates during training, from metrics.jsonl of a run: all evaluations and some training points."""
     lines = [record for record in Run(run).metrics if isinstance(record.get("activation"), list)]
     train = [record for record in lines if record.get("split") == "train"]
     every = max(1, -(-len(train) // CURVE_POINTS))

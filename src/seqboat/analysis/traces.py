@@ -1,12 +1,12 @@
-"""What routers decided, token by token: the examples of a run through its model.
+"""What routers decided, token by token, on the examples of a run.
 
     examples = load_examples("runs/listops", "test", limit=20)      model, configuration, task and examples of a run
-    batch = examples.batch(range(4))                                the first four side by side
+    batch = examples.batch(range(4))                                the first four as a batch
     for sample in trace(examples.model, examples.task.kind, batch):
         sample.prediction, sample.probs[0]                          the most probable class, and its probability
         for sequence in sample.sequences:                           one, or the two documents of a pair
             for layer in sequence.layers:                           None where a layer has no router
-                layer.active, layer.probs, layer.confidence         (length,) each, padding left out
+                layer.active, layer.probs, layer.confidence         (length,) each, without padding
 
 `examples.task` describes the tokens: `modality` ("bytes", "tokens", "image", "wave"), `token_names`, `picture`
 (height and width), `labels`, `token_classes`. Layers are counted from 0 here; commands count them from 1.
@@ -35,7 +35,7 @@ from seqboat.training.config import RunConfig
 from seqboat.training.evaluate import Windows, cut_text
 
 RANKED = 5
-"""Next tokens of a language model that a trace keeps; for a classifier it keeps all classes."""
+"""Number of most probable next tokens in the trace of a language model; a classifier's has all classes."""
 
 Floats = NDArray[np.float32]
 Flags = NDArray[np.bool_]
@@ -55,7 +55,7 @@ class Examples(NamedTuple):
     """of the checkpoint"""
 
     def batch(self, numbers: Sequence[int]) -> Batch:
-        """Some of the examples side by side."""
+        """Some of the examples as a batch."""
         return self.task.collate([self.dataset[i] for i in numbers])
 
 
@@ -72,10 +72,10 @@ def load_examples(
     Args:
         run: the run's folder, or one checkpoint in it.
         split: of the task.
-        limit: at most this many examples, drawn at random but always the same; all by default.
+        limit: maximum number of examples, a fixed random sample; all by default.
         which: "best" or "latest".
-        fields: changes of the data, as arguments `--data.x=value`.
-        reading: cut a long text into windows with context instead of as the task does.
+        fields: overrides of the data settings, as arguments `--data.x=value`.
+        reading: windows with context to cut a long text into, instead of the task's segments.
     """
     source = Run(run, which, fields)
     task = source.task
@@ -85,11 +85,11 @@ def load_examples(
 
 
 class Site(NamedTuple):
-    """Where a layer routes, and the module shown for it: its attention, or else its first module."""
+    """The router of a layer, and the module to report on: its attention, or else its first module."""
 
     sma: SparseModularActivation
     module: str
-    """name of the module that is shown"""
+    """name of the module to report on"""
     column: int
     """its index among the modules"""
     gau: GAU | None
@@ -97,7 +97,7 @@ class Site(NamedTuple):
     layer: SeqBoat | None
     """the layer it belongs to, if it is the paper's with a diagonal state-space layer"""
     outside: int
-    """multiplications and additions per token of linear maps around that layer"""
+    """FLOPs per token of the linear maps around that layer"""
 
     @property
     def temperature(self) -> float | None:
@@ -135,7 +135,7 @@ class LayerTrace(NamedTuple):
     probs: Floats
     """(length,): probability of activation"""
     module: str = "gau"
-    """the module that the decisions are for"""
+    """name of the routed module"""
     others: tuple[LayerTrace, ...] = ()
     """the same for the other modules of the layer"""
 
@@ -151,22 +151,22 @@ class SequenceTrace(NamedTuple):
     inputs: NDArray[Any]
     """(length,) int64 token ids, or (length, channels) float32 values; no padding"""
     layers: tuple[LayerTrace | None, ...]
-    """one per layer; None where there is no router"""
+    """one per layer; None without a router"""
 
 
 class SampleTrace(NamedTuple):
     """One example through a model."""
 
     sequences: tuple[SequenceTrace, ...]
-    """one, or two of a pair"""
+    """one, or two for a pair"""
     label: int | Numbers
     """the class; for a language model (length,) the target after each token, or IGNORE"""
     ranked: Numbers
-    """(classes,) the most probable first; for a language model (length, at most RANKED)"""
+    """(classes,), most probable first; for a language model (length, at most RANKED)"""
     probs: Floats
     """their probabilities"""
     label_prob: float | Floats
-    """probability of the label; for a language model (length,), nan where there is no target"""
+    """probability of the label; for a language model (length,), nan without a target"""
 
     @property
     def prediction(self) -> int | Numbers:
@@ -188,13 +188,13 @@ def trace(model: nn.Module, kind: Kind, batch: Batch) -> list[SampleTrace]:
 
 
 def traces_of(found: Sequence[Site | None], kind: Kind, batch: Batch, output: Any) -> list[SampleTrace]:
-    """As `trace`, from an existing output.
+    """Like `trace`, from an existing output.
 
     Args:
         found: `sites` of the model.
         kind: of its task.
-        batch: what the model was called with.
-        output: what it returned.
+        batch: the input of the model.
+        output: its output.
     """
     probs = torch.softmax(output.logits.float(), dim=-1)
     top = probs.topk(min(RANKED, probs.shape[-1]) if kind == "lm" else probs.shape[-1], dim=-1)
@@ -228,7 +228,7 @@ Half = tuple[Tensor, Tensor | None, Sequence[Routing | None]]
 
 
 def halves(found: Sequence[Site | None], batch: Batch, routings: Sequence[Routing | None]) -> Iterator[Half]:
-    """Inputs, mask and routings of the sequences of a batch: one of each, or the first and then the second."""
+    """Inputs, mask and routings of a batch; for pairs, those of the first sequences, then of the second."""
     layers = len(found)
     yield batch.inputs, batch.mask, routings[:layers]
     if batch.second is not None:

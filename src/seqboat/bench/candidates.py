@@ -1,7 +1,7 @@
 """What a benchmark measures: mixers by their names, with the fields that differ from the setting.
 
 Two candidates are not mixers: "published" is the paper's algorithm (benchmarks/published.py of the repository), and
-"lower-bound" is nothing but the matrix products that the mathematics of our layer requires.
+"lower-bound" is only the matrix products that our layer cannot avoid.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ ALIASES = {"floor": LOWER_BOUND}
 
 
 class Candidate(NamedTuple):
-    """What is measured: a name and the fields of its configuration that differ from the setting's."""
+    """What to measure: a name, and the fields of its configuration that differ from the setting."""
 
     label: str
     name: str
     overrides: dict[str, Any]
-    """by dotted name; d_model is a separate width instead of the setting's, compiled asks for torch.compile"""
+    """by dotted name; d_model replaces the setting's width, compiled requests torch.compile"""
 
 
 OURS = Candidate("seqboat", "seqboat", {})
-"""The SeqBoat layer as the setting says."""
+"""The SeqBoat layer of the setting."""
 
 
 def parse_candidate(text: str) -> Candidate:
@@ -72,7 +72,7 @@ def parse_candidate(text: str) -> Candidate:
 
 
 def own_setting(candidate: Candidate, setting: LayerSetting) -> LayerSetting:
-    """The setting with the candidate's width, if it has a separate one.
+    """The setting, with the candidate's width if it has one.
 
     >>> own_setting(parse_candidate("mega:d_model=96"), LayerSetting()).d_model
     96
@@ -92,7 +92,7 @@ def configure(candidate: Candidate, setting: LayerSetting) -> Any:
 
 
 def _fit(config: Any, setting: LayerSetting) -> Any:
-    """Give the fields that mixers share the values of the setting, in all parts of a configuration."""
+    """Set the common fields of mixers to the values of the setting, in all parts of a configuration."""
     shared = {
         "causal": setting.causal,
         "prenorm": setting.prenorm,
@@ -103,7 +103,7 @@ def _fit(config: Any, setting: LayerSetting) -> Any:
         "max_positions": max(setting.length, 2),
     }
     if "bidirectional" not in directions_of(config):
-        shared["causal"] = True  # the only direction it has
+        shared["causal"] = True  # it has only this direction
     changes: dict[str, Any] = {}
     for field in fields(config):
         value = getattr(config, field.name)
@@ -116,7 +116,9 @@ def _fit(config: Any, setting: LayerSetting) -> Any:
     config = replace(config, **changes)
     if isinstance(config, SeqBoatConfig):
         gau = replace(config.gau, attention=setting.attention, positions=setting.positions)
-        if gau.window == SeqBoatConfig().gau.window:  # otherwise the window is what distinguishes this form
+        if (
+            gau.window == SeqBoatConfig().gau.window
+        ):  # otherwise the window is what distinguishes this variant
             gau = replace(gau, window=setting.window)
         config = replace(config, gau=gau)
     if isinstance(config, MegaConfig):
@@ -125,7 +127,7 @@ def _fit(config: Any, setting: LayerSetting) -> Any:
 
 
 PUBLISHED_SOURCE = Path(__file__).parents[3] / "benchmarks" / "published.py"
-"""The published algorithm: in the repository of this package, but not in its installation."""
+"""The published algorithm, which is in the repository but not in the installed package."""
 
 
 def load_published() -> Any:
@@ -142,7 +144,7 @@ def load_published() -> Any:
 
 
 def build(candidate: Candidate, setting: LayerSetting) -> Mixer:
-    """The layer of a candidate, with its routers forced if the setting asks for a rate."""
+    """The layer of a candidate; its activation is forced if the setting has a rate."""
     torch.manual_seed(setting.seed)
     setting = own_setting(candidate, setting)
     config = configure(candidate, setting)

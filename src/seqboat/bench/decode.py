@@ -1,8 +1,8 @@
-"""Decoding token by token: time per token and size of the state after a context of some length.
+"""Decoding token by token: time per token and state size after contexts of different lengths.
 
-Single layers (`run_decode`), and the paper's language model of enwik8 against an equally large Transformer with
-a key-value cache (`run_decode_lm`). States are prefilled with random tokens in pieces; every round starts from the
-same state.
+Single layers (`run_decode`), and the paper's language model of enwik8 against an equally large Transformer with a
+key-value cache (`run_decode_lm`). States are prefilled with random tokens in chunks; every round starts from the same
+state.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 PREFILL = 1024
-"""Tokens per piece of the prefill."""
+"""Tokens per chunk of the prefill."""
 
 
 class DecodeRow(NamedTuple):
@@ -49,13 +49,13 @@ class DecodeRow(NamedTuple):
     batch: int
     parameters: int
     seconds: Quartiles
-    """per token of every sequence"""
+    """per step, which decodes one token of every sequence"""
     tokens_per_second: float
     """of the whole batch"""
     ratio: float
-    """of the time to the first candidate's at the same context"""
+    """time relative to the first candidate at the same context"""
     growth: float
-    """of the time to this candidate's at the first context"""
+    """time relative to this candidate at the first context"""
     state_bytes: int
 
 
@@ -70,7 +70,7 @@ COLUMNS = (
     Column("growth", lambda row: ratio_text(row.growth)),
     Column("state", lambda row: human_bytes(row.state_bytes)),
 )
-"""Of the table, beside the row that it shows."""
+"""Columns of the table."""
 
 
 def print_decode(console: Console, rows: Sequence[DecodeRow], what: str) -> None:
@@ -80,12 +80,12 @@ def print_decode(console: Console, rows: Sequence[DecodeRow], what: str) -> None
 
 
 class Decoder(NamedTuple):
-    """A state at its context length, and what takes steps from it."""
+    """A state after its context, and a function that decodes from it."""
 
     parameters: int
     state_bytes: int
     run: Callable[[], Any]
-    """takes the steps of one round, always from the same context"""
+    """decodes the tokens of one round, always from the same state"""
 
 
 def run_decode(
@@ -98,12 +98,12 @@ def run_decode(
     warmup: int = 1,
     progress: Callable[[str], None] = lambda message: None,
 ) -> list[DecodeRow]:
-    """Time per token of single layers after reading each number of tokens.
+    """Time per token of single layers after contexts of several lengths.
 
     Args:
         candidates: causal mixers with a state.
         setting: its length is ignored.
-        contexts: tokens read before.
+        contexts: numbers of tokens to read first.
         steps: tokens per round.
         rounds, warmup, progress: see `run_layers`.
     """
@@ -129,7 +129,7 @@ def run_decode(
 
 
 def _refuse_cache(setting: LayerSetting) -> None:
-    """Refuse a context whose keys and values alone do not fit twice."""
+    """Reject a context if two copies of its keys and values do not fit in memory."""
     need = 4 * setting.tokens * setting.d_model * getattr(torch, setting.dtype).itemsize
     free = available_memory(setting.device)
     require(
@@ -196,7 +196,7 @@ def _time_decoders(
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageModelSize:
-    """A byte-level language model; the defaults are the paper's of enwik8."""
+    """Size of a byte-level language model; the defaults are the paper's for enwik8."""
 
     num_layers: int = 14
     d_model: int = 616
@@ -219,15 +219,15 @@ def run_decode_lm(
     seed: int = 0,
     progress: Callable[[str], None] = lambda message: None,
 ) -> list[DecodeRow]:
-    """Tokens per second of a SeqBoat language model and of an equally large Transformer with a cache.
+    """Decoding speed of a SeqBoat language model and of an equally large Transformer with a cache.
 
-    The Transformer is transformers' Llama if that library is installed, or else our own. Both read the same random
-    tokens and then write greedily; batch 1.
+    The Transformer is Llama from transformers if that library is installed, else ours. Both read the same random
+    tokens and then decode greedily with batch size 1.
 
     Args:
         size: of the model.
-        context: tokens read before.
-        rate: of activation; None for what the untrained routers decide.
+        context: number of tokens to read first.
+        rate: activation rate to force; None for the decisions of the untrained routers.
         steps: tokens per round.
         rounds, warmup, progress: see `run_layers`.
         seed: of weights and tokens.
@@ -283,7 +283,7 @@ def run_decode_lm(
 
 
 def _match(count: Callable[[int], int], wanted: int) -> int:
-    """The width of a feed-forward block at which a model has about as many parameters as wanted."""
+    """The feed-forward width at which a model has about the wanted number of parameters."""
     small, large = count(8), count(16)
     return max(8, 8 + round((wanted - small) / ((large - small) / 8)))
 

@@ -1,7 +1,7 @@
 """Time and memory of layers, side by side in one run.
 
-Candidates take turns in every round, so that whatever else the machine does affects all of them; the tables show
-the median over the rounds with its quartiles, and the ratio to the first candidate of the same run.
+Candidates take turns in every round, so that other load on the machine affects all of them alike; the tables show
+the median and quartiles over the rounds, and the ratio to the first candidate of the same run.
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ class LayerRow(NamedTuple):
     length: int
     window: int
     rate: float | None
-    """asked for"""
+    """requested activation rate"""
     active: float | None
-    """fraction of the tokens that were activated; None without a router"""
+    """measured activation rate; None without a router"""
     parameters: int
     seconds: Quartiles | None
-    """None if refused"""
+    """None if skipped"""
     ratio: float | None
-    """of the median to the first candidate's"""
+    """median time relative to the first candidate"""
     lower_bound_ratio: float | None
-    """of the median to that of the bare matrix products, if they were measured"""
+    """median time relative to the matmul lower bound, if that was measured"""
     memory: int | None
-    """peak of the step in bytes"""
+    """peak memory of the step in bytes"""
     memory_ratio: float | None
-    """to the first candidate's"""
+    """memory relative to the first candidate"""
     memory_estimate: int | None
     note: str
-    """why it was refused"""
+    """why it was skipped"""
 
 
 def _memory_text(row: LayerRow) -> str:
@@ -82,13 +82,13 @@ COLUMNS = (
     Column("memory", _memory_text),
     Column("ratio", lambda row: ratio_text(row.memory_ratio)),
 )
-"""Of the tables, beside the row that they show."""
+"""Columns of the tables."""
 FEW = 3
-"""Refusals that an error lists."""
+"""Maximum number of reasons in an error message."""
 
 
 def print_layers(console: Console, rows: Sequence[LayerRow]) -> None:
-    """One table per mode and setting, and what was refused."""
+    """Print one table per mode and setting, and what was skipped."""
     print_machine(console)
     for _, group in groupby(rows, lambda row: (row.mode, row.batch, row.length, row.window, row.rate)):
         found = list(group)
@@ -115,19 +115,19 @@ def run_layers(
     """Measure every candidate under every setting in every mode.
 
     Args:
-        candidates: the others are compared with the first.
-        settings: take turns like the candidates, so that ratios between them hold as well.
-        modes: training step (forward and backward of the layer), inference (forward alone).
+        candidates: ratios are relative to the first.
+        settings: take turns like the candidates, so that they can be compared too.
+        modes: training (forward and backward pass of the layer), inference (forward pass).
         rounds: timed rounds.
-        warmup: rounds before them.
+        warmup: untimed rounds before them.
         memory: whether to measure the peak memory.
-        slowest: seconds that a step may take; what is estimated to take longer is refused.
-        progress: called with what comes next.
+        slowest: maximum seconds per step; candidates with a higher estimate are skipped.
+        progress: called with a description of the next step.
     """
     for candidate in candidates:
         for setting in settings:
             if candidate.name != LOWER_BOUND:
-                # mistakes in names and widths show before minutes of measuring
+                # fail on wrong names and widths before minutes of measuring
                 build(candidate, replace(setting, device="cpu", length=min(setting.length, SHORTEST)))
     plans = [_plan(candidates, setting, modes, memory, slowest, progress) for setting in settings]
     if not any(plan.runners for plan in plans):
@@ -136,7 +136,7 @@ def run_layers(
         raise ValueError(f"nothing fits: {'; '.join(notes[:FEW])}{more}")
     rows = []
     for mode in modes:
-        # settings take turns as well: a machine that slows down must not slow the last length alone
+        # settings take turns too: a machine that slows down must not affect only the last one
         jobs: dict[tuple[int, str], Callable[[], None]] = {
             (i, label): partial(runner.run, mode)
             for i, plan in enumerate(plans)
@@ -155,13 +155,13 @@ def run_layers(
 
 
 class _Plan(NamedTuple):
-    """What runs under a setting, and what is refused."""
+    """What to run under a setting, and what to skip."""
 
     setting: LayerSetting
     memory: dict[str, StepMemory]
     """by candidate"""
     refused: dict[tuple[str, str], str]
-    """by candidate and mode, why"""
+    """reasons, by candidate and mode"""
     runners: dict[str, Runner]
     """by candidate"""
 
@@ -203,7 +203,7 @@ def _plan(
 def _rows(
     candidates: Sequence[Candidate], plan: _Plan, mode: Mode, times: Mapping[str, Quartiles]
 ) -> list[tuple[LayerSetting, LayerRow]]:
-    """The rows of one setting and mode, each with its setting."""
+    """The rows of one mode, each with its setting."""
     setting = plan.setting
     bound = next((times.get(c.label) for c in candidates if c.name == LOWER_BOUND), None)
     first = times.get(candidates[0].label)

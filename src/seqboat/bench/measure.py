@@ -1,7 +1,7 @@
-"""Measuring: seconds of jobs that take turns, and the peak memory of a job.
+"""Measuring: time of jobs that take turns, and peak memory of a job.
 
-On the CPU the memory of a job is the peak of the resident set of a process in which nothing else runs, with an
-allocator that returns freed memory at once; on CUDA it is what the allocator counts.
+On the CPU the memory of a job is the peak resident set of a process that runs nothing else, with an allocator that
+returns freed memory at once; on CUDA it is the peak that the allocator reports.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Key = TypeVar("Key")
 
 
 class Quartiles(NamedTuple):
-    """Seconds: the median and the quartiles of several rounds."""
+    """Median and quartiles over several rounds, in seconds."""
 
     median: float
     low: float
@@ -50,7 +50,7 @@ def quartiles(values: Sequence[float]) -> Quartiles:
 def time_rounds(
     jobs: Mapping[Key, Callable[[], Any]], rounds: int, warmup: int, device: str = "cpu"
 ) -> dict[Key, list[float]]:
-    """Seconds of every job in every round; jobs take turns, and the first `warmup` rounds do not count."""
+    """Seconds of every job in every round; jobs take turns, and the first `warmup` rounds are dropped."""
     times: dict[Key, list[float]] = {label: [] for label in jobs}
     for turn in range(warmup + rounds):
         for label, job in jobs.items():
@@ -92,7 +92,7 @@ def available_memory(device: str = "cpu") -> int:
 
 
 def _status(key: str) -> int | None:
-    """A line of this process's status, in bytes."""
+    """An entry of /proc/self/status, in bytes."""
     try:
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith(key + ":"):
@@ -107,10 +107,10 @@ def _highest() -> int:
 
 
 def extra_peak(job: Callable[[], Any], device: str = "cpu") -> int:
-    """Bytes that a job needs at its peak beyond what was there before.
+    """Peak memory of a job beyond what was in use before, in bytes.
 
-    On the CPU this is the resident set of the whole process: run it in a separate one (`in_child`), where freed
-    memory goes back to the system at once.
+    On the CPU this measures the resident set of the whole process: call it in a separate one (`in_child`), where
+    freed memory is returned to the system at once.
     """
     gc.collect()
     if device.startswith("cuda"):
@@ -120,7 +120,7 @@ def extra_peak(job: Callable[[], Any], device: str = "cpu") -> int:
         job()
         torch.cuda.synchronize(device)
         return int(torch.cuda.max_memory_allocated(device) - before)
-    # forget the highest resident set so far; where that cannot be done, a peak below it is not seen
+    # reset the peak resident set; where that is impossible, a lower peak goes unnoticed
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
     now = _status("VmRSS") or _highest()
@@ -129,7 +129,7 @@ def extra_peak(job: Callable[[], Any], device: str = "cpu") -> int:
 
 
 def extrapolate(lengths: Sequence[int], sizes: Sequence[int], length: int) -> int:
-    """A value of the quadratic through three points at h, 2h and 4h, whose coefficients are not negative.
+    """Extrapolate with the quadratic through three points at h, 2h and 4h, with nonnegative coefficients.
 
     >>> extrapolate([1, 2, 4], [3 + 5 + 2, 3 + 10 + 8, 3 + 20 + 32], 100)
     20503
@@ -164,12 +164,12 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ[key] = old
 
 
-# without these, glibc keeps freed memory for later: a step would seem to need less than it does
+# without these, glibc keeps freed memory: a step would seem to need less than it does
 _GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 
 
 def in_child(job: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function of a module in a fresh process whose allocator returns freed memory at once."""
+    """Call a module-level function in a fresh process whose allocator returns freed memory at once."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     with _environment(_GIVE_BACK):
@@ -194,7 +194,7 @@ def in_child(job: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers depend on."""
+    """The hardware and software that the numbers depend on."""
     name = ""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -212,12 +212,12 @@ def machine() -> dict[str, Any]:
 
 
 def as_record(rows: Sequence[Any], setting: Any, **extra: Any) -> dict[str, Any]:
-    """Everything that was measured, for a JSON file."""
+    """All measurements as plain data for a JSON file."""
     return {"machine": machine(), "setting": asdict(setting), **extra, "rows": [_plain(row) for row in rows]}
 
 
 def _plain(value: Any) -> Any:
-    """Named tuples as dictionaries, at every depth."""
+    """Convert named tuples to dictionaries, recursively."""
     if hasattr(value, "_asdict"):
         return {name: _plain(part) for name, part in value._asdict().items()}
     return [_plain(part) for part in value] if isinstance(value, list) else value

@@ -1,7 +1,7 @@
-"""Memory and time of a step before it is run, from smaller ones: what would not fit is refused, not tried.
+"""Estimate memory and time of a step from smaller ones: steps that would not fit are skipped, not tried.
 
-Memory is what a step needs beyond what was there before it: from CUDA's allocator, or, on the CPU, the peak of the
-resident set of a process in which nothing else runs.
+Memory is what a step needs beyond what was in use before: from CUDA's allocator, or, on the CPU, the peak resident
+set of a process that runs nothing else.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from seqboat.bench.runners import LayerRunner, LowerBoundRunner
 from seqboat.bench.setting import LayerSetting, Mode
 
 SHORTEST = 32
-"""Tokens of the shortest sequence from which memory is estimated."""
+"""Shortest sequence to estimate memory from, in tokens."""
 PILOT = 512
-"""Sequences of a batch from which memory is estimated, at most; the rest is in proportion."""
+"""Largest batch to estimate memory from; larger batches are scaled in proportion."""
 FEWEST = 4
-"""Sequences of the smallest batch from which memory is estimated where sequences are short."""
+"""Smallest batch to estimate memory from, if sequences are short."""
 
 
 class StepMemory(NamedTuple):
     """Memory of a step, in bytes."""
 
     estimate: dict[str, int]
-    """by mode, from smaller steps"""
+    """by mode, estimated from smaller steps"""
     peak: dict[str, int]
-    """by mode, measured; modes that would not fit or take too long are missing"""
+    """by mode, measured; without modes that would not fit or take too long"""
     seconds: dict[str, float] = {}  # noqa: RUF012 - never changed
-    """by mode, how long a step should take, from smaller steps"""
+    """by mode, time of a step estimated from smaller steps"""
 
 
 def smaller_steps(setting: LayerSetting) -> tuple[str, list[int], int]:
-    """How a setting is approached: by its length, or by its batch where sequences are too short for that.
+    """The smaller steps to estimate from: shorter sequences, or smaller batches if sequences are already short.
 
     Returns:
-        The field, its values from the smallest on, each twice the one before and at most a quarter of the whole, and
-        the whole.
+        The name of the field, its values in ascending order (each twice the one before, at most a quarter of the full
+        value), and the full value.
     """
     short = setting.length < 16 * SHORTEST
     field, value, whole = ("batch", FEWEST, setting.batch) if short else ("length", SHORTEST, setting.length)
@@ -65,14 +65,14 @@ def measure_memory(
     Args:
         candidate: what to measure.
         setting: of the layer.
-        modes: which.
-        available: bytes that may be used.
-        whole: whether to measure the whole setting after the estimate.
-        slowest: seconds that a step may take, by its estimate.
+        modes: to measure.
+        available: memory limit in bytes.
+        whole: whether to measure the full setting after the estimate.
+        slowest: maximum estimated seconds per step.
     """
-    # estimates come from the layer as it is: compiled, every size would have to be compiled again
+    # estimated without compiling, which would be repeated for every size
     plain = candidate._replace(overrides={k: v for k, v in candidate.overrides.items() if k != "compiled"})
-    # the first call of all loads libraries and starts threads
+    # the very first call loads libraries and starts threads
     tiny = LayerRunner(plain, replace(setting, length=min(setting.length, SHORTEST), batch=1))
     for mode in modes:
         tiny.run(mode)
@@ -82,7 +82,7 @@ def measure_memory(
     short: dict[str, list[int]] = {mode: [] for mode in modes}
     times: dict[str, list[float]] = {mode: [] for mode in modes}
     for value in values:
-        # an estimate takes three; then more, while four times the memory is a small part of what there is
+        # an estimate needs three points; take more while they use little of the memory available
         if len(sizes) >= 3 and 16 * max(found[-1] for found in short.values()) >= available:
             break
         sizes.append(value)
@@ -90,7 +90,7 @@ def measure_memory(
         for mode in modes:
             job = partial(runner.run, mode)
             short[mode].append(extra_peak(job, setting.device))
-            # the better of two: an interruption of a short step would grow with the square of the length
+            # the faster of two: extrapolation would magnify an interruption of a short step
             times[mode].append(min(time_rounds({mode: job}, 2, 0, setting.device)[mode]))
         del runner
     estimate: dict[str, int] = {}
@@ -108,7 +108,7 @@ def measure_memory(
         layer = LayerRunner(candidate, setting)
         for mode in fitting:
             if candidate.overrides.get("compiled"):
-                layer.run(mode)  # the compiler's own memory does not count
+                layer.run(mode)  # the memory of the compiler is not counted
             peak[mode] = extra_peak(partial(layer.run, mode), setting.device)
     return StepMemory(estimate, peak, seconds)
 
@@ -116,9 +116,9 @@ def measure_memory(
 def find_memory(
     candidate: Candidate, setting: LayerSetting, modes: Sequence[Mode], measure: bool, slowest: float
 ) -> StepMemory:
-    """Estimates of a candidate, and its peaks if they are asked for; in a separate process on the CPU."""
+    """Estimates for a candidate, and its peaks if requested; in a separate process on the CPU."""
     free = available_memory(setting.device)
-    # input, output and their gradients are the least that any layer needs
+    # every layer needs at least input, output and their gradients
     least = 4 * setting.tokens * setting.d_model * setting.torch_dtype.itemsize
     if least > free:
         return StepMemory(dict.fromkeys(modes, least), {})

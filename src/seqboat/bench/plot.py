@@ -1,4 +1,4 @@
-"""A picture of a sweep: time and memory against what was swept."""
+"""A plot of a sweep: time and memory against the swept field."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _DASHES = ("-", "--", ":", "-.")
 
 
 def swept(rows: Sequence[LayerRow]) -> str:
-    """The field of the settings that takes the most values: the axis to draw against."""
+    """The field of the settings with the most values, for the x axis."""
     return max(("length", "window", "rate"), key=lambda field: len({getattr(row, field) for row in rows}))
 
 
 def plot(rows: Sequence[LayerRow], path: Path) -> None:
     """Time and memory per step, one line per candidate, both axes logarithmic.
 
-    They are drawn against the length, or against the window or the rate of activation if that is what was swept.
+    The x axis is the length, or the window or activation rate if that was swept.
     Lines differ in marker and dashes as well as in color.
     """
     import matplotlib
@@ -36,7 +36,7 @@ def plot(rows: Sequence[LayerRow], path: Path) -> None:
         "window": "working memory, tokens",
         "rate": "fraction of active tokens",
     }
-    # whatever else was swept makes separate lines
+    # other swept fields give separate lines
     others = [f for f in words if f != axis and len({getattr(row, f) for row in rows}) > 1]
 
     def line(row: LayerRow) -> str:
@@ -47,7 +47,7 @@ def plot(rows: Sequence[LayerRow], path: Path) -> None:
         ("seconds per step", lambda row: row.seconds.median if row.seconds is not None else 0.0),
         ("peak memory, MiB", lambda row: (row.memory or 0) / 2**20),
     ]
-    # an axis without a single value has no logarithm
+    # a logarithmic axis needs at least one value
     panels = [panel for panel in panels if any(panel[1](row) > 0 for row in rows)]
     figure, axes = pyplot.subplots(
         len(panels), len(modes), figsize=(5.2 * len(modes), 3.5 * len(panels)), squeeze=False, sharex=True,
@@ -58,7 +58,7 @@ def plot(rows: Sequence[LayerRow], path: Path) -> None:
             for k, label in enumerate(dict.fromkeys(map(line, rows))):
                 own = [r for r in rows if line(r) == label and r.mode == mode and value(r) > 0]
                 own = sorted((r for r in own if getattr(r, axis)), key=lambda row: float(getattr(row, axis)))
-                # an empty line keeps the colors of all panels alike
+                # an empty line keeps colors the same in all panels
                 style = _MARKERS[k % len(_MARKERS)] + _DASHES[k // len(_MARKERS) % len(_DASHES)]
                 axes[i][j].plot(
                     [getattr(r, axis) for r in own], [value(r) for r in own], style, ms=5, label=label
@@ -66,7 +66,7 @@ def plot(rows: Sequence[LayerRow], path: Path) -> None:
             axes[i][j].set(ylabel=quantity, title=mode if i == 0 else None)
             axes[-1][j].set(xlabel=words[axis])
             if not any(len(drawn.get_xdata()) for drawn in axes[i][j].lines):
-                continue  # nothing has no logarithm
+                continue  # zero has no logarithm
             axes[i][j].set(xscale="log", yscale="log")
             axes[i][j].set_xticks(places, [f"{place:,g}" for place in places])
             axes[i][j].xaxis.set_minor_locator(NullLocator())

@@ -1,8 +1,8 @@
-"""Where the time of a layer goes: by its parts, by kinds of operations, and against the bare matrix products.
+"""Where the time of a layer goes: by part, by kind of operation, and relative to its matmul lower bound.
 
-The step and its matmul lower bound are timed in turn first, because the profiler itself costs time; what it then
-reports is taken as fractions of the step. Every operation belongs to the part of the layer in whose call it ran, and
-a backward operation to the part of its forward operation.
+The step and its matmul lower bound are first timed without the profiler, which costs time itself; its numbers are
+then used as fractions of the step. An operation belongs to the part of the layer whose call it ran in, and a backward
+operation to the part of its forward operation.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 PART = "part of the layer: "
 REST = "the layer itself"
-"""What runs in none of its parts: residual, activation, and maps that are applied without being called."""
+"""What runs outside its parts: residual, activation, and linear maps applied without calling the module."""
 
 CALLS = ("forward", "activate", "after_silu")
-"""Methods through which a part is entered."""
+"""Methods of a part that are marked in the profile."""
 
 KINDS = {
     "matrix products": ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "linear"),
@@ -48,7 +48,7 @@ KINDS = {
         "linalg_vecdot", "linalg_vector_norm", "amax", "any", "cumsum", "cumprod",
     ),
 }  # fmt: skip
-"""Operations of PyTorch by what they do; in-place forms and leading underscores count alike."""
+"""PyTorch operations by kind; in-place variants and leading underscores are ignored."""
 
 ELEMENTWISE = "elementwise"
 OUTSIDE = "between operations"
@@ -59,11 +59,11 @@ VIEWS = (
     "empty", "empty_strided", "empty_like", "reshape", "unflatten", "flatten", "unbind", "split", "narrow", "to",
     "resolve_conj", "alias", "lift_fresh", "new_empty", "unsafe_view", "result_type",
 )  # fmt: skip
-"""Operations that move no numbers: what they cost is the cost of calling them."""
+"""Operations that move no data: they cost only the call."""
 
 
 class PartTime(NamedTuple):
-    """How much of a step a part of the layer takes."""
+    """The time of a part of the layer."""
 
     part: str
     forward: float
@@ -72,7 +72,7 @@ class PartTime(NamedTuple):
 
 
 class KindTime(NamedTuple):
-    """How much of a step a kind of operation takes."""
+    """The time of a kind of operation."""
 
     kind: str
     fraction: float
@@ -81,14 +81,14 @@ class KindTime(NamedTuple):
 
 
 class ProductTime(NamedTuple):
-    """The bare matrix products of a part."""
+    """The matrix products of a part, timed alone."""
 
     what: str
     gigaflops: float
-    """multiplications and additions, in units of 1e9"""
+    """GFLOPs: multiplications and additions"""
     seconds: float
     fraction: float
-    """of the whole lower bound"""
+    """fraction of the whole lower bound"""
 
 
 class Profile(NamedTuple):
@@ -98,7 +98,7 @@ class Profile(NamedTuple):
     mode: str
     seconds: Quartiles
     lower_bound_seconds: Quartiles | None
-    """of the matrix products that the layer cannot avoid; None where they are not known"""
+    """matmul lower bound; None if it is not known"""
     lower_bound_ratio: float | None
     parts: list[PartTime]
     kinds: list[KindTime]
@@ -126,7 +126,7 @@ PRODUCT_COLUMNS = (
 
 
 def print_profiles(console: Console, profiles: Sequence[Profile], setting: LayerSetting) -> None:
-    """Three tables per layer and mode: parts, kinds of operations, the matmul lower bound."""
+    """Print three tables per layer and mode: parts, kinds of operations, the matmul lower bound."""
     print_machine(console)
     for found in profiles:
         step = "training step" if found.mode == "training" else found.mode
@@ -153,12 +153,12 @@ def run_profile(
     """Profile single layers.
 
     Args:
-        candidates: layers; the lower bound is known for SeqBoat layers without a feed-forward block.
+        candidates: layers; only SeqBoat layers without a feed-forward block have a known lower bound.
         setting: of the layers.
         modes: training step, inference.
-        rounds: steps that are timed, and as many that are profiled.
-        warmup: steps before them.
-        progress: called with what comes next.
+        rounds: number of steps to time, and to profile after that.
+        warmup: untimed steps before them.
+        progress: called with a description of the next step.
     """
     require(
         all(c.name != LOWER_BOUND for c in candidates),
@@ -213,7 +213,7 @@ def _profile(
 
 
 def profiled_events(runner: LayerRunner, mode: Mode, steps: int) -> Sequence[FunctionEvent]:
-    """What the profiler saw in some steps."""
+    """The profiler's events over some steps."""
     activities = [ProfilerActivity.CPU]
     if runner.x.is_cuda:
         activities.append(ProfilerActivity.CUDA)
@@ -225,10 +225,10 @@ def profiled_events(runner: LayerRunner, mode: Mode, steps: int) -> Sequence[Fun
 
 @contextmanager
 def _marked(layer: nn.Module) -> Iterator[None]:
-    """Calls of the parts of a layer leave a mark in the profile, in the block."""
+    """Mark the calls of a layer's parts in the profile, inside a `with` block."""
     changed = []
     for name, part in layer.named_modules():
-        # parts, and parts of what only holds others
+        # children; of containers, their children
         if not name or isinstance(part, nn.ModuleList | nn.ModuleDict):
             continue
         for call in CALLS:
@@ -255,7 +255,7 @@ def _own_time(event: FunctionEvent, on_device: bool) -> float:
 
 
 def _part_of(event: FunctionEvent) -> str | None:
-    """The innermost part in whose call an event lies."""
+    """The innermost part whose call contains an event."""
     above: FunctionEvent | None = event
     while above is not None:
         if above.name.startswith(PART):
@@ -272,7 +272,7 @@ def _outermost(event: FunctionEvent) -> FunctionEvent:
 
 def part_times(events: Sequence[FunctionEvent], on_device: bool = False) -> list[PartTime]:
     """Fractions by part of the layer, the largest first."""
-    # autograd numbers its nodes: the last operation that saw a number is the one that made the node
+    # autograd numbers its nodes: the last operation with a number created that node
     maker: dict[tuple[int, int], str] = {}
     for event in sorted(events, key=lambda event: event.time_range.start):
         if event.sequence_nr >= 0 and not _is_backward(_outermost(event)):
@@ -299,7 +299,7 @@ def _is_backward(event: FunctionEvent) -> bool:
 
 
 def kind_of(name: str) -> str:
-    """The kind of an operation by the name that the profiler gives it.
+    """The kind of an operation, given its name in the profile.
 
     >>> kind_of("aten::baddbmm_"), kind_of("aten::_softmax"), kind_of("aten::silu"), kind_of("aten::slice")
     ('matrix products', 'norms, softmax, sums', 'elementwise', 'between operations')
@@ -327,7 +327,7 @@ def kind_times(events: Sequence[FunctionEvent], steps: int, on_device: bool = Fa
 
 
 def _product_times(products: Sequence[Product], seconds: Sequence[float]) -> list[ProductTime]:
-    """The products by what they belong to: forward and both gradients together."""
+    """The products summed by name: forward and both gradients together."""
     whole = math.fsum(seconds) or 1.0
     names = dict.fromkeys(product.what.split(",")[0] for product in products)
     found = []

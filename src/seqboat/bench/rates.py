@@ -1,4 +1,4 @@
-"""Activation rates of a benchmark: forced ones, and those of a trained run."""
+"""Activation rates for benchmarks: forced ones, and those of a trained run."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from seqboat.runs import Run
 
 
 class ForcedRate(Router):
-    """Activates a fixed fraction of the tokens, picked at random but always the same ones.
+    """Activates a fixed fraction of the tokens, chosen at random once and for all.
 
-    The probabilities are those of another router, so that its cost and its gradient stay; only its decisions are
-    ignored.
+    The probabilities come from the original router, so that its cost and gradient remain; only its decisions are
+    replaced.
     """
 
     def __init__(self, router: Router, rate: float, seed: int = 0) -> None:
@@ -46,13 +46,13 @@ class ForcedRate(Router):
         return self._pattern
 
     def _step(self, batch: int) -> Tensor:
-        """(batch,): evenly over the steps, sequences at different times."""
+        """(batch,): spread evenly over the steps, with sequences active at different times."""
         # the golden ratio spreads any number of sequences evenly
         phases = [number * (math.sqrt(5) - 1) / 2 for number in range(batch)]
         before = self._steps * self.rate
         self._steps += 1
         after = self._steps * self.rate
-        # plain numbers: the time of a step should be the layer's, not ours
+        # plain Python numbers: this must not add to the time of a step
         return torch.tensor([math.floor(after + phase) > math.floor(before + phase) for phase in phases])
 
 

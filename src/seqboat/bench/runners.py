@@ -1,4 +1,4 @@
-"""Candidates that are ready to run: a layer on random inputs, or the matrix products of our layer alone."""
+"""Runnable candidates: a layer on random inputs, or only the matrix products of our layer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class LayerRunner(Runner):
         self.parameters = count_parameters(self.layer)
         self._call = self.layer
         if candidate.overrides.get("compiled"):
-            from seqboat.models.compile import compile_model  # takes as long to import as torch itself
+            from seqboat.models.compile import compile_model  # importing this takes as long as torch itself
 
             # the first call takes up to a minute; it is one of the warm-up rounds
             self._call = compile_model(self.layer)
@@ -66,11 +66,11 @@ def _inputs(setting: LayerSetting) -> Tensor:
 
 
 class LowerBoundRunner(Runner):
-    """The matrix products of our layer and nothing else, with all operands in place.
+    """Only the matrix products of our layer, with preallocated operands.
 
     Args:
         setting: of the layer.
-        candidate: a SeqBoat layer without a feed-forward block; as the setting says by default.
+        candidate: a SeqBoat layer without a feed-forward block; by default the setting's.
     """
 
     def __init__(self, setting: LayerSetting, candidate: Candidate = OURS) -> None:
@@ -87,7 +87,7 @@ class LowerBoundRunner(Runner):
         self._device, self._dtype = setting.device, setting.torch_dtype
 
     def products(self, mode: Mode) -> list[Product]:
-        """What is multiplied in a step."""
+        """The matrix products of a step."""
         return self.forward + self.backward if mode == "training" else self.forward
 
     def run(self, mode: Mode) -> None:
@@ -95,7 +95,7 @@ class LowerBoundRunner(Runner):
             self.multiply(product)
 
     def multiply(self, product: Product) -> None:
-        """One batch of products."""
+        """Compute one batch of products."""
         with torch.no_grad():
             left, right, out = (self._operand(key) for key in operand_keys(product))
             torch.bmm(left, right, out=out)
@@ -106,11 +106,11 @@ class LowerBoundRunner(Runner):
         return self._operands[key]
 
     def flops(self, mode: Mode) -> int:
-        """Of all products."""
+        """FLOPs of all products."""
         return sum(product.flops for product in self.products(mode))
 
     def memory(self, mode: Mode) -> int:
-        """Bytes of all operands, which stay allocated."""
+        """Size of all operands, which stay allocated, in bytes."""
         keys = {key for product in self.products(mode) for key in operand_keys(product)}
         return sum(batch * rows * columns for batch, rows, columns, _ in keys) * self._dtype.itemsize
 
@@ -122,5 +122,5 @@ def operand_keys(product: Product) -> list[tuple[int, int, int, int]]:
 
 
 def make_runner(candidate: Candidate, setting: LayerSetting) -> Runner:
-    """A candidate that is ready to run."""
+    """Make a candidate runnable."""
     return LowerBoundRunner(setting) if candidate.name == LOWER_BOUND else LayerRunner(candidate, setting)

@@ -1,4 +1,4 @@
-"""What a layer is measured with: its sizes, its batch, and the sweep over several of them."""
+"""The setting of a measurement: sizes of the layer, batch, and sweeps over them."""
 
 from __future__ import annotations
 
@@ -18,40 +18,40 @@ MODES: tuple[Mode, ...] = ("training", "inference")
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSetting:
-    """A layer and its batch; the defaults are the paper's Text setting with half of the tokens active."""
+    """Sizes of a layer and its batch; the defaults are the paper's Text task with half of the tokens active."""
 
     batch: int = 4
-    """Sequences."""
+    """Sequences per batch."""
     length: int = 4096
     """Tokens per sequence."""
     d_model: int = 128
-    """Width."""
+    """Width of the layer."""
     d_z: int = 64
-    """Width of queries and keys of gated attention."""
+    """Width of queries and keys in gated attention."""
     d_v: int = 256
-    """Width of its values."""
+    """Width of values in gated attention."""
     d_state: int = 16
-    """States per channel of state-space layers."""
+    """States per channel in state-space layers."""
     window: int = 256
-    """Working memory."""
+    """Size of the working memory in tokens."""
     heads: int = 4
-    """Heads of multi-head attention."""
+    """Heads in multi-head attention."""
     attention: AttentionName = "softmax"
     """Attention function of gated attention."""
     positions: PositionsName = "compressed"
-    """Positions of our attention unit."""
+    """Position scheme of gated attention."""
     causal: bool = False
-    """One direction or both."""
+    """Whether the layer is causal or bidirectional."""
     prenorm: bool = False
-    """Whether norms come first."""
+    """Whether layers are pre-norm."""
     rate: float | None = 0.5
-    """Fraction of the tokens that routers activate; None for what they decide themselves."""
+    """Activation rate to force; None for the routers' decisions."""
     dtype: str = "float32"
-    """Type of weights and inputs."""
+    """Dtype of weights and inputs."""
     device: str = "cpu"
-    """Where to run."""
+    """Device to run on."""
     seed: int = 0
-    """Seed of weights and inputs."""
+    """Random seed of weights and inputs."""
 
     def __post_init__(self) -> None:
         for name in ("batch", "length", "d_model", "d_z", "d_v", "d_state", "window", "heads"):
@@ -64,18 +64,18 @@ class LayerSetting:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the batch."""
+        """Tokens in the batch."""
         return self.batch * self.length
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The type itself."""
+        """The dtype as a torch object."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
 
     @property
     def where(self) -> str:
-        """Its batch, for messages."""
+        """Description of the batch, for messages."""
         return f"{self.batch} x {self.length} tokens"
 
 
@@ -96,7 +96,7 @@ def sweep(
     rates: Sequence[float | None],
     tokens: int | None,
 ) -> list[LayerSetting]:
-    """Settings of every length, window and rate; the batch shrinks so that the number of tokens stays.
+    """Settings for every length, window and rate; the batch size changes to keep the number of tokens.
 
     >>> [(s.batch, s.length) for s in sweep(LayerSetting(), [1024, 16384], [256], [0.5], 16384)]
     [(16, 1024), (1, 16384)]

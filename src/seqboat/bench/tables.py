@@ -1,4 +1,4 @@
-"""Tables of a benchmark in a terminal: a table is a list of columns, and a column is one place."""
+"""Tables of a benchmark in a terminal; each column is defined in one place."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 class Column(NamedTuple):
-    """One column: its head, and what it says of a row. It is left out where it says nothing of any row."""
+    """One column: its heading, and its text for a row. A column that is empty in every row is left out."""
 
     head: str
     cell: Callable[[Any], str]
 
 
 def make_table(title: str, columns: Sequence[Column], rows: Sequence[Any]) -> Table:
-    """The first column names the rows; the others are numbers."""
+    """Make a table: the first column names the rows, the others hold numbers."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -35,7 +35,7 @@ def make_table(title: str, columns: Sequence[Column], rows: Sequence[Any]) -> Ta
 
 
 def print_table(console: Console, title: str, columns: Sequence[Column], rows: Sequence[Any]) -> None:
-    """Print a table as wide as it is: no cell is broken or cut, however narrow the terminal."""
+    """Print a table at full width: no cell is wrapped or cut, however narrow the terminal."""
     from rich.console import Console
 
     table = make_table(title, columns, rows)
@@ -45,7 +45,7 @@ def print_table(console: Console, title: str, columns: Sequence[Column], rows: S
 
 
 def print_machine(console: Console) -> None:
-    """What the numbers depend on, in a line."""
+    """Print the hardware and software in one line."""
     found = machine()
     where = found["cuda"] or found["cpu"] or "unknown CPU"
     line = f"{where}, {found['threads']} of {found['cores']} cores, torch {found['torch']}"
@@ -53,12 +53,12 @@ def print_machine(console: Console) -> None:
 
 
 def median_text(seconds: Quartiles | None) -> str:
-    """The median; nothing if there is none."""
+    """The median as text; empty if there is none."""
     return "" if seconds is None else human_seconds(seconds.median)
 
 
 def quartiles_text(seconds: Quartiles | None) -> str:
-    """How far the quartiles are from the median."""
+    """The quartiles relative to the median."""
     if seconds is None:
         return ""
     low, high = seconds.low / seconds.median - 1, seconds.high / seconds.median - 1
@@ -66,7 +66,7 @@ def quartiles_text(seconds: Quartiles | None) -> str:
 
 
 def ratio_text(ratio: float | None) -> str:
-    """A multiple of something.
+    """A ratio as text.
 
     >>> ratio_text(1.5)
     '1.50x'
