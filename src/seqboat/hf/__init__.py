@@ -1,4 +1,4 @@
-"""Models for Hugging Face transformers: import this and the Auto classes know them.
+"""Models for Hugging Face transformers: importing this registers them with the Auto classes.
 
     import seqboat.hf
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -1,7 +1,7 @@
 """Run another program with our models registered: `python -m seqboat.hf MODULE ARGUMENTS...`.
 
-Programs that load models by their Auto class, such as evaluation harnesses and transformers' own server, do not
-know that they have to import this package first. This runs them as `python -m MODULE ARGUMENTS...` would.
+Programs that load models by their Auto class, such as evaluation harnesses and the server of transformers, do not
+import this package. This imports it, then runs the program like `python -m MODULE ARGUMENTS...`.
 """
 
 from __future__ import annotations

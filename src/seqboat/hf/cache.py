@@ -1,7 +1,7 @@
 """The state of a causal model as a cache of transformers.
 
-The library asks each layer of a cache how many positions it has seen and lets it reorder, repeat and select its
-sequences; what it stores is up to the cache. Ours stores the mixer's state, of constant size for SeqBoat layers.
+The library asks each layer of a cache for the number of positions seen, and to reorder, repeat and select sequences;
+what a layer stores is up to it. Ours stores the mixer's state, of constant size for SeqBoat layers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from seqboat.models.backbone import BackboneState
 
 
 class SeqBoatCacheLayer(CacheLayerMixin):
-    """What one mixer remembers, and how many tokens the model has seen."""
+    """The state of one mixer, and the number of tokens that the model has seen."""
 
     is_compileable = False
     is_croppable = False
@@ -28,7 +28,7 @@ class SeqBoatCacheLayer(CacheLayerMixin):
     def __init__(self) -> None:
         super().__init__()
         self.cumulative_length = 0
-        """positions so far, padding included: the same for all sequences"""
+        """positions so far, including padding: the same for all sequences"""
         self.state: tuple[Any, Tensor] | None = None
         """the mixer's state, and (batch,) the real tokens that each sequence has seen"""
 
@@ -63,7 +63,7 @@ class SeqBoatCacheLayer(CacheLayerMixin):
         return -1
 
     def get_max_cache_shape(self) -> int:
-        """As `get_max_length`, under the name that versions before 5.14 use."""
+        """`get_max_length` under its name in versions before 5.14."""
         return -1
 
     def reset(self) -> None:
@@ -82,7 +82,7 @@ class SeqBoatCacheLayer(CacheLayerMixin):
 
 
 class SeqBoatCache(Cache):
-    """The state of all layers. Like every cache of the library it changes as the model reads on."""
+    """The state of all layers. Like every cache of the library it is updated in place."""
 
     def __init__(self, num_layers: int) -> None:
         super().__init__(layers=[SeqBoatCacheLayer() for _ in range(num_layers)])
@@ -90,7 +90,7 @@ class SeqBoatCache(Cache):
 
     @property
     def state(self) -> BackboneState | None:
-        """The state as the core knows it; None before the first token."""
+        """The state in the form of the core; None before the first token."""
         first = self.layers[0].state
         if first is None:
             return None
@@ -108,7 +108,7 @@ class SeqBoatCache(Cache):
 
     @property
     def overwritable(self) -> bool:
-        """Whether a step may write into the tensors: no gradient needs them, and torch allows it."""
+        """Whether a step may overwrite the tensors: no gradient needs them, and torch allows it."""
         state = self.state
         if state is None or self._differentiable or torch.is_grad_enabled():
             return False

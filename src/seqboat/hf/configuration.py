@@ -1,4 +1,4 @@
-"""The configuration of a model for transformers: the core's backbone under the names that its users expect."""
+"""The configuration of a model for transformers: that of the backbone, with the library's field names."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class SeqBoatModelConfig(PreTrainedConfig):
     vocab_size: int = 256
     """Number of token ids."""
     hidden_size: int = 128
-    """Width."""
+    """Width of the model."""
     num_hidden_layers: int = 4
-    """Depth."""
+    """Number of layers."""
     mixer: dict[str, Any] | None = None
     """The layer that is stacked; a causal SeqBoat layer by default."""
     scaled_embedding: bool = False
-    """Whether token embeddings are multiplied by sqrt(hidden_size) when read."""
+    """Whether to multiply token embeddings by sqrt(hidden_size)."""
     absolute_positions: bool | None = None
-    """Whether sinusoidal positions with a learned scale are added to the inputs; None: if the mixer wants them."""
+    """Whether to add sinusoidal positions with a learned scale to the inputs; None: if the mixer needs them."""
     dropout: float = 0.0
-    """Rate of dropout on the inputs of the first layer; mixers have their own."""
+    """Dropout rate on the input of the first layer; mixers have separate rates."""
     final_norm_affine: bool = True
     """Whether the norm that a pre-norm stack ends with has a learned scale and shift."""
     head_bias: bool = True
@@ -47,10 +47,10 @@ class SeqBoatModelConfig(PreTrainedConfig):
     tie_word_embeddings: bool = True
     """Whether the embedding also scores the next token."""
     pad_token_id: int | None = None
-    """Fills up finished sequences; attention_mask says what is padding."""
+    """Token that pads finished sequences; attention_mask marks padding."""
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
-    """Where generation stops; models of plain text have no such token."""
+    """Token that ends generation; models of plain text have none."""
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
@@ -59,7 +59,7 @@ class SeqBoatModelConfig(PreTrainedConfig):
             mixer = SeqBoatConfig(causal=True)
         if not dataclasses.is_dataclass(mixer):
             mixer = part_from_dict(MixerConfig, mixer, "mixer")
-        # every field is written down: a default that changes one day must not change this model
+        # store every field: a default that changes later must not change this model
         self.mixer = to_dict(mixer, MixerConfig)
         self.backbone()
 

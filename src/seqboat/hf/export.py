@@ -1,4 +1,4 @@
-"""From a trained run to a folder that transformers loads: configuration, weights, tokenizer, model card."""
+"""Export a trained run to a folder that transformers loads: configuration, weights, tokenizer, model card."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Exported(NamedTuple):
     model: SeqBoatPreTrainedModel
     folder: Path
     tokenizer: bool
-    """whether a tokenizer is with it"""
+    """whether it includes a tokenizer"""
 
 
 def to_transformers(model: nn.Module, **settings: Any) -> SeqBoatPreTrainedModel:
@@ -57,7 +57,7 @@ def to_transformers(model: nn.Module, **settings: Any) -> SeqBoatPreTrainedModel
 
 
 def export_run(run: Path | str, folder: Path | str, which: str = "best") -> Exported:
-    """Write a trained run as a folder that transformers loads. The folder appears whole or not at all.
+    """Export a trained run to a folder that transformers loads. The folder appears complete or not at all.
 
     Args:
         run: the run's folder, or one checkpoint in it.
@@ -100,7 +100,7 @@ def export_run(run: Path | str, folder: Path | str, which: str = "best") -> Expo
 
 
 def label_names(config: RunConfig, checkpoint: Checkpoint) -> tuple[str, ...]:
-    """What the classes of a table are called, if the table is still there and still has as many."""
+    """Names of the classes of a table, if the table still exists with the same number of labels."""
     task = config.build_task()
     if not isinstance(task, ClassifyTask):
         return ()

@@ -4,7 +4,7 @@
     SeqBoatForCausalLM                  scores of the next token; `generate`
     SeqBoatForSequenceClassification    one label for a sequence
 
-Whatever the mixers are, padding may be anywhere (attention_mask says where) and changes nothing for real tokens.
+For every mixer, padding may be anywhere (attention_mask marks it) and does not affect real tokens.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from seqboat.models.limits import build_within
 from seqboat.tasks.base import IGNORE
 
 CHECKSUMS = "sha256.json"
-"""The file beside the weights that says what their bytes hash to."""
+"""The file beside the weights with their hashes."""
 
 
 @contextmanager
@@ -67,7 +67,7 @@ def keep_hidden(backbone: Backbone, kept: list[Tensor]) -> Iterator[None]:
 
 @contextmanager
 def read_vectors(backbone: Backbone, vectors: Tensor, mask: Tensor | None) -> Iterator[Tensor]:
-    """Let a backbone read these vectors instead of looking tokens up; yields the ids to call it with.
+    """Make a backbone read these vectors instead of its embeddings; yields the ids to call it with.
 
     Args:
         backbone: reads tokens.
@@ -90,14 +90,14 @@ def read_vectors(backbone: Backbone, vectors: Tensor, mask: Tensor | None) -> It
 
 
 def read_mask(attention_mask: Tensor | None, time: int) -> Tensor | None:
-    """The (batch, time) bool mask of the current tokens: the last columns of the library's mask, 1 on real tokens."""
+    """The (batch, time) bool mask of the current tokens, from the last columns of the library's mask."""
     if attention_mask is None:
         return None
     return attention_mask[:, attention_mask.shape[1] - time :] != 0
 
 
 def check_attention_mask(attention_mask: Tensor | None, batch: int, time: int, past: int) -> None:
-    """Refuse a mask that fits neither the current tokens nor, as `generate` passes it, the cache and them."""
+    """Reject a mask that covers neither the current tokens nor, as in `generate`, the cache plus them."""
     if attention_mask is None:
         return
     shape, fits = tuple(attention_mask.shape), [(batch, time), (batch, past + time)]
@@ -110,16 +110,16 @@ def check_attention_mask(attention_mask: Tensor | None, batch: int, time: int, p
 def next_token_loss(
     logits: Tensor, labels: Tensor, mask: Tensor | None, num_items_in_batch: Tensor | int | None = None
 ) -> Tensor:
-    """Cross-entropy of each token given those before it, in float32 at least; 0 where nothing is scored.
+    """Cross-entropy of each token given those before it, in float32 at least; 0 if nothing is scored.
 
     Neither padding nor the token after padding is scored, whatever their labels: the loss of a sequence does not
     depend on where it is padded.
 
     Args:
         logits: (batch, time, vocab).
-        labels: (batch, time), the inputs themselves, IGNORE where nothing is to be scored.
+        labels: (batch, time), usually the inputs; IGNORE for tokens that are not scored.
         mask: (batch, time), True on real tokens.
-        num_items_in_batch: what the sum is divided by; the number of scored tokens by default.
+        num_items_in_batch: divisor of the sum; the number of scored tokens by default.
     """
     require(
         labels.shape == logits.shape[:2],
@@ -136,7 +136,7 @@ def next_token_loss(
 
 
 class WeightsSize(NamedTuple):
-    """How large a model is, as the headers of its weights say."""
+    """The size of a model, from the headers of its weights."""
 
     folder: Path
     elements: int
@@ -144,14 +144,14 @@ class WeightsSize(NamedTuple):
 
 
 _loading: ContextVar[WeightsSize | None] = ContextVar("loading", default=None)
-"""The weights that a model is being built for."""
+"""The weights being loaded while a model is built."""
 
 
 def check_weights(folder: Path) -> WeightsSize | None:
-    """Refuse files in a folder that cannot be read, or weights whose bytes are not those that were saved.
+    """Reject a folder with unreadable files, or with weights that do not match their saved hashes.
 
     Returns:
-        How large the model in them is; None if the folder holds no safetensors file.
+        The size of the model; None if the folder has no safetensors file.
     """
     config = folder / "config.json"
     if config.is_file():
@@ -188,27 +188,27 @@ def check_weights(folder: Path) -> WeightsSize | None:
 
 
 def write_checksums(folder: Path) -> None:
-    """Write down what the weights in a folder hash to."""
+    """Write the hashes of the weights in a folder."""
     sums = {path.name: digest_of(path) for path in sorted(folder.glob("*.safetensors"))}
     write_json(folder / CHECKSUMS, sums)
 
 
 class SeqBoatPreTrainedModel(PreTrainedModel):
-    """What the models share: loading, saving, starting values of what a file does not hold."""
+    """The common part of the models: loading, saving, initial values of weights that a file lacks."""
 
     config_class = SeqBoatModelConfig
     base_model_prefix = "model"
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
-    # the state stays beside its weights: a model is on one device as a whole
+    # not split over devices: the state stays with its weights
     _no_split_modules = ["SeqBoatModel"]  # noqa: RUF012 - the library's own spelling
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
-    # a state cannot be taken back to an earlier token
+    # a state cannot be rewound to an earlier token
     _is_stateful = True
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Starting values of a new head and of new rows of the embedding; everything else starts by itself.
+        """Initial values of a new head and of new embedding rows; other modules initialize themselves.
 
         Linear       N(0, 0.02), truncated at two standard deviations, biases 0
         Embedding    N(0, 1 / hidden_size)
@@ -224,7 +224,7 @@ class SeqBoatPreTrainedModel(PreTrainedModel):
     def from_pretrained(
         cls, pretrained_model_name_or_path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any
     ) -> Any:
-        """As the library's, but strict: local weights are checked, and all of the stack must be there."""
+        """Like the library's, but strict: local weights are verified, and no weight of the stack may be missing."""
         place = pretrained_model_name_or_path
         size = None
         if place is not None and Path(place).is_dir():
@@ -244,7 +244,7 @@ class SeqBoatPreTrainedModel(PreTrainedModel):
         return (model, info) if output_loading_info else model
 
     def save_pretrained(self, save_directory: Any, is_main_process: bool = True, **kwargs: Any) -> None:
-        """As the library's; besides, the weights' sha256 is written down."""
+        """Like the library's, but also writes the sha256 of the weights."""
         super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
         if is_main_process:
             write_checksums(Path(save_directory))
@@ -259,7 +259,7 @@ class SeqBoatPreTrainedModel(PreTrainedModel):
 
 
 def build_backbone(config: BackboneConfig) -> Backbone:
-    """A backbone; while weights are being loaded, none that is far larger than they are."""
+    """Build a backbone; while weights are being loaded, reject one far larger than they are."""
     size = _loading.get()
     if size is None:
         return Backbone(config)
@@ -273,7 +273,7 @@ class SeqBoatModel(SeqBoatPreTrainedModel):
 
     def __init__(self, config: SeqBoatModelConfig) -> None:
         super().__init__(config)
-        # the library makes models without memory before it loads them, but some mixers draw numbers as they are made
+        # the library builds models on the meta device before loading, but some mixers draw random numbers when built
         meta = torch.get_default_device().type == "meta"
         with torch.device("cpu") if meta else nullcontext():
             self.backbone = build_backbone(config.backbone())
@@ -294,12 +294,12 @@ class SeqBoatModel(SeqBoatPreTrainedModel):
 
         Args:
             input_ids: (batch, time).
-            attention_mask: (batch, time), or with the positions in the cache before it; 1 on real tokens.
-            past_key_values: to continue from; it is changed.
+            attention_mask: (batch, time), or (batch, cached + time); 1 on real tokens.
+            past_key_values: the cache to continue from, updated in place.
             inputs_embeds: (batch, time, hidden_size) instead of input_ids.
             use_cache: whether to return a cache; only causal models have one.
             output_hidden_states: whether to return the inputs and outputs of all layers.
-            output_attentions: must not be set: no layer has a (time, time) matrix to show.
+            output_attentions: not supported: no layer has a (time, time) matrix.
         """
         require(
             (input_ids is None) != (inputs_embeds is None),
@@ -358,7 +358,7 @@ class SeqBoatModel(SeqBoatPreTrainedModel):
         if mask is not None:
             plan = align(mask)
             inner = [plan.push(part) for part in inner]
-        # as everywhere in the library, the last one is what the head sees
+        # by the library's convention, the last one is the input of the head
         return (*inner, last)
 
 
@@ -384,20 +384,20 @@ class SeqBoatForCausalLM(SeqBoatPreTrainedModel, GenerationMixin):
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        # keys and values of all tokens are not what the model remembers
+        # the model keeps a state, not the keys and values of all tokens
         return False
 
     def prepare_inputs_for_generation(
         self, input_ids: Tensor, inputs_embeds: Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        # it is for stopping criteria, but `generate` hands it on
+        # meant for stopping criteria, but `generate` passes it on
         kwargs.pop("tokenizer", None)
         return super().prepare_inputs_for_generation(input_ids, inputs_embeds=inputs_embeds, **kwargs)
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
-        # here and not earlier: the library has worked out the mask by now, and dropped one without padding
+        # not earlier: by now the library has computed the mask, and dropped it if nothing is padded
         mask = model_kwargs.get("attention_mask")
         if mask is not None:
             require(
@@ -425,10 +425,10 @@ class SeqBoatForCausalLM(SeqBoatPreTrainedModel, GenerationMixin):
         """Score the token after each token; see `SeqBoatModel.forward`.
 
         Args:
-            labels: (batch, time), the inputs themselves, -100 where nothing is to be scored; they are shifted here.
-            logits_to_keep: score only after this many of the last tokens, or after the tokens at these places;
-                0 for all.
-            num_items_in_batch: what the summed loss is divided by; the scored tokens by default.
+            labels: (batch, time), usually the inputs; -100 for tokens that are not scored. They are shifted here.
+            logits_to_keep: compute logits only for this many last tokens, or for the tokens at these indices; 0 for
+                all.
+            num_items_in_batch: divisor of the summed loss; the number of scored tokens by default.
         """
         out = self.model(
             input_ids,
@@ -483,7 +483,7 @@ class SeqBoatForSequenceClassification(SeqBoatPreTrainedModel):
         """Score the labels of each sequence; see `SeqBoatModel.forward`.
 
         Args:
-            labels: (batch,) classes; or values, or (batch, num_labels) of 0 and 1, as `config.problem_type` says.
+            labels: (batch,) classes or values, or (batch, num_labels) of 0 and 1, depending on `config.problem_type`.
         """
         out = self.model(
             input_ids,

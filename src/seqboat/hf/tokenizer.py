@@ -10,12 +10,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 PAD = 0
-"""The byte that fills up sequences, and that programs take for the end of a text if they ask for one. Text does not
-hold it, and attention_mask marks padding anyway."""
+"""The byte that pads sequences, and that programs take for the end of a text if they need one. Text does not contain
+it, and attention_mask marks padding anyway."""
 
 
 def byte_names() -> list[str]:
-    """A printable character for every byte, as the library's byte-level tokenizers spell them.
+    """A printable character for every byte, as in the library's byte-level tokenizers.
 
     Bytes that print as themselves in Latin-1 keep their character; the others count up from U+0100.
     """

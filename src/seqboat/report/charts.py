@@ -1,4 +1,4 @@
-"""Charts of a run as specifications in plain data: activation of its layers, and curves of its training."""
+"""Chart specifications of a run as plain data: activation of its layers, and training curves."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from seqboat.report.page import Chart, score_unit
 from seqboat.report.record import Numbers
 
 MODULES = ", the mean over the modules of a layer."
-"""What training records of layers with more modules than their attention."""
+"""Appended to captions: training records the mean for layers with several modules."""
 
 
 def value_in(layer: Mapping[str, Any] | None, *path: str) -> Any:
-    """A value inside a layer's measures; None where any part of the path is missing."""
+    """A value inside a layer's measures; None if any part of the path is missing."""
     found: Any = layer
     for name in path:
         found = None if found is None else found[name]
@@ -21,7 +21,7 @@ def value_in(layer: Mapping[str, Any] | None, *path: str) -> Any:
 
 
 def activation_charts(measures: Numbers, layers: Sequence[str]) -> dict[str, Chart]:
-    """The figures of section 5 of the paper, and the other measures."""
+    """Charts of the figures in section 5 of the paper, and of the other measures."""
     found = measures["layers"]
     busy = [(name, layer) for name, layer in zip(layers, found, strict=True) if layer is not None]
     names = [name for name, _ in busy]
@@ -117,7 +117,7 @@ def _confidence_chart(busy: Sequence[tuple[str, Numbers]]) -> Chart:
 
 
 MATRIX_ROWS = 16
-"""Kinds of tokens that a matrix has room for; more are drawn as bars along an axis."""
+"""Maximum number of token kinds in a matrix; more are drawn as bars along an axis."""
 
 
 def _class_chart(measures: Numbers, busy: Sequence[tuple[str, Numbers]]) -> Chart:

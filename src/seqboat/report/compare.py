@@ -3,7 +3,7 @@
     numbers = collect_comparison([run, other])     plain data: what `seqboat report --compare --json` prints
     page = comparison_page(numbers)
 
-The numbers are those that training recorded, so no data is needed; a split can be scored now instead.
+The numbers are those recorded in training, so no data is needed; a split can be scored now instead.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def collect_comparison(
 
     Args:
         runs: folders of runs, or checkpoints in them; at least two.
-        split: score all of them on this split now; by default the scores are those that training recorded.
-        limit: score at most this many examples.
+        split: to score all of them on now; by default the scores are those recorded in training.
+        limit: maximum number of examples to score.
         which: "best" or "latest".
-        fields: changes of the data, as arguments `--data.x=value`.
+        fields: overrides of the data settings, as arguments `--data.x=value`.
         device: where to score; the CPU by default.
-        progress: called with the batches done and all, while a run is scored.
+        progress: called with the number of batches done and the total, while a run is scored.
     """
     require(len(runs) > 1, f"--compare needs at least two runs, got {len(runs)}")
     found = []
@@ -81,7 +81,7 @@ def collect_comparison(
 
 
 def short_names(paths: Sequence[str]) -> list[str]:
-    """What distinguishes paths: without the folders that they have in common at both ends.
+    """The parts that distinguish paths: without common folders at either end.
 
     >>> short_names(["runs/listops/seed-0", "runs/text/seed-0"])
     ['listops', 'text']
@@ -169,7 +169,7 @@ def comparison_page(numbers: Numbers) -> str:
 
 
 def _overlaid(runs: Sequence[Numbers], score: str) -> list[dict[str, Any]]:
-    """One line per run: held-out scores where there are any, or else those of training."""
+    """One line per run: held-out scores if there are any, else training scores."""
     series = []
     for run in runs:
         parts = run["curves"].get(score, {})
@@ -216,8 +216,8 @@ def _comparison_bars(runs: Sequence[Numbers], names: Sequence[str]) -> dict[str,
             "values": [[*row, *[None] * (layers - len(row))] for row in values],
         }
     for key, title, about in (
-        ("tokens_per_s", "Speed of training", "Tokens per second, the median of what was recorded."),
-        ("memory_mb", "Memory of training", "The most that was recorded, in MB."),
+        ("tokens_per_s", "Speed of training", "Tokens per second, median of the recorded values."),
+        ("memory_mb", "Memory of training", "Maximum recorded, in MB."),
     ):
         if any(run["training"][key] is not None for run in runs):
             charts[key] = {

@@ -1,12 +1,12 @@
-"""One input through a trained model: its prediction and which tokens attended, for readers and for programs.
+"""One input through a trained model: its prediction and which tokens attended, as text, plain data or a page.
 
     examples = subject("runs/listops", lambda task: (task.read_text(b"[MAX 2 9 [MIN 4 7 ] 0 ]"),))
     found = explain(examples)
     print(render(found, examples.task, color=False))
     as_record(found, examples.task)
 
-In color, the background of a token is the shade of its confidence. Without color, a digit below it gives the tenths
-of the confidence, and a dot means that it was not activated. Control characters of the input are escaped.
+In color, the background of a token shows its confidence. Without color, the digit below a token is its confidence in
+tenths, and a dot means that it was not activated. Control characters in the input are escaped.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from seqboat.tasks.base import IGNORE, Dataset, Example, Task
 from seqboat.tasks.image import SHADES, draw
 
 LONGEST = 8192
-"""Tokens of a text that are read, unless the task's own sequences are longer."""
+"""Maximum number of tokens to read, unless the sequences of the task are longer."""
 LABEL = 9
-"""Columns of a terminal before the tokens."""
+"""Width of the label before the tokens, in columns."""
 WIDEST_PICTURE = 64
-"""Pixels shown side by side; larger images are shown in blocks."""
+"""Maximum width of an image in pixels; larger images are shown in blocks."""
 RESET = "\033[0m"
 LEVELS = ((195, 16), (153, 16), (111, 16), (68, 231), (25, 231))
 """Background and foreground, of the 256 terminal colors, by tenths of the confidence from one half up."""
@@ -50,7 +50,7 @@ Sequences = tuple[NDArray[Any], ...]
 
 
 class Single(Dataset):
-    """A data set of one example."""
+    """A dataset of one example."""
 
     def __init__(self, example: Example) -> None:
         self.example = example
@@ -72,9 +72,9 @@ def subject(
 
     Args:
         run: the run's folder, or one checkpoint in it.
-        read: makes the inputs, by what the task says; of a task that compares two sequences, both.
+        read: makes the inputs, given the task: one sequence, or two if the task compares pairs.
         which: "best" or "latest".
-        fields: changes of the data, as arguments `--data.x=value`.
+        fields: overrides of the data settings, as arguments `--data.x=value`.
     """
     source = Run(run, which, fields)
     task = source.task
@@ -95,16 +95,16 @@ def subject(
 
 
 def longest(task: Task) -> int:
-    """Tokens of an input that are read."""
+    """Maximum number of tokens to read."""
     return max(task.max_length, LONGEST) if task.kind == "lm" else task.max_length
 
 
 def explain(examples: Examples) -> SampleTrace:
-    """What the model does with the input."""
+    """Trace the input through the model."""
     return trace(examples.model, examples.task.kind, examples.batch([0]))[0]
 
 
-# for programs
+# as plain data
 
 
 def as_record(found: SampleTrace, task: Task, layers: Sequence[int] | None = None) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def as_record(found: SampleTrace, task: Task, layers: Sequence[int] | None = Non
     Args:
         found: from `explain`.
         task: of the run.
-        layers: which to tell of, from 0; all by default.
+        layers: which to include, counted from 0; all by default.
     """
     last = (found.ranked[-1], found.probs[-1]) if task.kind == "lm" else (found.ranked, found.probs)
     ranked = [
@@ -151,7 +151,7 @@ def _layer_record(number: int, layer: LayerTrace | None) -> dict[str, Any]:
 
 
 def name_of(task: Task, number: int) -> str:
-    """A class, or the next token of a language model, in words."""
+    """The name of a class, or of the next token of a language model."""
     if task.kind == "lm":
         words = spell_tokens(task, np.array([number]))
         return str(number) if words is None else words[0]
@@ -159,7 +159,7 @@ def name_of(task: Task, number: int) -> str:
 
 
 def bits_per_token(found: SampleTrace) -> float | None:
-    """Of the tokens after the first one; None if there are none."""
+    """Mean over the tokens after the first one; None if there are none."""
     probs = np.asarray(found.label_prob, dtype=np.float64)
     known = probs[~np.isnan(probs)]
     return float(-np.log2(np.maximum(known, 1e-30)).mean()) if len(known) else None
@@ -169,11 +169,11 @@ def bits_per_token(found: SampleTrace) -> float | None:
 
 
 def explain_page(examples: Examples, run: str) -> str:
-    """Prediction and explorer of the input as one self-contained page.
+    """One self-contained page with the prediction and the explorer.
 
     Args:
         examples: from `subject`.
-        run: what the page calls the run.
+        run: name of the run on the page.
     """
     task = examples.task
     samples = collect_samples(examples, 1)
@@ -190,7 +190,7 @@ def explain_page(examples: Examples, run: str) -> str:
     return write_page(f"One input through {task.name}", visible(lead), sections, {}, explored, texts)
 
 
-# for readers
+# as text
 
 
 def prediction_text(found: SampleTrace, task: Task) -> str:
@@ -199,7 +199,7 @@ def prediction_text(found: SampleTrace, task: Task) -> str:
     lm = task.kind == "lm"
     if not math.isfinite(record["ranked"][0]["probability"]):
         return "no prediction: the output of the model is not finite"
-    # a space would not be seen otherwise
+    # quoted, so that a space is visible
     first, *others = [
         f"{repr(item['name']) if lm else item['name']} ({item['probability']:.1%})"
         for item in record["ranked"][:5]
@@ -215,14 +215,14 @@ def prediction_text(found: SampleTrace, task: Task) -> str:
 def render(
     found: SampleTrace, task: Task, layers: Sequence[int] | None = None, color: bool = False, width: int = 80
 ) -> str:
-    """Prediction and activation for a terminal.
+    """Prediction and activation as text for a terminal.
 
     Args:
         found: from `explain`.
         task: of the run.
-        layers: which to show, from 0; all by default.
-        color: whether the terminal has colors.
-        width: its columns.
+        layers: which to show, counted from 0; all by default.
+        color: whether to use colors.
+        width: of the terminal in columns.
     """
     lines = [prediction_text(found, task), *_rate_lines(found, layers)]
     for number, sequence in enumerate(found.sequences):
@@ -236,7 +236,7 @@ def render(
 
 
 def _shown(sequence: SequenceTrace, layers: Sequence[int] | None) -> list[tuple[int, LayerTrace]]:
-    """The layers to show that have a router."""
+    """The layers to show: those with a router."""
     return [
         (i, layer)
         for i, layer in enumerate(sequence.layers)
@@ -245,7 +245,7 @@ def _shown(sequence: SequenceTrace, layers: Sequence[int] | None) -> list[tuple[
 
 
 def _rate_lines(found: SampleTrace, layers: Sequence[int] | None) -> Iterator[str]:
-    """How much of each sequence attends, layer by layer."""
+    """The activation rate of each sequence and layer."""
     for number, sequence in enumerate(found.sequences):
         where = f"sequence {number + 1}, " if len(found.sequences) > 1 else ""
         for i, layer in _shown(sequence, layers):
@@ -258,7 +258,7 @@ def _rate_lines(found: SampleTrace, layers: Sequence[int] | None) -> Iterator[st
 
 
 def legend(task: Task, color: bool) -> str:
-    """What shades and digits mean."""
+    """Legend of the shades or digits."""
     if task.modality == "wave":
         return "fraction of the samples that attend: . none, digits: tenths, rounded down"
     if color:
@@ -282,12 +282,12 @@ def _pictures(sequence: SequenceTrace, task: Task, shown: Shown, color: bool, wi
 
 
 def _level(confidence: float) -> int:
-    # 0.7 * 10 is a little less than 7
+    # because of rounding: 0.7 * 10 is slightly less than 7
     return min(9, int(confidence * 10 + 1e-6))
 
 
 def _shade(text: str, confidence: float) -> str:
-    """Text on the color of its confidence."""
+    """Text on a background for its confidence."""
     back, front = LEVELS[min(max(_level(confidence) - 5, 0), len(LEVELS) - 1)]
     return f"\033[48;5;{back}m\033[38;5;{front}m{text}{RESET}"
 
@@ -297,13 +297,13 @@ def _mark(confidence: float) -> str:
 
 
 def _columns(text: str) -> int:
-    """Columns of a terminal that a text takes."""
+    """Width of a text in terminal columns."""
     wide = sum(unicodedata.east_asian_width(c) in "WF" for c in text)
     return len(text) + wide - sum(unicodedata.category(c) in ("Mn", "Me") for c in text)
 
 
 def _lines(words: Sequence[str], gap: str, room: int) -> Iterator[range]:
-    """Indices of the words of each line; a line break in the text ends a line too."""
+    """Indices of the words in each line; line breaks in the text are kept."""
     begin = used = 0
     for i, word in enumerate(words):
         size = _columns(word) + len(gap)
@@ -341,7 +341,7 @@ def _marked(words: Sequence[str], gap: str, shown: Shown, width: int) -> Iterato
 
 
 def _squares(values: Any, picture: tuple[int, int], shown: Shown, color: bool) -> Iterator[str]:
-    """The image, then its confidences per layer; for a large image, the highest of each block."""
+    """The image, then the confidence per layer; for a large image, the maximum of each block."""
     height, width = picture
     pixels = np.asarray(values, dtype=float).reshape(height, width)
     side = -(-width // WIDEST_PICTURE)
@@ -369,7 +369,7 @@ def _blocks(pixels: Any, side: int) -> Any:
 
 
 def _bins(values: Any, shown: Shown, color: bool, columns: int) -> Iterator[str]:
-    """Amplitude of the signal and fraction of active samples, in as many bins as there are columns."""
+    """Amplitude of the signal and fraction of active samples, one bin per column."""
     size = np.abs(np.asarray(values, dtype=float)).max(axis=-1)
     parts = np.array_split(np.arange(len(size)), min(columns, len(size)))
     loud = np.array([size[part].mean() for part in parts])

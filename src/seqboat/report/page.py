@@ -1,9 +1,9 @@
 """One self-contained HTML page: elements, tables and charts from plain data, and the frame around them.
 
-Nothing on a page is fetched: styles and scripts are files of the package that are written into it, a policy in its
-head allows exactly those by their hashes and no request at all. Text from data is escaped here, or goes into JSON
-that a browser never executes; control characters and bidirectional marks are made visible.
-A chart is a specification in plain data: it is drawn by the page's script, and written out as a table below.
+A page fetches nothing: styles and scripts from the package are inlined, and a content security policy allows exactly
+those, by hash, and no requests. Text from data is escaped here, or goes into JSON that a browser never executes;
+control characters and bidirectional marks are made visible. A chart is a specification in plain data: the page's
+script draws it, and a table below shows its numbers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 from seqboat.version import __version__
 
 Chart = dict[str, Any]
-"""What a chart shows: its `type` (bars, rows, matrix, lines), `title`, `about`, and the numbers."""
+"""Specification of a chart: `type` (bars, rows, matrix, lines), `title`, `about`, and the numbers."""
 
 SCRIPTS = ("common.js", "charts.js", "explorer.js")
 _HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
@@ -36,7 +36,7 @@ class Html(str):
 
 
 def visible(text: str) -> str:
-    r"""Text without hidden effects: control codes and bidirectional marks as visible signs.
+    r"""Text with control codes and bidirectional marks replaced by visible signs.
 
     >>> visible("a\x1b[31mb\u202ec\n")
     'a␛[31mb⟨202E⟩c⏎'
@@ -54,7 +54,7 @@ def _sign(character: str) -> str:
 
 
 def element(tag: str, *children: object, **attributes: object) -> Html:
-    """An element; children that are not `Html` are text, attributes that are None are left out.
+    """An element; children that are not `Html` are escaped, attributes that are None are omitted.
 
     >>> element("p", "1 < 2", class_="note")
     '<p class="note">1 &lt; 2</p>'
@@ -70,17 +70,17 @@ def element(tag: str, *children: object, **attributes: object) -> Html:
 
 
 def join(parts: Iterable[Html]) -> Html:
-    """Elements one after the other."""
+    """Concatenate elements."""
     return Html("".join(parts))
 
 
 def asset(name: str) -> str:
-    """A file of the page."""
+    """The content of an asset file."""
     return files("seqboat").joinpath("report", "assets", name).read_text(encoding="utf-8")
 
 
 def as_json(data: object) -> str:
-    """Plain data as JSON of ASCII characters that cannot close its element; NaN and infinity are null.
+    """Plain data as ASCII JSON that cannot close its HTML element; NaN and infinity become null.
 
     >>> as_json({"a": "</script>", "b": float("nan")})
     '{"a":"\\\\u003c/script\\\\u003e","b":null}'
@@ -90,7 +90,7 @@ def as_json(data: object) -> str:
 
 
 def finite(data: Any) -> Any:
-    """The same data with None for what JSON cannot express."""
+    """The same data, with None for numbers that are not finite."""
     if isinstance(data, float):
         return data if math.isfinite(data) else None
     if isinstance(data, Mapping):
@@ -98,11 +98,11 @@ def finite(data: Any) -> Any:
     return [finite(item) for item in data] if isinstance(data, list | tuple) else data
 
 
-# numbers in words
+# numbers as text
 
 
 def spell(value: Any, unit: str | None = None) -> str:
-    """A number as it is usually written; a dash where there is none.
+    """A number as text; a dash for None.
 
     >>> spell(0.3432, "percent"), spell(170770), spell(1.15320), spell(None)
     ('34.3 %', '170,770', '1.15', '-')
@@ -122,7 +122,7 @@ def spell(value: Any, unit: str | None = None) -> str:
 
 
 def day_text(moment: datetime) -> str:
-    """A day.
+    """A date as text.
 
     >>> day_text(datetime(2023, 12, 1))
     '1 December 2023'
@@ -131,7 +131,7 @@ def day_text(moment: datetime) -> str:
 
 
 def score_unit(metric: str) -> str | None:
-    """The unit of a score."""
+    """The unit of a metric."""
     return "percent" if metric == "accuracy" else None
 
 
@@ -146,8 +146,8 @@ def table(
     Args:
         head: names of the columns.
         rows: cells; numbers as text.
-        caption: what the table is, for screen readers.
-        words: columns of text; the others are numbers, and aligned as such.
+        caption: description for screen readers.
+        words: columns of text; the others are numbers, aligned to the right.
     """
     kinds = ["text" if i in (0, *words) else "number" for i in range(len(head))]
     top = join(element("th", name, scope="col", class_=kind) for name, kind in zip(head, kinds, strict=True))
@@ -162,7 +162,7 @@ def table(
         element("thead", element("tr", top)),
         element("tbody", *body),
     )
-    # wide tables scroll inside, which must be possible without a mouse
+    # wide tables scroll, which must work without a mouse
     return element("div", content, class_="scroll", tabindex="0", role="region", aria_label=caption)
 
 
@@ -187,7 +187,7 @@ def chart_table(chart: Chart) -> Html:
                 columns.append([spell(v, unit) for v in one["errors"]])
         return table(head, zip(chart["rows"], *columns, strict=True), title)
     if kind == "rows":
-        # bins run down: there are more of them than layers
+        # bins are rows: there are more bins than layers
         rows = [
             [name, *(spell(values[i], unit) for values in chart["values"])]
             for i, name in enumerate(chart["bins"])
@@ -218,7 +218,7 @@ def figure(key: str, chart: Chart) -> Html:
 
 
 def tiles(items: Iterable[tuple[str, str, str]]) -> Html:
-    """Large numbers: name, number, note."""
+    """Tiles with a name, a large number and a note."""
     cells = (
         element(
             "li",
@@ -232,7 +232,7 @@ def tiles(items: Iterable[tuple[str, str, str]]) -> Html:
 
 
 def settings_table(settings: Mapping[str, object], caption: str) -> Html:
-    """Names and values."""
+    """A table of setting names and values."""
     rows = [[name, spell_setting(value)] for name, value in settings.items()]
     return table(["setting", "value"], rows, caption, words=(1,))
 
@@ -265,10 +265,10 @@ def write_page(
 
     Args:
         title: of the page.
-        lead: the line below it.
-        sections: name of the anchor, name in the navigation, content.
-        charts: by the names that `figure` was given.
-        explorer: what the explorer needs besides the samples.
+        lead: the line below the title.
+        sections: anchor, name in the navigation, content.
+        charts: by the keys given to `figure`.
+        explorer: data for the explorer, besides the samples.
         samples: packed, in base64.
     """
     style = asset("page.css")
@@ -313,7 +313,7 @@ def write_page(
     data = [f'<script type="application/json" id="numbers">{as_json(numbers)}</script>']
     data += [f'<script type="text/plain" id="sample-{i}">{text}</script>' for i, text in enumerate(samples)]
     return Template(asset("template.html")).substitute(
-        # the policy is ours: only hashes and words without quotes of HTML
+        # not escaped: the policy contains only hashes and keywords
         policy=policy,
         title=html.escape(visible(title)),
         style=style,

@@ -1,4 +1,4 @@
-"""What a run's folder says about it, as plain data: settings, speed, curves, held-out scores."""
+"""The record of a run as plain data: settings, speed, curves, held-out scores."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from seqboat.training.config import to_dict
 from seqboat.training.display import NO_SCORES
 
 POINTS = 160
-"""Points of a curve; longer ones are averaged in groups of neighbors."""
+"""Maximum number of points in a curve; longer ones are averaged in groups."""
 
 Numbers = dict[str, Any]
 
 
 def describe_run(run: Path | str, which: str = "best") -> Numbers:
-    """Everything that a run's folder says about it, without its data.
+    """Everything in a run's folder as plain data; needs no dataset.
 
     Args:
         run: the run's folder, or one checkpoint in it.
@@ -74,7 +74,7 @@ def flatten(data: Mapping[str, Any], where: str = "") -> dict[str, Any]:
 
 
 def _training(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Speed, memory and time of training; None for what was not recorded."""
+    """Speed, memory and duration of training; None if not recorded."""
 
     def values(name: str) -> list[float]:
         return [r[name] for r in records if isinstance(r.get(name), int | float)]
@@ -95,7 +95,7 @@ def _scores(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _curves(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[list[Any]]]]:
-    """Points (step, value) by score and split; activation, one value per layer, is among the scores."""
+    """Points (step, value) by metric and split; activation, with one value per layer, is one of the metrics."""
     curves: dict[str, dict[str, list[list[Any]]]] = {}
     for record in records:
         split = str(record.get("split", "train"))
@@ -108,7 +108,7 @@ def _curves(records: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, list[li
 
 
 def thin(points: Sequence[Sequence[Any]], most: int = POINTS) -> list[list[Any]]:
-    """At most `most` points: neighbors are averaged, at the last of their steps.
+    """Reduce to at most `most` points by averaging groups; a group keeps its last step.
 
     >>> thin([[1, 2.0], [2, 4.0], [3, 6.0], [4, 8.0]], most=2)
     [[2, 3.0], [4, 7.0]]
@@ -128,7 +128,7 @@ def _mean(values: Sequence[Any]) -> Any:
 
 
 def _held_out(records: Sequence[Mapping[str, Any]], step: int) -> dict[str, Any] | None:
-    """Scores of held-out data that training recorded for a checkpoint, or else the last ones."""
+    """Held-out scores recorded in training for a checkpoint, or else the last ones."""
     scored = [r for r in records if r.get("split") in ("val", "test")]
     own = [r for r in scored if r.get("step") == step] or scored
     if not own:

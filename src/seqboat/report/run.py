@@ -3,7 +3,7 @@
     found = collect(run, split="test")             found.numbers is plain data: what `seqboat report --json` prints
     page = report_page(found)                      the same as a page, with an explorer of samples
 
-Section 5 of the paper answers "how much attention is needed?" by looking at activations; so does the page.
+Like section 5 of the paper, the page answers "how much attention is needed?" from activations.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class Collected(NamedTuple):
     """A run's numbers, and samples to explore."""
 
     numbers: Numbers
-    """plain data"""
+    """the report as plain data"""
     samples: list[Sample]
-    """none if no layer has a router"""
+    """empty if no layer has a router"""
     task: Task
-    """describes their tokens"""
+    """the task, which describes their tokens"""
 
 
 def collect(
@@ -63,17 +63,17 @@ def collect(
     device: torch.device | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Collected:
-    """Watch a run on one of its splits.
+    """Measure a run on one of its splits.
 
     Args:
         run: the run's folder, or one checkpoint in it.
         split: of its task.
-        samples: how many examples to keep for the explorer, spread over the split.
-        limit: measure at most this many examples, drawn at random but always the same.
+        samples: number of examples for the explorer, spread over the split.
+        limit: maximum number of examples to measure, a fixed random sample.
         which: "best" or "latest".
-        fields: changes of the data, as arguments `--data.x=value`.
+        fields: overrides of the data settings, as arguments `--data.x=value`.
         device: where to compute; the CPU by default.
-        progress: called with the batches done and all.
+        progress: called with the number of batches done and the total.
     """
     check_positive("samples", samples, least=0)
     numbers = describe_run(run, which)
@@ -118,7 +118,7 @@ def report_page(found: Collected) -> str:
     title, lead, charts = _title(numbers), _lead(numbers), charts | curves
     if not found.samples:
         return write_page(title, lead, sections, charts)
-    # samples get the room that the rest leaves
+    # samples get the space that the rest leaves
     rest = explorer(found.samples, found.task, PackedSamples([], 0, 1.0))
     room = PAGE_BYTES - len(write_page(title, lead, sections, charts, rest).encode())
     packed = pack_samples(found.samples, found.task, room)
@@ -171,7 +171,7 @@ def _summary(numbers: Numbers) -> Html:
 
 
 def cost_fraction(measures: Mapping[str, Any]) -> float | None:
-    """Matrix products of all counted layers, as a fraction of what they would be if all tokens were active."""
+    """FLOPs of all measured layers, relative to the same layers with all tokens active."""
     costs = [layer["cost"] for layer in measures["layers"] if layer is not None and layer["cost"] is not None]
     always = sum(cost["always"] for cost in costs)
     return sum(cost["flops"] for cost in costs) / always if always else None

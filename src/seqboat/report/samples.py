@@ -1,9 +1,9 @@
 """Samples for the explorer of a report: every token with its decisions in all layers and the weights of its query.
 
-A sample is one run of bytes, compressed: a header in JSON and arrays, which the page's script unpacks when the
-sample is looked at. Probabilities and weights take a byte each. Which tokens a query can see follows from two
-counts; of their weights only the largest are kept, as many as the size of the page allows, each as the square root
-of its ratio to the largest one. A weight of a 16th of the largest is then off by at most 2 % of itself.
+A sample is one compressed byte string: a JSON header and arrays, which the page's script unpacks when the sample is
+selected. Probabilities and weights take one byte each. Two counts per query give the tokens it sees; only its largest
+weights are kept, as many as the page size allows, each as the square root of its ratio to the largest. The error of a
+weight that is 1/16 of the largest is then at most 2 %.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from seqboat.report.page import finite, visible
 from seqboat.tasks.base import IGNORE, Task
 
 PAGE_BYTES = 4_750_000
-"""Size limit of a page, as far as leaving out weights can keep it."""
+"""Target size of a page, met by leaving out weights if possible."""
 KEPT = (128, 96, 64, 48, 32, 24, 20, 16, 14, 12, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0)
-"""How many weights of a query may be kept; the largest number that fits is used."""
+"""Candidate numbers of weights to keep per query; the largest that fits is used."""
 NOTHING = 0xFFFF
-"""Means that there is no target."""
+"""Code for a missing target."""
 TITLE = 48
-"""Characters of a sample's text in the list of samples."""
+"""Maximum length of a title in the list of samples, in characters."""
 
 Array = NDArray[Any]
 
@@ -38,11 +38,11 @@ class Sight(NamedTuple):
     """What the queries of a layer see: the largest weights of each, sorted. Slots count active tokens."""
 
     before: Array
-    """(active,): visible keys before the query"""
+    """(active,): number of visible keys before the query"""
     after: Array
-    """(active,): visible keys after it"""
+    """(active,): number of visible keys after it"""
     columns: Array
-    """(kept, active): index of the key among the visible ones, the largest weight first"""
+    """(kept, active): index of the key among the visible ones, largest weight first"""
     fractions: Array
     """(kept, active) float32: its fraction of the total weight of the query"""
     sums: Array
@@ -76,11 +76,11 @@ def sight_of(attention: Attention) -> Sight:
 
 
 def collect_samples(examples: Examples, count: int) -> list[Sample]:
-    """The first examples, traced one at a time: no padding, and the weights of one layer in memory.
+    """Trace the first examples one at a time, without padding, with the weights of one layer in memory.
 
     Args:
         examples: model, task and data.
-        count: how many; fewer if there are fewer.
+        count: maximum number of samples.
     """
     model, kind = examples.model, examples.task.kind
     samples = []
@@ -101,7 +101,7 @@ def collect_samples(examples: Examples, count: int) -> list[Sample]:
 
 
 def spell_bytes(data: bytes) -> list[str]:
-    """What to show for each byte of a text: a character stands at its first byte, dots at the others.
+    """The symbol of each byte of a text: a character at its first byte, dots at the others.
 
     >>> spell_bytes("a é\\n".encode() + b"\\xff")
     ['a', ' ', 'é', '·', '⏎', '⟨FF⟩']
@@ -128,7 +128,7 @@ def _character(data: bytes, at: int) -> tuple[int, str | None]:
 
 
 def _alone(character: str) -> str:
-    """A character in a separate cell; combining marks get a circle to sit on."""
+    """A character for a separate cell; combining marks get a dotted circle as a base."""
     import unicodedata
 
     mark = unicodedata.category(character).startswith("M")
@@ -136,7 +136,7 @@ def _alone(character: str) -> str:
 
 
 def spell_tokens(task: Task, ids: Array) -> list[str] | None:
-    """What to show for each token; None where inputs are numbers."""
+    """The symbol of each token; None if inputs are real values."""
     if task.modality == "bytes":
         return spell_bytes(ids.astype(np.uint8).tobytes())
     if task.modality == "tokens":
@@ -166,7 +166,7 @@ class _Pack:
         )
 
     def bytes(self, **head: object) -> bytes:
-        # wide items first, so that each array begins at a multiple of its item's size
+        # wide dtypes first, so that each array is aligned
         order = sorted(self.arrays.items(), key=lambda item: -item[1].dtype.itemsize)
         listed = [[name, f"{array.dtype.kind}{array.dtype.itemsize}", array.size] for name, array in order]
         text = json.dumps({"strings": list(self.strings), "arrays": listed, **head}).encode()
@@ -177,7 +177,7 @@ class _Pack:
 
 
 def _narrow(values: Array) -> Array:
-    """The same integers in the smallest type that holds them all."""
+    """The same integers in the smallest dtype that holds them."""
     most = int(values.max()) if values.size else 0
     return values.astype(np.uint8 if most < 1 << 8 else np.uint16 if most < 1 << 16 else np.uint32)
 
@@ -188,14 +188,14 @@ def to_bytes(probs: Array) -> Array:
 
 
 def pack_layer(pack: _Pack, name: str, layer: LayerTrace, sight: Sight | None, keep: int) -> None:
-    """Decisions and weights of one layer.
+    """Pack the decisions and weights of one layer.
 
     Args:
-        pack: where they go.
+        pack: destination.
         name: of the sequence and the layer.
         layer: the decisions.
         sight: the weights, if the layer has attention.
-        keep: how many of each query.
+        keep: number of weights per query.
     """
     pack.arrays[f"{name}.active"] = np.packbits(layer.active, bitorder="little")
     pack.arrays[f"{name}.probs"] = to_bytes(layer.probs)
@@ -208,7 +208,7 @@ def pack_layer(pack: _Pack, name: str, layer: LayerTrace, sight: Sight | None, k
     count = len(sight.before)
     columns, fractions = sight.columns[:keep], sight.fractions[:keep]
     if len(columns) < keep:
-        # all layers have the same number of rows, so that the script need not know each
+        # all layers have the same number of rows, so that the script need not know it per layer
         empty = np.zeros((keep - len(columns), count), np.uint8)
         columns, fractions = np.concatenate([columns, empty]), np.concatenate([fractions, empty])
     peak = fractions[0]
@@ -221,7 +221,7 @@ def pack_layer(pack: _Pack, name: str, layer: LayerTrace, sight: Sight | None, k
 
 
 def pack_sample(sample: Sample, task: Task, keep: int) -> bytes:
-    """A sample as the page's script reads it."""
+    """A sample in the format of the page's script."""
     pack = _Pack()
     sequences = []
     for s, (sequence, sights) in enumerate(zip(sample.trace.sequences, sample.sights, strict=True)):
@@ -248,7 +248,7 @@ def pack_sample(sample: Sample, task: Task, keep: int) -> bytes:
 
 
 def _pack_next(pack: _Pack, found: SampleTrace, task: Task) -> None:
-    """What a language model predicted after each token, and the target."""
+    """Pack the predictions of a language model after each token, and the targets."""
     assert isinstance(found.label, np.ndarray)
     pack.text("next", _each_alone(task, found.ranked[:, 0]))
     pack.arrays["next_prob"] = to_bytes(found.probs[:, 0])
@@ -262,7 +262,7 @@ def _each_alone(task: Task, ids: Array) -> list[str]:
 
 
 def _scale_values(values: Array, centered: bool) -> Array:
-    """Real inputs as bytes: from minimum to maximum, or around 128 if zero must stay in the middle."""
+    """Real inputs as bytes: scaled from minimum to maximum, or centered so that zero is 128."""
     values = np.nan_to_num(values.astype(np.float64))
     if centered:
         return np.rint(128 + 127 * values / max(float(np.abs(values).max(initial=0)), 1e-12)).astype(np.uint8)
@@ -280,18 +280,18 @@ class PackedSamples(NamedTuple):
     texts: list[str]
     """in base64"""
     keep: int
-    """weights of each query"""
+    """number of weights per query"""
     coverage: float
-    """fraction of all weight that they hold"""
+    """fraction of the total weight that is kept"""
 
 
 def pack_samples(samples: Sequence[Sample], task: Task, room: int) -> PackedSamples:
-    """Pack all samples with as many weights as there is room for.
+    """Pack all samples, with as many weights as fit.
 
     Args:
         samples: to pack.
-        task: what their tokens are.
-        room: bytes that they may take; without any weight they take what they take.
+        task: describes their tokens.
+        room: maximum size in bytes; exceeded only if samples without weights are already larger.
     """
     most = max(
         (len(s.columns) for sample in samples for part in sample.sights for s in part if s is not None),
@@ -304,7 +304,7 @@ def pack_samples(samples: Sequence[Sample], task: Task, room: int) -> PackedSamp
         for sample, tokens in zip(samples, lengths, strict=True):
             texts.append(base64.b64encode(pack_sample(sample, task, keep)).decode())
             size, done = size + len(texts[-1]), done + tokens
-            # far too large already after some of them: try fewer weights at once
+            # already far too large after some of them: try fewer weights
             if keep and (size > room or size * sum(lengths) > 1.2 * room * done):
                 break
         else:
@@ -313,7 +313,7 @@ def pack_samples(samples: Sequence[Sample], task: Task, room: int) -> PackedSamp
 
 
 def coverage(samples: Sequence[Sample], keep: int) -> float:
-    """Fraction of the weight of all queries that their largest weights hold; 1 where there is no weight."""
+    """Fraction of the total weight in the largest weights of all queries; 1 if there is no weight."""
     sights = [s for sample in samples for part in sample.sights for s in part if s is not None]
     held = [s.fractions[:keep].sum(axis=0)[s.sums > 0] for s in sights]
     total = np.concatenate(held) if held else np.zeros(0)
@@ -321,7 +321,7 @@ def coverage(samples: Sequence[Sample], keep: int) -> float:
 
 
 def explorer(samples: Sequence[Sample], task: Task, packed: PackedSamples) -> dict[str, Any]:
-    """What the page's script needs besides the samples themselves."""
+    """Data for the page's script, besides the samples."""
     layers = samples[0].trace.sequences[0].layers
     routed = [number for number, layer in enumerate(layers) if layer is not None]
     chosen = [
@@ -331,7 +331,7 @@ def explorer(samples: Sequence[Sample], task: Task, packed: PackedSamples) -> di
         for layer in sequence.layers
         if layer is not None and layer.active.any()
     ]
-    # a softmax of two is at least one half sure; other routers may not be
+    # the larger of two softmax probabilities is at least one half; other routers may be below
     low = 0.5 if not chosen or min(chosen) >= 0.499 else 0.0
     return finite(
         {
@@ -349,7 +349,7 @@ def explorer(samples: Sequence[Sample], task: Task, packed: PackedSamples) -> di
 
 
 def _start(samples: Sequence[Sample], routed: Sequence[int]) -> list[int]:
-    """The two layers to begin with: those that activate most."""
+    """The two layers to show first: those that activate most."""
     counts = dict.fromkeys(routed, 0)
     for sample in samples:
         for sequence in sample.trace.sequences:
@@ -380,7 +380,7 @@ def _about(packed: PackedSamples, samples: Sequence[Sample]) -> str:
 
 
 def describe_sample(number: int, found: SampleTrace, task: Task) -> dict[str, Any]:
-    """Title and facts of a sample, in words."""
+    """Title and facts of a sample as text."""
     length = " + ".join(f"{len(s.inputs):,}" for s in found.sequences)
     facts: list[list[str]] = []
     if task.kind == "lm":
