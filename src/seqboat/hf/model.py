@@ -10,17 +10,13 @@ For every mixer, padding may be anywhere (attention_mask marks it) and does not 
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
@@ -34,16 +30,12 @@ from transformers.utils.generic import can_return_tuple
 from seqboat.checks import check_dtype, require
 from seqboat.core.nn import masked_mean
 from seqboat.core.padding import align
-from seqboat.data.files import digest_of, write_json
 from seqboat.hf.cache import SeqBoatCache
 from seqboat.hf.configuration import SeqBoatModelConfig
+from seqboat.hf.weights import build_backbone, check_weights, loading, write_checksums
 from seqboat.mixers.base import MixerOutput
-from seqboat.models.backbone import Backbone, BackboneConfig, Head
-from seqboat.models.limits import build_within
+from seqboat.models.backbone import Backbone, Head
 from seqboat.tasks.base import IGNORE
-
-CHECKSUMS = "sha256.json"
-"""The file beside the weights with their hashes."""
 
 
 @contextmanager
@@ -135,64 +127,6 @@ def next_token_loss(
     return total / torch.as_tensor(count, device=total.device).clamp(min=1)
 
 
-class WeightsSize(NamedTuple):
-    """The size of a model, from the headers of its weights."""
-
-    folder: Path
-    elements: int
-    tensors: int
-
-
-_loading: ContextVar[WeightsSize | None] = ContextVar("loading", default=None)
-"""The weights being loaded while a model is built."""
-
-
-def check_weights(folder: Path) -> WeightsSize | None:
-    """Reject a folder with unreadable files, or with weights that do not match their saved hashes.
-
-    Returns:
-        The size of the model; None if the folder has no safetensors file.
-    """
-    config = folder / "config.json"
-    if config.is_file():
-        try:
-            json.loads(config.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{config} is damaged: {error}") from error
-    elements = tensors = 0
-    expected: dict[str, str] = {}
-    sums = folder / CHECKSUMS
-    if sums.is_file():
-        try:
-            expected = dict(json.loads(sums.read_text(encoding="utf-8")))
-        except (ValueError, TypeError, RecursionError) as error:
-            raise ValueError(f"{sums} is damaged: {error}") from error
-    for name in sorted(expected):
-        require((folder / name).is_file(), f"{folder / name} is missing: {sums} names it")
-    for path in sorted(folder.glob("*.safetensors")):
-        require(path.is_file(), f"{path} is not a regular file")
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - not a dictionary
-                    elements += math.prod(file.get_slice(name).get_shape())
-                    tensors += 1
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
-        if path.name in expected:
-            require(
-                digest_of(path) == expected[path.name],
-                f"{path} is not what was saved: its sha256 differs from the one in {sums} "
-                f"(delete {sums.name} if you changed the weights on purpose)",
-            )
-    return WeightsSize(folder, elements, tensors) if tensors else None
-
-
-def write_checksums(folder: Path) -> None:
-    """Write the hashes of the weights in a folder."""
-    sums = {path.name: digest_of(path) for path in sorted(folder.glob("*.safetensors"))}
-    write_json(folder / CHECKSUMS, sums)
-
-
 class SeqBoatPreTrainedModel(PreTrainedModel):
     """The common part of the models: loading, saving, initial values of weights that a file lacks."""
 
@@ -229,11 +163,8 @@ class SeqBoatPreTrainedModel(PreTrainedModel):
         size = None
         if place is not None and Path(place).is_dir():
             size = check_weights(Path(place) / (kwargs.get("subfolder") or ""))
-        token = _loading.set(size)
-        try:
+        with loading(size):
             model, info = super().from_pretrained(place, *args, output_loading_info=True, **kwargs)
-        finally:
-            _loading.reset(token)
         # a head may be new, as in fine-tuning
         missing = sorted(key for key in info["missing_keys"] if not key.startswith("head."))
         require(
@@ -256,16 +187,6 @@ class SeqBoatPreTrainedModel(PreTrainedModel):
         backbone = self.base_model.backbone
         backbone.embedding = value
         backbone.config = dataclasses.replace(backbone.config, vocab=value.weight.shape[0])
-
-
-def build_backbone(config: BackboneConfig) -> Backbone:
-    """Build a backbone; while weights are being loaded, reject one far larger than they are."""
-    size = _loading.get()
-    if size is None:
-        return Backbone(config)
-    return build_within(
-        lambda: Backbone(config), size.elements, config.num_layers, size.tensors, str(size.folder)
-    )
 
 
 class SeqBoatModel(SeqBoatPreTrainedModel):
