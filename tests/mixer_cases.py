@@ -43,6 +43,7 @@ D_MODEL = 8
 SMALL = {
     "d_state": 4,
     "systems": 2,
+    "order": 3,
     "shift": 5,
     "d_head": 2,
     "d_z": 6,

@@ -96,3 +96,23 @@ def test_what_it_does_not_serve_takes_the_parts() -> None:
     ):
         assert not make_unit(**changes).float().fuses(tokens), changes
     assert make_unit(attention_dropout=0.5).float().eval().fuses(tokens)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["one piece", "parts"])
+def test_gradients_that_are_not_finite_stay_in_their_sequence(whole: bool) -> None:
+    """Blocks hold tokens of several sequences: only the poisoned one may hear of a NaN."""
+    unit = make_unit()
+    packed = pack(torch.ones(3, 7, dtype=torch.bool))
+    x = torch.randn(21, 5, dtype=torch.float64, requires_grad=True)
+    if not whole:
+        unit.base.register_forward_hook(lambda *_: None)
+    assert unit.fuses(x) == whole
+    weight = torch.linspace(-1, 1, 105, dtype=torch.float64).view(21, 5)
+    (clean,) = torch.autograd.grad((unit(x, packed)[0] * weight).sum(), x)
+    weight[10, 2] = torch.nan
+    grads = torch.autograd.grad((unit(x, packed)[0] * weight).sum(), [x, *unit.parameters()])
+    assert grads[0].isfinite().all(dim=1).tolist() == [True] * 7 + [False] * 7 + [True] * 7
+    torch.testing.assert_close(grads[0][:7], clean[:7])
+    torch.testing.assert_close(grads[0][14:], clean[14:])
+    # but nothing hides it from the optimizer
+    assert not any(grad.isfinite().all() for grad in grads[1:])

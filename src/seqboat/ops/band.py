@@ -7,6 +7,7 @@ are a view of that array, so nothing is copied; scores exist for a few blocks at
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -46,6 +47,35 @@ class Neighbors(NamedTuple):
     """name of the attention function"""
     scale: float
     """multiplies the products of queries and keys"""
+
+
+def confine(
+    backward: Callable[[Tensor], tuple[Tensor, ...]], grad: Tensor, group: Tensor, per_token: int
+) -> tuple[Tensor, ...]:
+    """Run a backward pass so that a gradient that is not finite reaches no token of another group.
+
+    A block holds tokens of several groups, and the weights between them, which are zero, times NaN would be NaN.
+
+    Args:
+        backward: from the gradient of the outputs to those of the inputs.
+        grad: (tokens, dim), of the outputs.
+        group: (tokens,), as in `Neighbors`.
+        per_token: how many of the results are (tokens, ...); the others are sums over all tokens.
+    """
+    # on a CPU looking costs nothing compared to the pass itself; elsewhere it would wait for the device
+    if grad.device.type == "cpu" and grad.sum().isfinite():
+        return backward(grad)
+    bad = ~grad.isfinite().all(dim=-1)
+    results = backward(torch.where(bad[:, None], 0, grad))
+    if len(group) == 0:
+        return results
+    number = torch.cat([torch.zeros_like(group[:1]), (group[1:] != group[:-1]).cumsum(0)])
+    counts = torch.zeros_like(number).index_add_(0, number, bad.to(number.dtype))
+    spoiled = torch.where(counts[number] > 0, torch.nan, 0.0).to(grad.dtype)[:, None]
+    total = spoiled.sum()
+    return tuple(
+        part + (spoiled if place < per_token else total).to(part.dtype) for place, part in enumerate(results)
+    )
 
 
 class Band:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqboat.ops.band import NEIGHBORS, Band, BandScores, Neighbors, TableGradient
+from seqboat.ops.band import NEIGHBORS, Band, BandScores, Neighbors, TableGradient, confine
 from seqboat.ops.functions import ATTENTIONS, HIDDEN, draw_seed, drop, dropout_mask, weigh_back
 from seqboat.ops.precision import widen
 from seqboat.ops.transforms import differentiates_again, gradients_of, transformed
@@ -55,9 +55,10 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     schema=f"(Tensor grad, {INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _banded_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    *near, dropout, seed = rest
+    *fields, dropout, seed = rest
+    near = Neighbors(*fields)
     with torch.autocast(q.device.type, enabled=False):
-        return _backward(grad, q, k, v, Neighbors(*near), dropout, seed)
+        return confine(lambda part: _backward(part, q, k, v, near, dropout, seed), grad, near.group, 3)
 
 
 def _backward(

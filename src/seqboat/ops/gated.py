@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqboat.ops.band import NEIGHBORS, Band, BandScores, Neighbors, RollingSums, TableGradient
+from seqboat.ops.band import NEIGHBORS, Band, BandScores, Neighbors, RollingSums, TableGradient, confine
 from seqboat.ops.banded import plain_banded
 from seqboat.ops.functions import ATTENTIONS
 from seqboat.ops.fused import plain_gates
@@ -136,8 +136,9 @@ def _(
     ),
 )
 def _gated_backward(grad: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    kept, near = _Kept(*rest[:7]), Neighbors(*rest[7:])
     with torch.autocast(grad.device.type, enabled=False):
-        return _backward(grad, _Kept(*rest[:7]), Neighbors(*rest[7:]))
+        return confine(lambda part: _backward(part, kept, near), grad, near.group, 1)
 
 
 def _backward(grad: Tensor, kept: _Kept, near: Neighbors) -> tuple[Tensor, ...]:
