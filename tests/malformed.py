@@ -26,6 +26,7 @@ import random
 import re
 import shutil
 import signal
+import struct
 import sys
 import tarfile
 import tempfile
@@ -36,6 +37,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
+
+from rights import respect_permissions
 
 SECONDS = 10.0
 MEGABYTES = 1000
@@ -155,8 +158,37 @@ def aliases(data: bytes, rng: random.Random) -> bytes:
 TEXT = [numbers, numbers, words, nest, aliases]
 
 
+def many_members(data: bytes, rng: random.Random) -> bytes:
+    """A zip archive of a million members: the same entry over and over, which need not point anywhere."""
+    entry = struct.pack("<4s6H3I5H2I", b"PK\x01\x02", *(0,) * 9, 1, *(0,) * 6) + b"a"
+    count = rng.choice([70_000, 1_000_000])
+    end = struct.pack("<4s4H2IH", b"PK\x05\x06", 0, 0, 0xFFFF, 0xFFFF, len(entry) * count, 4, 0)
+    return b"PK\x03\x04" + entry * count + end
+
+
+def huge_claims(data: bytes, rng: random.Random) -> bytes:
+    """Numbers of four bytes in an archive that claim to be as large as they can be."""
+    changed = bytearray(data)
+    for _ in range(rng.choice([1, 4])):
+        at = rng.randrange(max(len(changed) - 4, 1))
+        changed[at : at + 4] = rng.choice([b"\xff\xff\xff\xff", b"\xff\xff\xff\x7f", b"\0\0\0\x40"])
+    return bytes(changed)
+
+
+def many_empty_members(data: bytes, rng: random.Random) -> bytes:
+    """A tar archive of very many members without content."""
+    member = tarfile.TarInfo("aclImdb/train/pos/0_7.txt").tobuf()
+    return gzip.compress(member * 40_000 + bytes(1024), 1)
+
+
+ARCHIVES = {".zip": [many_members, huge_claims], ".gz": [huge_claims, many_empty_members]}
+
+
 def replace_file(path: Path, rng: random.Random) -> None:
-    """Put something else than a file in its place."""
+    """Put something else than a file in its place, or forbid to read it."""
+    if rng.random() < 0.3:
+        rng.choice([path, path.parent if path.parent.name.startswith("step-") else path]).chmod(0)
+        return
     path.unlink()
     kind = rng.choice(["folder", "fifo", "zero", "null", "dangling", "loop", "missing"])
     if kind == "folder":
@@ -176,9 +208,12 @@ def damage(path: Path, subject: Subject, rng: random.Random) -> str:
     if rng.random() < 0.08 and not subject.reseal:
         replace_file(path, rng)
         return "replaced"
-    how = rng.choice(TEXT if subject.text and rng.random() < 0.6 else BYTES)
+    kinds = TEXT if subject.text and rng.random() < 0.6 else BYTES
+    if rng.random() < 0.3:
+        kinds = ARCHIVES.get(path.suffix, kinds)
+    how = rng.choice(kinds)
     data = path.read_bytes()
-    opened = path.suffix == ".gz" and rng.random() < 0.5
+    opened = path.suffix == ".gz" and how is not many_empty_members and rng.random() < 0.5
     changed = how(gzip.decompress(data) if opened else data, rng)
     path.write_bytes(gzip.compress(changed) if opened else changed)
     return how.__name__
@@ -224,6 +259,7 @@ def child(arguments: list[str], folder: Path, out: Path) -> None:
     os.dup2(sink, 1)
     os.dup2(sink, 2)
     os.chdir(folder)
+    respect_permissions()
     from seqboat.cli import main
 
     code = 1

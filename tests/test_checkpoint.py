@@ -218,6 +218,38 @@ def test_nothing_whole_is_ever_deleted(
     assert len(set(store.steps()) - {2}) == 2
 
 
+@pytest.mark.parametrize("damaged", [(3,), (2,), (2, 3), (1, 2, 3), (1,), (1, 3)], ids=str)
+@pytest.mark.parametrize("harm", [truncate, empty, Path.unlink])
+def test_damage_while_the_run_continues(tmp_path: Path, damaged: tuple[int, ...], harm: Any) -> None:
+    """What was damaged since it was written takes no place among the kept ones, and is not deleted either."""
+    told: list[str] = []
+    store = CheckpointStore(tmp_path, keep=3, warn=told.append)
+    for step in (1, 2, 3):
+        save(store, step)
+    for step in damaged:
+        harm(store.path(step) / MODEL)
+    save(store, 4)
+    whole = {1, 2, 3, 4} - set(damaged)
+    assert set(store.steps()) == {1, 2, 3, 4} and len(told) == len(damaged)
+    for step in whole:
+        assert verify(store.path(step)).step == step
+    for step in (5, 6, 7):
+        save(store, step)
+    # three newer ones: now the whole ones may go
+    assert store.steps() == sorted([*damaged, 5, 6, 7]) and len(told) == len(damaged)
+
+
+def test_files_that_were_only_touched_stay_whole(tmp_path: Path) -> None:
+    told: list[str] = []
+    store = CheckpointStore(tmp_path, keep=1, warn=told.append)
+    save(store, 1, best=True)
+    save(store, 2)
+    os.utime(store.path(2) / MODEL, (1, 1))
+    (tmp_path / "best").write_text("nonsense")
+    save(store, 3)
+    assert (store.steps(), told) == ([1, 3], [])
+
+
 def test_moved_checkpoints_keep_a_run_from_starting_over(tmp_path: Path) -> None:
     store, _ = warnings_of(tmp_path)
     assert store.recover() is None

@@ -322,6 +322,20 @@ def test_a_zip_that_lies_about_sizes_is_refused_in_little_memory(tmp_path: Path)
         assert peak_of_reading(path, f"{path}:? {message}") < 10_000_000
 
 
+def test_a_zip_of_millions_of_members_is_refused_before_they_are_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "many.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        for i in range(2000):
+            archive.writestr(f"{i}", b"")
+    assert len(list(Source(path).members())) == 2000
+    monkeypatch.setattr(sources, "MAX_MEMBERS", 1999)
+    assert peak_of_reading(path, f"{path} has 2,000 members, more than 1,999: refused") < 500_000
+    monkeypatch.setattr(sources, "MAX_DIRECTORY", 90_000)
+    assert peak_of_reading(path, f"{path} has a directory of .* bytes: refused") < 200_000
+
+
 def test_truncated_archives_and_web_pages_are_named(tmp_path: Path) -> None:
     whole = io.BytesIO()
     with tarfile.open(fileobj=whole, mode="w:gz") as archive:

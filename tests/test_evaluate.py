@@ -7,6 +7,8 @@ import io
 import itertools
 import json
 import math
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -319,6 +321,26 @@ def test_a_damaged_checkpoint_is_not_scored(run: Path, tmp_path: Path) -> None:
     (copy / MODEL).write_bytes(bytes(data))
     with pytest.raises(CheckpointError, match="does not match its sha256"):
         _ = Run(copy).model
+
+
+def test_ctrl_c_ends_an_evaluation_within_a_batch(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from small_runs import ToyData
+
+    real, reads = ToyData.__getitem__, []
+
+    def read(self: Any, index: int) -> Any:
+        reads.append(index)
+        if len(reads) == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return real(self, index)
+
+    monkeypatch.setattr(ToyData, "__getitem__", read)
+    assert main(["eval", str(run), "--split", "train", "--batch-size", "4"]) == 130
+    assert len(reads) <= 4
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("", "stopped\n")
 
 
 def test_devices_are_checked() -> None:

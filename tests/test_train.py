@@ -6,6 +6,7 @@ import io
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 
+from rights import permissions
 from seqboat.core.routers import AlwaysActiveConfig, GumbelConfig, GumbelSoftmax
 from seqboat.tasks import TASKS
 from seqboat.training import diagnosis
@@ -345,6 +347,35 @@ def test_a_run_without_a_readable_checkpoint_is_not_started_over(tmp_path: Path)
     assert {p.name: p.stat().st_mtime_ns for p in tmp_path.iterdir() if p.name != "lock"} == before
 
 
+def test_checkpoints_without_permission(tmp_path: Path, straight: Path) -> None:
+    """A file or folder that may not be read costs one interval; a run that has nothing else is left as it is."""
+    run = tmp_path / "run"
+    with pytest.raises(Stop):
+        train(small_run(), run, display=Spy(), on_step=stop_after(14))
+    for name in (f"step-12/{MODEL}", "step-12/state.json", "step-12"):
+        copy = tmp_path / name.replace("/", "-")
+        shutil.copytree(run, copy)
+        (copy / name).chmod(0)
+        spy = Spy()
+        with permissions():
+            assert train(small_run(), copy, resume=True, display=spy).exit_code == 0
+        assert "Permission denied" in spy.messages[0] and "moved aside to damaged-step-12" in spy.messages[0]
+        assert same_runs(straight, copy)
+    for name in (f"step-12/{MODEL}", "step-8"):
+        (run / name).chmod(0)
+    before = sorted(path.name for path in run.iterdir())
+    with permissions():
+        with pytest.raises(CheckpointError, match=r"2 checkpoints and none can be read .*Permission denied"):
+            train(small_run(), run, resume=True, display=Spy())
+        run.chmod(0o555)
+        with pytest.raises(ValueError, match=r"cannot write to the run.s folder .*run: Permission denied"):
+            train(small_run(), run, resume=True, display=Spy())
+    run.chmod(0o755)
+    assert sorted(path.name for path in run.iterdir()) == before
+    for path in tmp_path.rglob("*step-*"):
+        path.chmod(0o755)
+
+
 @pytest.mark.parametrize(
     "change",
     [{"step": 10**9}, {"step": -1}, {"best_step": 99}, {"tokens": -5}, {"elapsed": "x"}, {"unknown": 1}],
@@ -363,8 +394,6 @@ def test_impossible_progress_is_refused(tmp_path: Path, change: dict[str, Any]) 
 def test_a_full_disk_ends_the_run_and_resuming_repairs_it(
     tmp_path: Path, straight: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import shutil
-
     real = shutil.disk_usage
     usage = {"free": 10**12}
     monkeypatch.setattr(shutil, "disk_usage", lambda path: real(path)._replace(free=usage["free"]))

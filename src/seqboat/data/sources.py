@@ -29,6 +29,10 @@ MAX_BYTES = 64 << 30
 """Largest unpacked size of an archive or a file."""
 MAX_HEADER = 1 << 20
 """Largest size of the headers of an archive member, in bytes."""
+MAX_MEMBERS = 500_000
+"""Largest number of members of a zip archive, whose directory is read at once; a tar archive may have more."""
+MAX_DIRECTORY = 1 << 27
+"""Largest directory of a zip archive, in bytes."""
 CHUNK = 1 << 16
 _SLACK = 1 << 20
 """Bytes exempt from MAX_RATIO: an archive of empty files has a huge ratio."""
@@ -148,7 +152,7 @@ class Source:
 
     def _zip(self, wanted: Callable[[str], bool]) -> Iterator[Member]:
         budget = _Budget(self.path)
-        with zipfile.ZipFile(self.path) as archive:
+        with _ZipFile(self.path) as file, zipfile.ZipFile(file) as archive:
             for member in archive.infolist():
                 check_name(self.path, member.filename)
                 mode = member.external_attr >> 16
@@ -261,6 +265,26 @@ class Bounded(io.RawIOBase):
         if not self.closed:
             self.stream.close()
         super().close()
+
+
+class _ZipFile(io.FileIO):
+    """A zip archive as zipfile reads it: the directory at once, contents in small pieces."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "rb")
+        self.path = path
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        size = -1 if size is None else size
+        require(size <= MAX_DIRECTORY, f"{self.path} has a directory of {size:,} bytes: refused")
+        content = super().read(size) or b""
+        if size > CHUNK:
+            # the entry of every member begins with these bytes
+            count = content.count(b"PK\x01\x02")
+            require(
+                count <= MAX_MEMBERS, f"{self.path} has {count:,} members, more than {MAX_MEMBERS:,}: refused"
+            )
+        return content
 
 
 class _Forward:

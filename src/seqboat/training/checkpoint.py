@@ -156,6 +156,21 @@ def verify(path: Path) -> Checkpoint:
     return Checkpoint(path, state)
 
 
+Signature = frozenset[tuple[str, int, int, int]]
+
+
+def signature(folder: Path) -> Signature:
+    """What changes if anything in a folder is written to: name, inode, size and time of every file in it."""
+    found = []
+    try:
+        for entry in os.scandir(folder):
+            about = entry.stat(follow_symlinks=False)
+            found.append((entry.name, about.st_ino, about.st_size, about.st_mtime_ns))
+    except OSError:  # gone, or replaced by something else
+        return frozenset()
+    return frozenset(found)
+
+
 def _warn(message: str) -> None:
     warnings.warn(printable(message), stacklevel=3)
 
@@ -182,7 +197,8 @@ class CheckpointStore:
         self.keep = keep
         self._phase = on_phase or (lambda phase: None)
         self._warn = warn
-        self._whole: set[int] = set()
+        self._whole: dict[int, Signature] = {}
+        self._best: int | None = None
 
     def steps(self) -> list[int]:
         """Steps of the checkpoints in the folder, oldest first."""
@@ -235,7 +251,7 @@ class CheckpointStore:
             os.rename(stage, final)
             flush_folder(self.folder)
             shutil.rmtree(old, ignore_errors=True)
-            self._whole.add(step)
+            self._whole[step] = signature(final)
             self._phase("pointer")
             self.point("latest", step)
             if best:
@@ -257,6 +273,8 @@ class CheckpointStore:
 
     def point(self, name: str, step: int) -> None:
         """Make a pointer (latest or best) name a checkpoint."""
+        if name == "best":
+            self._best = step
         write_text(self.folder / name, f"step-{step}\n")
 
     def pointed(self, name: str) -> int | None:
@@ -269,13 +287,28 @@ class CheckpointStore:
         return int(text[5:]) if text.startswith("step-") and text[5:].isdigit() else None
 
     def prune(self) -> None:
-        """Remove old checkpoints: only ones that this object wrote or found whole, never the newest or the best."""
-        kept = {self.pointed("best"), self.pointed("latest")}
-        whole = sorted(self._whole.intersection(self.steps()))
-        for step in whole[: -self.keep]:
+        """Remove old checkpoints: only whole ones, after as many newer whole ones as are kept, and never the best."""
+        kept = {self._best, self.pointed("best"), self.pointed("latest")}
+        for step in sorted(self._still_whole())[: -self.keep]:
             if step not in kept:
                 self._remove(self.path(step))
-                self._whole.discard(step)
+                del self._whole[step]
+
+    def _still_whole(self) -> dict[int, Signature]:
+        """Checkpoints that this object wrote or found whole; those whose files were changed since are read again."""
+        for step, before in list(self._whole.items()):
+            now = signature(self.path(step))
+            if now == before:
+                continue
+            try:
+                verify(self.path(step))
+            except CheckpointError as error:
+                del self._whole[step]
+                if self.path(step).exists():
+                    self._warn(f"{error}; older checkpoints are kept in its place")
+            else:
+                self._whole[step] = now
+        return self._whole
 
     def _remove(self, path: Path) -> None:
         doomed = path.with_name(f"{STAGE}{path.name}-{os.getpid()}")
@@ -331,7 +364,7 @@ class CheckpointStore:
             except CheckpointError as error:
                 troubles[step] = error
             else:
-                self._whole.add(step)
+                self._whole[step] = signature(found.path)
                 newest = newest or found
         aside = sorted(entry.name for entry in self.folder.glob(f"{DAMAGED}step-*"))
         if newest is None and (troubles or aside):
