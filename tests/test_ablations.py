@@ -12,7 +12,8 @@ from seqboat.cli import main
 from seqboat.core.routers import AlwaysActiveConfig, GumbelConfig, SigmoidConfig, XMoEConfig
 from seqboat.mixers import MIXERS
 from seqboat.mixers.attention.mega import MegaConfig
-from seqboat.mixers.seqboat.ablations import SeqBoatChunkConfig, SeqBoatThenFFN, SeqBoatThenFFNConfig, ablate
+from seqboat.mixers.carry import carry_over
+from seqboat.mixers.seqboat.ablations import SeqBoatChunkConfig, SeqBoatThenFFN, SeqBoatThenFFNConfig
 from seqboat.mixers.seqboat.gau import GAUConfig
 from seqboat.mixers.seqboat.layer import SeqBoat, SeqBoatConfig
 from seqboat.mixers.ssm.s4d import S4DConfig
@@ -88,7 +89,7 @@ def test_a_row_takes_another_mixer() -> None:
 
 def test_ablations_change_any_seqboat() -> None:
     base = SeqBoatConfig(gau=GAUConfig(d_z=8, window=16, attention="laplace"), norm="rms", causal=True)
-    chunk = ablate(SeqBoatChunkConfig, base)
+    chunk = carry_over(base, SeqBoatChunkConfig).mixer
     assert chunk.gau == dataclasses.replace(base.gau, span="chunk")
     assert (chunk.router, chunk.norm, chunk.causal) == (AlwaysActiveConfig(), "rms", True)
 

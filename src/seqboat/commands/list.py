@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-WHAT = ("recipes", "ablations", "mixers", "tasks", "routers")
+WHAT = ("recipes", "rows", "ablations", "mixers", "tasks", "routers")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,6 +29,10 @@ def table(what: str) -> Mapping[str, Any]:
         from seqboat.recipes import RECIPES
 
         return RECIPES
+    if what == "rows":
+        from seqboat.recipes import ROW_RECIPES
+
+        return ROW_RECIPES
     if what == "ablations":
         from seqboat.recipes import ABLATIONS
 

@@ -15,7 +15,7 @@ SURVIVES_OUTPUT = True
 
 EPILOG = """\
 Any field of the configuration can be set by its dotted name, as --a.b=value or --a.b value; --print-config shows
-them all. Parts are chosen by name, with their defaults:
+them all. Parts are chosen by name; another mixer keeps the settings of the recipe's own where it has them:
 
   seqboat train lra.listops-small --seed=1 --training.batch_size=16
   seqboat train lra.image-small --model.mixer NAME             (seqboat list mixers)
@@ -61,12 +61,12 @@ def run(options: argparse.Namespace) -> int:
     if options.recipe is not None:
         config = dataclasses.replace(find_recipe(options.recipe)(), recipe=options.recipe)
     if options.config is not None:
-        config = from_yaml(options.config, config)
+        config = from_yaml(options.config, config, _say)
     if config is None and options.resume and options.out is not None:
         config = from_yaml(Path(options.out) / "config.yaml")
     if config is None:
         raise ValueError("name a recipe (seqboat list recipes), or give --config FILE, or --resume --out DIR")
-    config = override(config, options.fields)
+    config = override(config, options.fields, _say)
     if options.match_parameters:
         from seqboat.paper.matching import match_parameters
 
@@ -87,3 +87,9 @@ def run(options: argparse.Namespace) -> int:
         best = "" if outcome.best is None else f"; best {config.build_task().metric} {outcome.best:.4f}"
         print(f"{outcome.message}{best}; {folder}", file=sys.stderr if outcome.exit_code else sys.stdout)
     return outcome.exit_code
+
+
+def _say(line: str) -> None:
+    """Tell the user, once for all processes."""
+    if os.environ.get("RANK", "0") == "0":
+        print(line, file=sys.stderr)

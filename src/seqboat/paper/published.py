@@ -103,6 +103,29 @@ ENWIK8 = {
 """Table 3: the test split of enwik8, sequences of 8,192 bytes."""
 
 
+def published_score(table: str, row: str, task: str) -> float | None:
+    """The number of a row of tables 1 to 3 on a task; None where the model does not beat chance.
+
+    >>> published_score("lra", "mega-chunk", "image"), published_score("enwik8", "seqboat", "enwik8")
+    (85.8, 1.02)
+
+    Args:
+        table: lra, speech or enwik8.
+        row: the name of a mixer, as in `recipes.rows.ROWS`.
+        task: of the table.
+    """
+    if table == "lra":
+        return LRA[row].accuracy[task]
+    return SPEECH[row].accuracy if table == "speech" else ENWIK8[row].bits
+
+
+def published_parameters(table: str, row: str) -> int | None:
+    """The printed size of a model; table 1 has none."""
+    if table == "lra":
+        return None
+    return (SPEECH if table == "speech" else ENWIK8)[row].parameters
+
+
 EFFICIENCY_MODELS = {
     "mega": "MEGA",
     "mega-chunk": "MEGA-chunk",

@@ -1,20 +1,21 @@
 """Recipes: functions that return the configuration of a run. One file per table of the paper.
 
-The rows of the paper's ablations are in a separate table, ABLATIONS.
+RECIPES has SeqBoat on every task, `rows.ROWS` the other models of tables 1 to 3, ABLATIONS the rows of the ablations.
 
-A variant is a call with another mixer, `lra.image(mixer=...)`, or a changed copy, `lra.image().replace(seed=1)`.
+A variant is a call with another mixer, `lra.image(mixer="mega")` or `lra.image(mixer=MegaConfig(...))`, or a changed
+copy, `lra.image().replace(seed=1)`.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
 
 from seqboat.recipes import diagnostics, enwik8, lra, speech, your_data
 from seqboat.recipes.ablations import ABLATIONS
-from seqboat.training.config import RunConfig
+from seqboat.recipes.base import Recipe
+from seqboat.recipes.rows import ROW_RECIPES, ROWS, SMALL_ROWS, Row
 
-RECIPES: dict[str, Callable[..., RunConfig]] = {
+RECIPES: dict[str, Recipe] = {
     "lra.listops": lra.listops,
     "lra.listops-small": lra.listops_small,
     "lra.text": lra.text,
@@ -41,14 +42,21 @@ RECIPES: dict[str, Callable[..., RunConfig]] = {
 """Every recipe by the name that commands use; each can be given another mixer."""
 
 
-def find_recipe(name: str) -> Callable[..., RunConfig]:
-    """A recipe or an ablation by its name; a ValueError suggests the nearest."""
-    every = RECIPES | ABLATIONS
-    if name in every:
-        return every[name]
+def find_recipe(name: str) -> Recipe:
+    """A recipe by its name: of RECIPES, a row (`lra.image/mega`) or an ablation; a ValueError suggests the nearest.
+
+    The row of SeqBoat is the recipe itself, `lra.image/seqboat` or `lra.image`.
+    """
+    every = RECIPES | ABLATIONS | ROW_RECIPES | SMALL_ROWS
+    short = name.removesuffix("/seqboat")
+    if short in every and not (short != name and "/" in short):
+        return every[short]
     # also by the last part alone: image for lra.image
     parts = {whole.rpartition(".")[2]: whole for whole in reversed(every)}
     near = difflib.get_close_matches(name, [*every, *parts], n=1, cutoff=0.6)
     near = [parts.get(found, found) for found in near]
     hint = f"did you mean {near[0]}?" if near else "`seqboat list recipes` shows all"
     raise ValueError(f"recipe {name!r} is unknown; {hint}")
+
+
+__all__ = ["ABLATIONS", "RECIPES", "ROWS", "ROW_RECIPES", "SMALL_ROWS", "Recipe", "Row", "find_recipe"]

@@ -8,10 +8,8 @@ compared with is MEGA in the same recipe, `ablations.TASK.mega`, with the widths
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from seqboat.mixers.attention.mega import MegaConfig
+from seqboat.mixers.carry import carry_over
 from seqboat.mixers.seqboat.ablations import (
     SeqBoatChunkConfig,
     SeqBoatFullAlwaysConfig,
@@ -24,15 +22,11 @@ from seqboat.mixers.seqboat.ablations import (
     SeqBoatMoEConfig,
     SeqBoatSigmoidConfig,
     SeqBoatThenFFNConfig,
-    ablate,
 )
 from seqboat.mixers.seqboat.layer import SeqBoatConfig, SeqBoatFFNConfig
-from seqboat.mixers.ssm.ema import EMAConfig
-from seqboat.models.backbone import MixerConfig
 from seqboat.recipes import lra
+from seqboat.recipes.base import MixerChoice, Recipe, choose
 from seqboat.training.config import RunConfig
-
-Recipe = Callable[..., RunConfig]
 
 FULL_ROWS: dict[str, type[SeqBoatConfig]] = {
     "full": SeqBoatFullConfig,
@@ -64,41 +58,26 @@ TASKS: dict[str, Recipe] = {
 }
 
 
-def mega_like(base: SeqBoatConfig) -> MegaConfig:
-    """MEGA with the widths, the attention function and the norm of a SeqBoat."""
-    assert isinstance(base.ssm, EMAConfig)
-    return MegaConfig(
-        ema=base.ssm,
-        d_z=base.gau.d_z,
-        d_v=base.gau.d_v,
-        attention=base.gau.attention,
-        max_positions=base.gau.max_positions,
-        causal=base.causal,
-        norm=base.norm,
-        prenorm=base.prenorm,
-        dropout=base.dropout,
-        attention_dropout=base.gau.attention_dropout,
-    )
-
-
-def _recipe(task: str, change: Callable[[SeqBoatConfig], MixerConfig], what: str) -> Recipe:
+def _recipe(task: str, form: type, about: str) -> Recipe:
     base = TASKS[task]
 
-    def recipe(mixer: MixerConfig | None = None) -> RunConfig:
-        given: Any = base().model.mixer
-        return base(mixer=mixer or change(given))
+    def recipe(mixer: MixerChoice = None) -> RunConfig:
+        own = carry_over(base().model.mixer, form).mixer
+        return base(mixer=choose(mixer, own))
 
-    recipe.__doc__ = f"{what} On the recipe lra.{task}."
+    recipe.__doc__ = f"{about} On the recipe lra.{task}."
     return recipe
 
 
 def _row(task: str, form: type[SeqBoatConfig]) -> Recipe:
-    return _recipe(task, lambda base: ablate(form, base), (form.__doc__ or "").strip())
+    return _recipe(task, form, (form.__doc__ or "").strip())
 
 
 ABLATIONS: dict[str, Recipe] = {
     f"ablations.{task}.{row}": _row(task, form)
     for task in TASKS
     for row, form in (ROWS if task.startswith("pathfinder") else FULL_ROWS | ROWS).items()
-} | {f"ablations.{task}.mega": _recipe(task, mega_like, "MEGA with the widths of SeqBoat.") for task in TASKS}
+} | {
+    f"ablations.{task}.mega": _recipe(task, MegaConfig, "MEGA with the widths of SeqBoat.") for task in TASKS
+}
 """Every row of both tables on every task that it was run on, by the name that commands use."""

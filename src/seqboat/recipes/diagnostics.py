@@ -6,7 +6,8 @@ from seqboat.core.routers import TemperedSoftmaxConfig
 from seqboat.mixers.seqboat.gau import GAUConfig
 from seqboat.mixers.seqboat.layer import SeqBoatConfig
 from seqboat.mixers.ssm.ema import EMAConfig
-from seqboat.models.backbone import BackboneConfig, MixerConfig
+from seqboat.models.backbone import BackboneConfig
+from seqboat.recipes.base import MixerChoice, choose
 from seqboat.tasks.base import TaskConfig
 from seqboat.tasks.synthetic.copy import CopyTaskConfig
 from seqboat.tasks.synthetic.recall import RecallTaskConfig
@@ -15,15 +16,18 @@ from seqboat.training.config import EvaluationConfig, RunConfig, TrainingConfig
 from seqboat.training.optim import OptimizerConfig, ScheduleConfig
 
 
-def _diagnostic(task: TaskConfig, mixer: MixerConfig | None) -> RunConfig:
+def _diagnostic(task: TaskConfig, mixer: MixerChoice) -> RunConfig:
     """Two layers of width 64 on sequences of 64 tokens, 1,500 steps."""
-    mixer = mixer or SeqBoatConfig(
-        ssm=EMAConfig(d_state=4),
-        router=TemperedSoftmaxConfig(temperature_scale=1.0),
-        gau=GAUConfig(d_z=32, d_v=64, attention="softmax", window=64, max_positions=64),
-        causal=True,
-        norm="layer",
-        prenorm=True,
+    mixer = choose(
+        mixer,
+        SeqBoatConfig(
+            ssm=EMAConfig(d_state=4),
+            router=TemperedSoftmaxConfig(temperature_scale=1.0),
+            gau=GAUConfig(d_z=32, d_v=64, attention="softmax", window=64, max_positions=64),
+            causal=True,
+            norm="layer",
+            prenorm=True,
+        ),
     )
     return RunConfig(
         task=task,
@@ -35,26 +39,29 @@ def _diagnostic(task: TaskConfig, mixer: MixerConfig | None) -> RunConfig:
     )
 
 
-def recall(mixer: MixerConfig | None = None) -> RunConfig:
+def recall(mixer: MixerChoice = None) -> RunConfig:
     """Multi-query associative recall: 8 pairs of key and value in 64 tokens; two layers of width 64."""
     return _diagnostic(RecallTaskConfig(), mixer)
 
 
-def copy(mixer: MixerConfig | None = None) -> RunConfig:
+def copy(mixer: MixerChoice = None) -> RunConfig:
     """Selective copying: 8 tokens among 56 places; two layers of width 64."""
     return _diagnostic(CopyTaskConfig(), mixer)
 
 
-def demo(mixer: MixerConfig | None = None) -> RunConfig:
+def demo(mixer: MixerChoice = None) -> RunConfig:
     """Short ListOps expressions, learned in about four minutes on two cores; three layers of width 64.
 
     The temperature of the routers and the learning rate are the paper's for ListOps.
     """
-    mixer = mixer or SeqBoatConfig(
-        # half of the usual block: most expressions are shorter than it
-        ssm=EMAConfig(d_state=8, block=32),
-        router=TemperedSoftmaxConfig(temperature_scale=0.3),
-        gau=GAUConfig(d_z=32, window=64, max_positions=100),
+    mixer = choose(
+        mixer,
+        SeqBoatConfig(
+            # half of the usual block: most expressions are shorter than it
+            ssm=EMAConfig(d_state=8, block=32),
+            router=TemperedSoftmaxConfig(temperature_scale=0.3),
+            gau=GAUConfig(d_z=32, window=64, max_positions=100),
+        ),
     )
     return RunConfig(
         task=ShortListOpsTaskConfig(),

@@ -6,13 +6,14 @@ from seqboat.core.routers import TemperedSoftmaxConfig
 from seqboat.mixers.seqboat.gau import GAUConfig
 from seqboat.mixers.seqboat.layer import SeqBoatConfig
 from seqboat.mixers.ssm.ema import EMAConfig
-from seqboat.models.backbone import BackboneConfig, MixerConfig
+from seqboat.models.backbone import BackboneConfig
+from seqboat.recipes.base import MixerChoice, choose
 from seqboat.tasks.enwik8 import Enwik8TaskConfig
 from seqboat.training.config import EvaluationConfig, RunConfig, TrainingConfig
 from seqboat.training.optim import OptimizerConfig, ScheduleConfig
 
 
-def enwik8(mixer: MixerConfig | None = None) -> RunConfig:
+def enwik8(mixer: MixerChoice = None) -> RunConfig:
     """enwik8, 8 sequences of 8,192 bytes, 400,000 steps; 39M parameters.
 
     Evaluation reads windows of 8,192 bytes and scores the last 1,192 of each, so that every byte has at least 7,000
@@ -21,15 +22,17 @@ def enwik8(mixer: MixerConfig | None = None) -> RunConfig:
     return RunConfig(
         task=Enwik8TaskConfig(segment=8192, context=7000, window=8192),
         model=BackboneConfig(
-            mixer=mixer
-            or SeqBoatConfig(
-                ssm=EMAConfig(d_state=16),
-                router=TemperedSoftmaxConfig(temperature_scale=1.0),
-                gau=GAUConfig(d_z=128, d_v=1232, attention="softmax", window=1024, positions="rotary"),
-                causal=True,
-                norm="layer",
-                prenorm=True,
-                dropout=0.15,
+            mixer=choose(
+                mixer,
+                SeqBoatConfig(
+                    ssm=EMAConfig(d_state=16),
+                    router=TemperedSoftmaxConfig(temperature_scale=1.0),
+                    gau=GAUConfig(d_z=128, d_v=1232, attention="softmax", window=1024, positions="rotary"),
+                    causal=True,
+                    norm="layer",
+                    prenorm=True,
+                    dropout=0.15,
+                ),
             ),
             d_model=616,
             num_layers=14,
@@ -43,7 +46,7 @@ def enwik8(mixer: MixerConfig | None = None) -> RunConfig:
     )
 
 
-def enwik8_small(mixer: MixerConfig | None = None) -> RunConfig:
+def enwik8_small(mixer: MixerChoice = None) -> RunConfig:
     """enwik8 with 512-byte segments of contiguous text and a carried state.
 
     Cut: 3 layers of width 128 instead of 14 of 616, segments of 512 bytes instead of 8,192 (but the state is carried
@@ -53,14 +56,16 @@ def enwik8_small(mixer: MixerConfig | None = None) -> RunConfig:
     return RunConfig(
         task=Enwik8TaskConfig(segment=512),
         model=BackboneConfig(
-            mixer=mixer
-            or SeqBoatConfig(
-                ssm=EMAConfig(d_state=8),
-                router=TemperedSoftmaxConfig(temperature_scale=1.0),
-                gau=GAUConfig(d_z=32, d_v=256, attention="softmax", window=128, positions="rotary"),
-                causal=True,
-                norm="layer",
-                prenorm=True,
+            mixer=choose(
+                mixer,
+                SeqBoatConfig(
+                    ssm=EMAConfig(d_state=8),
+                    router=TemperedSoftmaxConfig(temperature_scale=1.0),
+                    gau=GAUConfig(d_z=32, d_v=256, attention="softmax", window=128, positions="rotary"),
+                    causal=True,
+                    norm="layer",
+                    prenorm=True,
+                ),
             ),
             d_model=128,
             num_layers=3,
@@ -73,7 +78,7 @@ def enwik8_small(mixer: MixerConfig | None = None) -> RunConfig:
     )
 
 
-def enwik8_medium(mixer: MixerConfig | None = None) -> RunConfig:
+def enwik8_medium(mixer: MixerChoice = None) -> RunConfig:
     """enwik8 with 1.7M parameters: the training text once, about ten hours on one CPU core.
 
     Cut: 6 layers of width 192 instead of 14 of 616, segments of 512 bytes with a carried state instead of 8,192,
@@ -83,14 +88,16 @@ def enwik8_medium(mixer: MixerConfig | None = None) -> RunConfig:
     return RunConfig(
         task=Enwik8TaskConfig(segment=512),
         model=BackboneConfig(
-            mixer=mixer
-            or SeqBoatConfig(
-                ssm=EMAConfig(d_state=8),
-                router=TemperedSoftmaxConfig(temperature_scale=1.0),
-                gau=GAUConfig(d_z=64, d_v=384, attention="softmax", window=256, positions="rotary"),
-                causal=True,
-                norm="layer",
-                prenorm=True,
+            mixer=choose(
+                mixer,
+                SeqBoatConfig(
+                    ssm=EMAConfig(d_state=8),
+                    router=TemperedSoftmaxConfig(temperature_scale=1.0),
+                    gau=GAUConfig(d_z=64, d_v=384, attention="softmax", window=256, positions="rotary"),
+                    causal=True,
+                    norm="layer",
+                    prenorm=True,
+                ),
             ),
             d_model=192,
             num_layers=6,

@@ -14,7 +14,8 @@ from seqboat.core.routers import TemperedSoftmaxConfig
 from seqboat.mixers.seqboat.gau import GAUConfig
 from seqboat.mixers.seqboat.layer import SeqBoatConfig
 from seqboat.mixers.ssm.ema import EMAConfig
-from seqboat.models.backbone import BackboneConfig, MixerConfig
+from seqboat.models.backbone import BackboneConfig
+from seqboat.recipes.base import MixerChoice, choose
 from seqboat.tasks.base import TaskConfig
 from seqboat.tasks.image import ImageTaskConfig
 from seqboat.tasks.retrieval import RetrievalTaskConfig
@@ -48,15 +49,18 @@ def _run(
     )
 
 
-def listops(mixer: MixerConfig | None = None) -> RunConfig:
+def listops(mixer: MixerChoice = None) -> RunConfig:
     """ListOps, up to 2,000 tokens: 60 epochs of 96,000 expressions."""
-    mixer = mixer or SeqBoatConfig(
-        ssm=EMAConfig(d_state=16, truncation=1024),
-        router=TemperedSoftmaxConfig(temperature_scale=0.3),
-        gau=GAUConfig(d_z=64, d_v=160, attention="softmax", window=256, max_positions=2000),
-        norm="layer",
-        prenorm=False,
-        dropout=0.1,
+    mixer = choose(
+        mixer,
+        SeqBoatConfig(
+            ssm=EMAConfig(d_state=16, truncation=1024),
+            router=TemperedSoftmaxConfig(temperature_scale=0.3),
+            gau=GAUConfig(d_z=64, d_v=160, attention="softmax", window=256, max_positions=2000),
+            norm="layer",
+            prenorm=False,
+            dropout=0.1,
+        ),
     )
     return _run(
         ListOpsTaskConfig(),
@@ -71,17 +75,20 @@ def listops(mixer: MixerConfig | None = None) -> RunConfig:
     )
 
 
-def text(mixer: MixerConfig | None = None) -> RunConfig:
+def text(mixer: MixerChoice = None) -> RunConfig:
     """Text, 4,096 bytes: 50 epochs of 25,000 reviews, validated on the test reviews as published."""
-    mixer = mixer or SeqBoatConfig(
-        ssm=EMAConfig(d_state=16, truncation=1024),
-        router=TemperedSoftmaxConfig(temperature_scale=0.3),
-        gau=GAUConfig(
-            d_z=64, d_v=256, attention="softmax", window=256, positions="compressed", max_positions=4096
+    mixer = choose(
+        mixer,
+        SeqBoatConfig(
+            ssm=EMAConfig(d_state=16, truncation=1024),
+            router=TemperedSoftmaxConfig(temperature_scale=0.3),
+            gau=GAUConfig(
+                d_z=64, d_v=256, attention="softmax", window=256, positions="compressed", max_positions=4096
+            ),
+            norm="scale",
+            prenorm=False,
+            dropout=0.1,
         ),
-        norm="scale",
-        prenorm=False,
-        dropout=0.1,
     )
     return _run(
         TextTaskConfig(max_length=4096),
@@ -96,15 +103,18 @@ def text(mixer: MixerConfig | None = None) -> RunConfig:
     )
 
 
-def retrieval(mixer: MixerConfig | None = None) -> RunConfig:
+def retrieval(mixer: MixerChoice = None) -> RunConfig:
     """Retrieval, two documents of 4,000 bytes: 40 epochs of 147,086 pairs."""
-    mixer = mixer or SeqBoatConfig(
-        ssm=EMAConfig(d_state=16, truncation=1024),
-        router=TemperedSoftmaxConfig(temperature_scale=0.3),
-        gau=GAUConfig(d_z=64, d_v=256, attention="softmax", window=256, max_positions=4000),
-        norm="scale",
-        prenorm=False,
-        dropout=0.1,
+    mixer = choose(
+        mixer,
+        SeqBoatConfig(
+            ssm=EMAConfig(d_state=16, truncation=1024),
+            router=TemperedSoftmaxConfig(temperature_scale=0.3),
+            gau=GAUConfig(d_z=64, d_v=256, attention="softmax", window=256, max_positions=4000),
+            norm="scale",
+            prenorm=False,
+            dropout=0.1,
+        ),
     )
     return _run(
         RetrievalTaskConfig(max_length=4000),
@@ -118,14 +128,17 @@ def retrieval(mixer: MixerConfig | None = None) -> RunConfig:
     )
 
 
-def image(mixer: MixerConfig | None = None) -> RunConfig:
+def image(mixer: MixerChoice = None) -> RunConfig:
     """Image, gray CIFAR-10 as 1,024 pixels: 200 epochs of 45,000 images."""
-    mixer = mixer or SeqBoatConfig(
-        ssm=EMAConfig(d_state=16, truncation=1024),
-        router=TemperedSoftmaxConfig(temperature_scale=0.4),
-        gau=GAUConfig(d_z=96, d_v=320, attention="relu2", window=256, max_positions=1024),
-        norm="batch",
-        prenorm=True,
+    mixer = choose(
+        mixer,
+        SeqBoatConfig(
+            ssm=EMAConfig(d_state=16, truncation=1024),
+            router=TemperedSoftmaxConfig(temperature_scale=0.4),
+            gau=GAUConfig(d_z=96, d_v=320, attention="relu2", window=256, max_positions=1024),
+            norm="batch",
+            prenorm=True,
+        ),
     )
     return _run(
         ImageTaskConfig(),
@@ -139,14 +152,17 @@ def image(mixer: MixerConfig | None = None) -> RunConfig:
     )
 
 
-def pathfinder(mixer: MixerConfig | None = None) -> RunConfig:
+def pathfinder(mixer: MixerChoice = None) -> RunConfig:
     """Pathfinder, 32 x 32 pixels: 200 epochs of 160,000 images."""
-    mixer = mixer or SeqBoatConfig(
-        ssm=EMAConfig(d_state=16),
-        router=TemperedSoftmaxConfig(temperature_scale=1.0),
-        gau=GAUConfig(d_z=64, d_v=256, attention="relu2", window=256, max_positions=1024),
-        norm="batch",
-        prenorm=True,
+    mixer = choose(
+        mixer,
+        SeqBoatConfig(
+            ssm=EMAConfig(d_state=16),
+            router=TemperedSoftmaxConfig(temperature_scale=1.0),
+            gau=GAUConfig(d_z=64, d_v=256, attention="relu2", window=256, max_positions=1024),
+            norm="batch",
+            prenorm=True,
+        ),
     )
     return _run(
         PathfinderTaskConfig(),
@@ -160,12 +176,12 @@ def pathfinder(mixer: MixerConfig | None = None) -> RunConfig:
     )
 
 
-def pathx(mixer: MixerConfig | None = None) -> RunConfig:
+def pathx(mixer: MixerChoice = None) -> RunConfig:
     """Path-X, 128 x 128 pixels: 100 epochs of 160,000 images."""
     full = pathfinder()
     return full.replace(
         task=PathXTaskConfig(),
-        model={"mixer": mixer or _resized(full, window=512, max_positions=128 * 128)},
+        model={"mixer": choose(mixer, _resized(full, window=512, max_positions=128 * 128))},
         schedule={"steps": 125_000, "warmup_steps": 25_000},
     )
 
@@ -177,7 +193,7 @@ def _resized(full: RunConfig, **attention: Any) -> SeqBoatConfig:
     return replace(mixer, ssm=ssm, gau=replace(mixer.gau, **attention))
 
 
-def listops_small(mixer: MixerConfig | None = None) -> RunConfig:
+def listops_small(mixer: MixerChoice = None) -> RunConfig:
     """ListOps with expressions of up to 128 tokens.
 
     Cut: expressions of 10 to 128 tokens and depth at most 5 instead of 500 to 2,000 and depth 10, 30,000 of them
@@ -187,7 +203,7 @@ def listops_small(mixer: MixerConfig | None = None) -> RunConfig:
     narrow = replace(_resized(full, d_z=32, d_v=128, window=64, max_positions=128), dropout=0.0)
     return full.replace(
         task=ListOpsTaskConfig(store="listops-small", max_length=128, train_size=30_000),
-        model={"mixer": mixer or narrow, "d_model": 64, "num_layers": 4, "dropout": 0.0},
+        model={"mixer": choose(mixer, narrow), "d_model": 64, "num_layers": 4, "dropout": 0.0},
         optimizer={"lr": 0.003},
         schedule={"steps": 4600, "warmup_steps": 460},
         training={"batch_size": 32, "save_every": 460},
@@ -195,7 +211,7 @@ def listops_small(mixer: MixerConfig | None = None) -> RunConfig:
     )
 
 
-def text_small(mixer: MixerConfig | None = None) -> RunConfig:
+def text_small(mixer: MixerChoice = None) -> RunConfig:
     """Text with reviews cut to 512 bytes.
 
     Cut: 512 bytes instead of 4,096, 2 layers of width 64 instead of 4 of 128, 4 epochs instead of 50, working memory
@@ -205,14 +221,14 @@ def text_small(mixer: MixerConfig | None = None) -> RunConfig:
     narrow = _resized(full, d_z=32, d_v=128, window=64, max_positions=512)
     return full.replace(
         task=TextTaskConfig(max_length=512, holdout=2500, eval_size=12_500),
-        model={"mixer": mixer or narrow, "d_model": 64, "num_layers": 2},
+        model={"mixer": choose(mixer, narrow), "d_model": 64, "num_layers": 2},
         schedule={"steps": 2800, "warmup_steps": 280},
         training={"batch_size": 32, "save_every": 280},
         evaluation={"every": 280, "batch_size": 64},
     )
 
 
-def retrieval_small(mixer: MixerConfig | None = None) -> RunConfig:
+def retrieval_small(mixer: MixerChoice = None) -> RunConfig:
     """Retrieval with documents cut to 256 bytes.
 
     Cut: two documents of 256 bytes (title and the beginning of the abstract) instead of 4,000, 2 layers of width 64
@@ -226,7 +242,7 @@ def retrieval_small(mixer: MixerConfig | None = None) -> RunConfig:
     )
     return full.replace(
         task=RetrievalTaskConfig(max_length=256, eval_size=2500),
-        model={"mixer": mixer or narrow, "d_model": 64, "num_layers": 2, "dropout": 0.0},
+        model={"mixer": choose(mixer, narrow), "d_model": 64, "num_layers": 2, "dropout": 0.0},
         optimizer={"lr": 0.01},
         schedule={"steps": 2600, "warmup_steps": 130},
         training={"batch_size": 32, "save_every": 260},
@@ -234,7 +250,7 @@ def retrieval_small(mixer: MixerConfig | None = None) -> RunConfig:
     )
 
 
-def image_small(mixer: MixerConfig | None = None) -> RunConfig:
+def image_small(mixer: MixerChoice = None) -> RunConfig:
     """Image at 16 x 16 pixels.
 
     Cut: squares of four pixels are averaged (256 tokens instead of 1,024), 4 layers of width 64 instead of 8 of 160,
@@ -244,14 +260,14 @@ def image_small(mixer: MixerConfig | None = None) -> RunConfig:
     narrow = _resized(full, d_z=32, d_v=128, window=64, max_positions=256)
     return full.replace(
         task=ImageTaskConfig(pool=2, eval_size=5000),
-        model={"mixer": mixer or narrow, "d_model": 64, "num_layers": 4},
+        model={"mixer": choose(mixer, narrow), "d_model": 64, "num_layers": 4},
         schedule={"steps": 1800, "warmup_steps": 180},
         training={"save_every": 300},
         evaluation={"every": 300, "batch_size": 100},
     )
 
 
-def pathfinder_small(mixer: MixerConfig | None = None) -> RunConfig:
+def pathfinder_small(mixer: MixerChoice = None) -> RunConfig:
     """Pathfinder at 16 x 16 pixels.
 
     Cut: images of 16 x 16 pixels with curves of 4 dashes instead of 32 x 32 with 14, 4 layers of width 64 instead of
@@ -261,14 +277,14 @@ def pathfinder_small(mixer: MixerConfig | None = None) -> RunConfig:
     narrow = _resized(full, d_z=32, d_v=128, window=64, max_positions=256)
     return full.replace(
         task=PathfinderTaskConfig(size=16),
-        model={"mixer": mixer or narrow, "d_model": 64, "num_layers": 4},
+        model={"mixer": choose(mixer, narrow), "d_model": 64, "num_layers": 4},
         schedule={"steps": 2000, "warmup_steps": 200},
         training={"batch_size": 50, "save_every": 250},
         evaluation={"every": 250, "batch_size": 100},
     )
 
 
-def pathx_small(mixer: MixerConfig | None = None) -> RunConfig:
+def pathx_small(mixer: MixerChoice = None) -> RunConfig:
     """Path-X at full length in a narrow model: shows that 16,384 tokens train, not that they are learned.
 
     Cut: 2 layers of width 32 instead of 6 of 128, 1,600 images seen instead of 16 million, working memory 64. The
@@ -278,7 +294,7 @@ def pathx_small(mixer: MixerConfig | None = None) -> RunConfig:
     narrow = replace(_resized(full, d_z=16, d_v=64, window=64), ssm=EMAConfig(d_state=8))
     return full.replace(
         task=PathXTaskConfig(train_size=1600, eval_size=200),
-        model={"mixer": mixer or narrow, "d_model": 32, "num_layers": 2},
+        model={"mixer": choose(mixer, narrow), "d_model": 32, "num_layers": 2},
         schedule={"steps": 200, "warmup_steps": 20},
         training={"batch_size": 8, "log_every": 5, "save_every": 50},
         evaluation={"every": 50, "batch_size": 8},

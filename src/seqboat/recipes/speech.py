@@ -6,13 +6,14 @@ from seqboat.core.routers import TemperedSoftmaxConfig
 from seqboat.mixers.seqboat.gau import GAUConfig
 from seqboat.mixers.seqboat.layer import SeqBoatConfig
 from seqboat.mixers.ssm.ema import EMAConfig
-from seqboat.models.backbone import BackboneConfig, MixerConfig
+from seqboat.models.backbone import BackboneConfig
+from seqboat.recipes.base import MixerChoice, choose
 from seqboat.tasks.speech import SpeechTaskConfig
 from seqboat.training.config import EvaluationConfig, RunConfig, TrainingConfig
 from seqboat.training.optim import OptimizerConfig, ScheduleConfig
 
 
-def speech(mixer: MixerConfig | None = None) -> RunConfig:
+def speech(mixer: MixerChoice = None) -> RunConfig:
     """Speech Commands, 16,000 samples: 200 epochs of about 24,500 clips; 293K parameters.
 
     The paper's 293K are all parameters but the tables of relative positions, which our tables of compressed
@@ -21,20 +22,22 @@ def speech(mixer: MixerConfig | None = None) -> RunConfig:
     return RunConfig(
         task=SpeechTaskConfig(),
         model=BackboneConfig(
-            mixer=mixer
-            or SeqBoatConfig(
-                ssm=EMAConfig(d_state=16, truncation=4000),
-                router=TemperedSoftmaxConfig(temperature_scale=1.0),
-                gau=GAUConfig(
-                    d_z=30,
-                    d_v=120,
-                    attention="relu2",
-                    window=256,
-                    positions="compressed",
-                    max_positions=16_000,
+            mixer=choose(
+                mixer,
+                SeqBoatConfig(
+                    ssm=EMAConfig(d_state=16, truncation=4000),
+                    router=TemperedSoftmaxConfig(temperature_scale=1.0),
+                    gau=GAUConfig(
+                        d_z=30,
+                        d_v=120,
+                        attention="relu2",
+                        window=256,
+                        positions="compressed",
+                        max_positions=16_000,
+                    ),
+                    norm="batch",
+                    prenorm=True,
                 ),
-                norm="batch",
-                prenorm=True,
             ),
             d_model=60,
             num_layers=8,
@@ -46,7 +49,7 @@ def speech(mixer: MixerConfig | None = None) -> RunConfig:
     )
 
 
-def speech_small(mixer: MixerConfig | None = None) -> RunConfig:
+def speech_small(mixer: MixerChoice = None) -> RunConfig:
     """Speech Commands at 2,000 averaged samples.
 
     Cut: samples are averaged by eights, 22,000 clips seen instead of 5 million, 4 layers of width 48 instead of 8 of
@@ -55,15 +58,22 @@ def speech_small(mixer: MixerConfig | None = None) -> RunConfig:
     return RunConfig(
         task=SpeechTaskConfig(pool=8, parts="speaker"),
         model=BackboneConfig(
-            mixer=mixer
-            or SeqBoatConfig(
-                ssm=EMAConfig(d_state=16),
-                router=TemperedSoftmaxConfig(temperature_scale=1.0),
-                gau=GAUConfig(
-                    d_z=24, d_v=96, attention="relu2", window=64, positions="compressed", max_positions=2000
+            mixer=choose(
+                mixer,
+                SeqBoatConfig(
+                    ssm=EMAConfig(d_state=16),
+                    router=TemperedSoftmaxConfig(temperature_scale=1.0),
+                    gau=GAUConfig(
+                        d_z=24,
+                        d_v=96,
+                        attention="relu2",
+                        window=64,
+                        positions="compressed",
+                        max_positions=2000,
+                    ),
+                    norm="batch",
+                    prenorm=True,
                 ),
-                norm="batch",
-                prenorm=True,
             ),
             d_model=48,
             num_layers=4,

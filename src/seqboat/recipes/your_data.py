@@ -6,25 +6,28 @@ from seqboat.core.routers import TemperedSoftmaxConfig
 from seqboat.mixers.seqboat.gau import GAUConfig
 from seqboat.mixers.seqboat.layer import SeqBoatConfig
 from seqboat.mixers.ssm.ema import EMAConfig
-from seqboat.models.backbone import BackboneConfig, MixerConfig
+from seqboat.models.backbone import BackboneConfig
+from seqboat.recipes.base import MixerChoice, choose
 from seqboat.tasks.classify import ClassifyTaskConfig
 from seqboat.tasks.lmtext import LMTextTaskConfig
 from seqboat.training.config import EvaluationConfig, RunConfig, TrainingConfig
 from seqboat.training.optim import OptimizerConfig, ScheduleConfig
 
 
-def classify(mixer: MixerConfig | None = None) -> RunConfig:
+def classify(mixer: MixerChoice = None) -> RunConfig:
     """A class for each text of a table (--data.train FILE): two layers of width 64, texts of up to 1,024 bytes."""
     return RunConfig(
         task=ClassifyTaskConfig(max_length=1024),
         model=BackboneConfig(
-            mixer=mixer
-            or SeqBoatConfig(
-                ssm=EMAConfig(d_state=16),
-                router=TemperedSoftmaxConfig(temperature_scale=0.3),
-                gau=GAUConfig(d_z=32, d_v=128, window=128, positions="compressed", max_positions=1024),
-                norm="scale",
-                dropout=0.1,
+            mixer=choose(
+                mixer,
+                SeqBoatConfig(
+                    ssm=EMAConfig(d_state=16),
+                    router=TemperedSoftmaxConfig(temperature_scale=0.3),
+                    gau=GAUConfig(d_z=32, d_v=128, window=128, positions="compressed", max_positions=1024),
+                    norm="scale",
+                    dropout=0.1,
+                ),
             ),
             d_model=64,
             num_layers=2,
@@ -37,20 +40,22 @@ def classify(mixer: MixerConfig | None = None) -> RunConfig:
     )
 
 
-def lm(mixer: MixerConfig | None = None) -> RunConfig:
+def lm(mixer: MixerChoice = None) -> RunConfig:
     """The next byte of text files (--data.text FILES): three layers of width 128, state carried along the text."""
     return RunConfig(
         task=LMTextTaskConfig(segment=512),
         model=BackboneConfig(
-            mixer=mixer
-            or SeqBoatConfig(
-                ssm=EMAConfig(d_state=8),
-                router=TemperedSoftmaxConfig(temperature_scale=1.0),
-                gau=GAUConfig(d_z=32, d_v=256, window=128, positions="rotary"),
-                causal=True,
-                norm="layer",
-                prenorm=True,
-                dropout=0.1,
+            mixer=choose(
+                mixer,
+                SeqBoatConfig(
+                    ssm=EMAConfig(d_state=8),
+                    router=TemperedSoftmaxConfig(temperature_scale=1.0),
+                    gau=GAUConfig(d_z=32, d_v=256, window=128, positions="rotary"),
+                    causal=True,
+                    norm="layer",
+                    prenorm=True,
+                    dropout=0.1,
+                ),
             ),
             d_model=128,
             num_layers=3,

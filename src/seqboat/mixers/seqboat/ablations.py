@@ -1,8 +1,8 @@
 """The SeqBoat layer in the variants of the paper's ablations, appendix E.
 
-Each variant is a configuration whose defaults differ from SeqBoat's in what its line of the tables changes; `ablate`
-makes the same change to any other SeqBoat. One of them has a part that SeqBoat lacks, a feed-forward block after
-each layer:
+Each variant is a configuration whose defaults differ from SeqBoat's in what its line of the tables changes;
+`mixers.carry.carry_over` makes the same change to any other SeqBoat. One of them has a part that SeqBoat lacks, a
+feed-forward block after each layer:
 
     y = SeqBoat(x),   out = y + W_2 SiLU(W_1 y + b_1) + b_2
 
@@ -11,8 +11,7 @@ with the norm before the block or after the sum, as in MEGA.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -118,38 +117,6 @@ class SeqBoatThenFFNConfig(SeqBoatConfig):
 
     def build(self, d_model: int) -> SeqBoatThenFFN:  # type: ignore[override]
         return SeqBoatThenFFN(d_model, self)
-
-
-def ablate(form: type[SeqBoatConfig], base: SeqBoatConfig) -> SeqBoatConfig:
-    """Change a SeqBoat as an ablation does, and leave the rest of it alone.
-
-    >>> base = SeqBoatConfig(gau=GAUConfig(d_z=16), norm="rms")
-    >>> local = ablate(SeqBoatLocal32Config, base)
-    >>> local.router, local.gau.window, local.gau.d_z, local.norm
-    (AlwaysActiveConfig(), 32, 16, 'rms')
-    """
-    new, default = form(), SeqBoatConfig()
-    return form(
-        **{
-            field.name: _changed(
-                getattr(new, field.name), getattr(default, field.name), getattr(base, field.name)
-            )
-            for field in fields(default)
-        }
-    )
-
-
-def _changed(new: Any, default: Any, base: Any) -> Any:
-    """The base, with what is new in comparison with the default."""
-    if new == default:
-        return base
-    if is_dataclass(base) and not isinstance(base, type) and type(new) is type(default) is type(base):
-        parts = {
-            field.name: _changed(*(getattr(part, field.name) for part in (new, default, base)))
-            for field in fields(new)
-        }
-        return replace(base, **parts)
-    return new
 
 
 class SeqBoatThenFFN(RecurrentMixer):

@@ -14,6 +14,7 @@ from seqboat.checks import require
 from seqboat.training.config.fields import RunConfig
 from seqboat.training.config.serialization import (
     RENAMED,
+    Report,
     check_value,
     choice_of,
     chosen_defaults,
@@ -72,14 +73,16 @@ def field_names(data: Mapping[str, Any], where: str = "") -> list[str]:
     return names
 
 
-def override(config: RunConfig, arguments: Sequence[str]) -> RunConfig:
+def override(config: RunConfig, arguments: Sequence[str], report: Report | None = None) -> RunConfig:
     """Apply command-line overrides: `--a.b=value`, or `--a.b value` with as many values as a list takes.
 
-    `--model.mixer NAME` (or task, router, ssm) picks an option with its defaults; `--data.x` is `--task.x`.
+    `--model.mixer NAME` picks another mixer, with the settings of the one before where it has them (`mixers.carry`);
+    what it has no place for is reported. Other options (task, router, ssm) start from their defaults. `--data.x` is
+    `--task.x`.
     """
     data = to_dict(config)
     for name, words in split_arguments(arguments):
-        _set(data, name, words)
+        _set(data, name, words, report)
     return from_dict(data)
 
 
@@ -122,7 +125,7 @@ def split_arguments(arguments: Sequence[str]) -> list[tuple[str, list[str]]]:
     return pairs
 
 
-def _set(data: dict[str, Any], name: str, words: list[str]) -> None:
+def _set(data: dict[str, Any], name: str, words: list[str], report: Report | None) -> None:
     path = name.split(".")
     path[0] = {"data": "task", **RENAMED}.get(path[0], path[0])
     where = ".".join(path)
@@ -140,7 +143,7 @@ def _set(data: dict[str, Any], name: str, words: list[str]) -> None:
     if choice_of(hint) is not None:
         if len(words) != 1:
             raise ValueError(f"{where} must be {spell_type(hint)}, got {' '.join(words) or 'nothing'}")
-        node[last] = chosen_defaults(hint, words[0], node[last], where)
+        node[last] = chosen_defaults(hint, words[0], node[last], where, report)
     elif isinstance(node.get(last), Mapping):
         inner = ", ".join(f"{where}.{key}" for key in node[last])
         raise ValueError(f"{where} is a group of fields: set one of {inner}")

@@ -22,7 +22,7 @@ from seqboat.checks import require, short
 from seqboat.core.routers import ROUTERS, RouterConfig
 from seqboat.data.files import open_regular
 from seqboat.mixers import MIXERS
-from seqboat.mixers.base import directions_of
+from seqboat.mixers.carry import carry_over
 from seqboat.mixers.ssm import SSMS, SSMConfig
 from seqboat.models.backbone import MixerConfig
 from seqboat.tasks import TASKS
@@ -97,10 +97,18 @@ def modernize(data: Mapping[str, Any]) -> Mapping[str, Any]:
     return data
 
 
-def from_dict(data: Mapping[str, Any], base: RunConfig | None = None) -> RunConfig:
-    """A run's configuration from a dictionary; what it lacks comes from `base` or from the defaults."""
+def from_dict(
+    data: Mapping[str, Any], base: RunConfig | None = None, report: Report | None = None
+) -> RunConfig:
+    """A run's configuration from a dictionary; what it lacks comes from `base` or from the defaults.
+
+    Args:
+        data: as from `to_dict`, with any fields left out.
+        base: the configuration that it changes.
+        report: told what another mixer than that of `base` has no place for.
+    """
     data = modernize(data)
-    merged = data if base is None else _merge(to_dict(base), data, RunConfig, "")
+    merged = data if base is None else _merge(to_dict(base), data, RunConfig, "", report)
     config = _read(RunConfig, merged, "")
     assert isinstance(config, RunConfig)
     return config
@@ -226,37 +234,50 @@ def check_value(hint: Any, data: Any, where: str) -> Any:
     raise ValueError(f"{where or 'configuration'} must be {spell_type(hint)}, got {short(data)}")
 
 
-CARRIED = ("causal",)
-"""Fields of a mixer that the task decides: they stay when another mixer is chosen."""
+Report = Callable[[str], object]
+"""Takes a line about a change that did not keep everything."""
 
 
-def chosen_defaults(hint: Any, name: str, old: Any, where: str) -> dict[str, Any]:
-    """The dictionary of another option, with the default of every field."""
+def chosen_defaults(
+    hint: Any, name: str, old: Any, where: str, report: Report | None = None
+) -> dict[str, Any]:
+    """The dictionary of another option: a mixer keeps the settings of the old one, the rest are defaults.
+
+    Args:
+        hint: type of the field.
+        name: of the option.
+        old: the dictionary of the option before.
+        where: what messages call the field.
+        report: told what a mixer has no place for.
+    """
     choice = choice_of(hint)
     assert choice is not None
     if not isinstance(name, str) or name not in choice.options:
         raise ValueError(unknown_message(where, name, choice.options))
-    made = choice.options[name]()
-    new: dict[str, Any] = {"name": name} | {
-        key: value for key, value in to_dict(made, hint).items() if key != "name"
-    }
-    carried = {key: old[key] for key in CARRIED if isinstance(old, Mapping) and key in old and key in new}
-    if carried.get("causal") is False and "bidirectional" not in directions_of(made):
-        del carried["causal"]  # what needs no causal mixer can do with one
-    return new | carried
+    if hint is MixerConfig and isinstance(old, Mapping):
+        carried = carry_over(_read(hint, old, where), name)
+        line = carried.report()
+        if line and report is not None:
+            report(line)
+        made = carried.mixer
+    else:
+        made = choice.options[name]()
+    return {"name": name} | {key: value for key, value in to_dict(made, hint).items() if key != "name"}
 
 
-def _merge(base: dict[str, Any], data: Mapping[str, Any], hint: Any, where: str) -> dict[str, Any]:
-    """One dictionary over another; choosing another name starts from its defaults."""
+def _merge(
+    base: dict[str, Any], data: Mapping[str, Any], hint: Any, where: str, report: Report | None = None
+) -> dict[str, Any]:
+    """One dictionary over another; another name starts as `chosen_defaults` says."""
     choice = choice_of(hint)
     if choice is not None and "name" in data and data["name"] != base.get("name"):
-        base = chosen_defaults(hint, data["name"], base, join_names(where, "name"))
+        base = chosen_defaults(hint, data["name"], base, join_names(where, "name"), report)
     cls = class_of(hint, base, where)
     fields = hints(cls) if cls else {}
     merged = dict(base)
     for key, value in data.items():
         if isinstance(value, Mapping) and isinstance(base.get(key), Mapping) and key in fields:
-            merged[key] = _merge(base[key], value, fields[key], join_names(where, key))
+            merged[key] = _merge(base[key], value, fields[key], join_names(where, key), report)
         else:
             merged[key] = value
     return merged
@@ -300,8 +321,8 @@ def _load_yaml(text: str) -> Any:
     return yaml.safe_load(text)
 
 
-def from_yaml(path: Path | str, base: RunConfig | None = None) -> RunConfig:
-    """Read a configuration from a YAML (or JSON) file."""
+def from_yaml(path: Path | str, base: RunConfig | None = None, report: Report | None = None) -> RunConfig:
+    """Read a configuration from a YAML (or JSON) file; see `from_dict`."""
     import yaml
 
     path = Path(path)
@@ -323,7 +344,7 @@ def from_yaml(path: Path | str, base: RunConfig | None = None) -> RunConfig:
     if not isinstance(data, dict):
         raise ValueError(f"{path} must hold a dictionary of fields, got {type(data).__name__}")
     try:
-        return from_dict(data, base)
+        return from_dict(data, base, report)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 

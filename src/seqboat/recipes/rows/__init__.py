@@ -1,0 +1,177 @@
+"""Every row of tables 1, 2 and 3: a recipe for each model on each task.
+
+    ROWS["lra"]["mega-chunk"].recipes["image"]()     the configuration of a run
+    find_row("lra.image/mega-chunk")                 the same, by the name that commands use
+
+A row has the name of its mixer. `RECIPE/ROW` works with the small variants as well: the row's mixer, with the
+settings of the small recipe.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from seqboat.mixers.carry import carry_over
+from seqboat.recipes import enwik8, lra, speech
+from seqboat.recipes.base import MixerChoice, Recipe, choose
+from seqboat.recipes.rows import attention, language, mega, ssm
+from seqboat.recipes.rows.base import Row, Settings, make_row
+from seqboat.training.config import RunConfig
+
+LRA: dict[str, Recipe] = {
+    "listops": lra.listops,
+    "text": lra.text,
+    "retrieval": lra.retrieval,
+    "image": lra.image,
+    "pathfinder": lra.pathfinder,
+    "pathx": lra.pathx,
+}
+"""The tasks of table 1 and their recipes."""
+SMALL: dict[str, Recipe] = {
+    "lra.listops-small": lra.listops_small,
+    "lra.text-small": lra.text_small,
+    "lra.retrieval-small": lra.retrieval_small,
+    "lra.image-small": lra.image_small,
+    "lra.pathfinder-small": lra.pathfinder_small,
+    "lra.pathx-small": lra.pathx_small,
+    "speech-small": speech.speech_small,
+    "enwik8-small": enwik8.enwik8_small,
+}
+"""The small variants of all tasks."""
+
+PAPER = "table 4 of the paper and the published scripts"
+
+
+def _full(base: Recipe) -> Recipe:
+    """SeqBoat-full in a recipe of SeqBoat."""
+
+    def recipe(mixer: MixerChoice = None) -> RunConfig:
+        own = carry_over(base().model.mixer, "seqboat-full").mixer
+        return base(mixer=choose(mixer, own))
+
+    recipe.__doc__ = f"SeqBoat-full, without a working memory. {(base.__doc__ or '').strip()}"
+    return recipe
+
+
+def _contiguous(base: Recipe) -> Recipe:
+    """The recipe of enwik8 with short segments of contiguous text."""
+
+    def recipe(mixer: MixerChoice = None) -> RunConfig:
+        config = base(mixer=mixer)
+        task: Any = config.task
+        return config.replace(task=replace(task, segment=language.SEGMENT), training={"carry_state": True})
+
+    return recipe
+
+
+def _lra(title: str, source: str, settings: dict[str, Settings]) -> Row:
+    return make_row(title, source, LRA, settings)
+
+
+_MEGA = "the published scripts of MEGA"
+_XFORMERS = "the configurations of the Long Range Arena"
+
+ROWS: dict[str, dict[str, Row]] = {
+    "lra": {
+        "transformer": _lra(
+            "Transformer",
+            "sizes published with Luna; ours: Luna's training (ListOps: the configuration of the Long Range Arena)",
+            attention.TRANSFORMER,
+        ),
+        "mega": _lra("MEGA", _MEGA, mega.MEGA),
+        "reformer": _lra("Reformer", _XFORMERS, attention.REFORMER),
+        "bigbird": _lra("BigBird", _XFORMERS, attention.BIGBIRD),
+        "seqboat-full": Row("SeqBoat-full", PAPER, {task: _full(base) for task, base in LRA.items()}),
+        "performer": _lra("Performer", _XFORMERS, attention.PERFORMER),
+        "linformer": _lra("Linformer", _XFORMERS, attention.LINFORMER),
+        "luna": _lra("Luna-256", "the published scripts of Luna; Path-X: ours", attention.LUNA),
+        "s4": _lra("S4", "the published experiments of S4", ssm.S4),
+        "s4d": _lra("S4D-LegS", "those of S4, as in its paper", ssm.S4D),
+        "s5": _lra("S5", "the published scripts of S5", ssm.S5),
+        "liquid-s4": _lra("Liquid-S4", "its published experiments; ours: order 2", ssm.LIQUID_S4),
+        "h3": _lra("H3", "ours, after S4D: none were found", ssm.H3),
+        "mega-chunk": _lra("MEGA-chunk", f"{_MEGA}, chunks of 128 tokens", mega.MEGA_CHUNK),
+        "seqboat": Row("SeqBoat", PAPER, LRA),
+    },
+    "speech": {
+        "s4": make_row(
+            "S4",
+            "the published experiment of S4; ours: cosine decay, weight decay",
+            {"speech": speech.speech},
+            {"speech": ssm.SPEECH},
+        ),
+        "mega-chunk": make_row("MEGA-chunk", _MEGA, {"speech": speech.speech}, {"speech": mega.SPEECH}),
+        "seqboat": Row("SeqBoat", PAPER, {"speech": speech.speech}),
+    },
+    "enwik8": {
+        "transformer-xl": make_row(
+            "Transformer-XL",
+            "its published script",
+            {"enwik8": _contiguous(enwik8.enwik8)},
+            {"enwik8": language.TRANSFORMER_XL},
+        ),
+        "adaptive-span": make_row(
+            "Adaptive Span",
+            "its published script",
+            {"enwik8": _contiguous(enwik8.enwik8)},
+            {"enwik8": language.ADAPTIVE_SPAN},
+        ),
+        "mega-chunk": make_row("MEGA-chunk", _MEGA, {"enwik8": enwik8.enwik8}, {"enwik8": mega.ENWIK8}),
+        "seqboat": Row("SeqBoat", "table 5 of the paper and the published script", {"enwik8": enwik8.enwik8}),
+    },
+}
+"""Rows in the order of the paper, by table and by the name of their mixer."""
+
+STATE_SPACES = ("s4", "s4d", "s5", "liquid-s4", "h3")
+"""Rows whose state-space parameters have a separate learning rate."""
+
+
+def recipe_name(table: str, row: str, task: str) -> str:
+    """The name of a row's recipe: `lra.image/mega-chunk`; that of SeqBoat has none after the task's.
+
+    >>> recipe_name("lra", "mega-chunk", "image"), recipe_name("speech", "seqboat", "speech")
+    ('lra.image/mega-chunk', 'speech')
+    """
+    base = f"lra.{task}" if table == "lra" else task
+    return base if row == "seqboat" else f"{base}/{row}"
+
+
+ROW_RECIPES: dict[str, Recipe] = {
+    recipe_name(table, row, task): recipe
+    for table, rows in ROWS.items()
+    for row, entry in rows.items()
+    for task, recipe in entry.recipes.items()
+    if row != "seqboat"
+}
+"""Every row but SeqBoat's on every task, by the name that commands use."""
+
+
+def _small(name: str, row: str) -> Recipe:
+    """A row in a small recipe: the mixer with the settings of the recipe, except for its attention function."""
+    base = SMALL[name]
+    table, _, task = name.removesuffix("-small").rpartition(".")
+    full = ROWS[table or task][row].recipes[task]
+
+    def recipe(mixer: MixerChoice = None) -> RunConfig:
+        config = base()
+        own: Any = carry_over(config.model.mixer, row).mixer
+        if row.startswith("mega"):
+            given: Any = full().model.mixer
+            own = replace(own, attention=given.attention, positions=given.positions)
+        config = config.replace(model={"mixer": choose(mixer, own)})
+        if row in STATE_SPACES:
+            config = config.replace(optimizer={"ssm_lr": min(0.001, config.optimizer.lr)})
+        return config
+
+    recipe.__doc__ = f"{ROWS[table or task][row].title} in the recipe {name}, with its settings."
+    return recipe
+
+
+SMALL_ROWS: dict[str, Recipe] = {
+    f"{name}/{row}": _small(name, row)
+    for name in SMALL
+    for row in ROWS[name.removesuffix("-small").partition(".")[0]]
+    if row != "seqboat"
+}
+"""The rows as small variants."""
