@@ -106,11 +106,11 @@ def test_state_spaces_learn_slowly_and_do_not_decay(row: str) -> None:
 # parameters of ours, and those left out: what the printed size does not count or counts once
 SIZES = {
     # our head has a hidden layer, theirs is linear
-    ("speech", "s4"): (336_778, "head.", 0.01),
+    ("speech", "s4"): (336_768, "head.", 0.01),
     # the sizes of the published script; 300K is printed
-    ("speech", "mega-chunk"): (342_784, "\0", 0.15),
+    ("speech", "mega-chunk"): (342_774, "\0", 0.15),
     ("enwik8", "transformer-xl"): (41_099_264, "\0", 0.01),
-    ("enwik8", "mega-chunk"): (39_157_248, "\0", 0.01),
+    ("enwik8", "mega-chunk"): (39_156_224, "\0", 0.01),
 }
 
 

@@ -24,6 +24,8 @@ WHOLE = (RouterConfig, SSMConfig)
 """Parts that carry over as a whole or not at all."""
 MEANINGS = {"chunk": "window", "ema": "ssm"}
 """Fields with another name for the same thing."""
+APART = ("ffn",)
+"""Fields that mean the same only in variants of one mixer: SeqBoat's block is beside attention, MEGA's after it."""
 SYNONYMS = {"original": "relative", "compressed": "relative", "relative": "original"}
 """Values with another name for the same thing: a learned bias per distance."""
 
@@ -60,7 +62,8 @@ def carry_over(old: Any, new: str | type) -> Carried:
     """
     kind = MIXERS[new] if isinstance(new, str) else new
     have, places = _settings(old), _settings(kind())
-    kept_apart = _variant_fields(type(old), kind)
+    ancestor = _common(type(old), kind)
+    kept_apart = set(APART) if ancestor is None else _variant_fields(ancestor, type(old), kind)
     changes: dict[str, Any] = {}
     left = []
     usual = dict(_settings(type(old)()).values())
@@ -94,18 +97,20 @@ def _settings(config: Any, inside: str = "") -> dict[str, tuple[str, Any]]:
     return found
 
 
-def _variant_fields(old: type, new: type) -> set[str]:
-    """Paths in which one of two variants of the same mixer differs from it."""
-    for ancestor in new.__mro__:
-        if ancestor in MIXERS.values() and issubclass(old, ancestor):
-            usual = dict(_settings(ancestor()).values())
-            return {
-                path
-                for variant in (old, new)
-                for path, value in _settings(variant()).values()
-                if path in usual and usual[path] != value
-            }
-    return set()
+def _common(old: type, new: type) -> type | None:
+    """The mixer that two are variants of."""
+    return next((kind for kind in new.__mro__ if kind in MIXERS.values() and issubclass(old, kind)), None)
+
+
+def _variant_fields(ancestor: type, *variants: type) -> set[str]:
+    """Paths in which variants differ from the mixer that they are variants of."""
+    usual = dict(_settings(ancestor()).values())
+    return {
+        path
+        for variant in variants
+        for path, value in _settings(variant()).values()
+        if path in usual and usual[path] != value
+    }
 
 
 def _accepted(
