@@ -15,7 +15,7 @@ from seqboat.recipes import RECIPES, ROW_RECIPES, ROWS, SMALL_ROWS, find_recipe
 from seqboat.recipes.rows import recipe_name
 from seqboat.training.config import from_dict, to_dict
 
-PUBLISHED = {"lra": LRA, "speech": SPEECH, "enwik8": ENWIK8}
+PUBLISHED: dict[str, Any] = {"lra": LRA, "speech": SPEECH, "enwik8": ENWIK8}
 EVERY = [
     (table, row, task)
     for table, rows in ROWS.items()

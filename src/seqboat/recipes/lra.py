@@ -206,7 +206,7 @@ def pathx(mixer: MixerChoice = None) -> RunConfig:
     return config.replace(schedule={"warmup_power": 2.0})
 
 
-def _pathfinder_mixer(**attention: int) -> SeqBoatConfig:
+def _pathfinder_mixer(**attention: Any) -> SeqBoatConfig:
     """SeqBoat for images of curves, with the whole kernel."""
     return SeqBoatConfig(
         ssm=EMAConfig(d_state=16),

@@ -46,7 +46,7 @@ def _settings(
 
 
 _CUT = EMAConfig(d_state=16, truncation=1024)
-_IMAGES = {"attention": "laplace", "norm": "batch", "prenorm": True}
+_IMAGES: dict[str, Any] = {"attention": "laplace", "norm": "batch", "prenorm": True}
 
 MEGA = {
     "listops": _settings(

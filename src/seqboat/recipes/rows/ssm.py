@@ -88,7 +88,7 @@ _LRA: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
     ),
 }  # fmt: skip
 """Layers, width, layer and training of S4 and S4D on the Long Range Arena."""
-_PATHX_STEPS = {"dt_min": 0.0001, "dt_max": 0.01}
+_PATHX_STEPS: dict[str, Any] = {"dt_min": 0.0001, "dt_max": 0.01}
 
 S4 = {
     task: _settings(
@@ -182,7 +182,7 @@ def _liquid(
     return _settings(LiquidS4LayerConfig(ssm=ssm, **layer), layers, width, **training)
 
 
-_FORWARD = {"norm": "batch", "prenorm": True, "causal": True}
+_FORWARD: dict[str, Any] = {"norm": "batch", "prenorm": True, "causal": True}
 
 LIQUID_S4 = {
     "listops": _liquid(
