@@ -228,6 +228,7 @@ def compare_layer(
 ROUTER_CONFIGS: list[RouterConfig] = [
     TemperedSoftmaxConfig(temperature_scale=0.4),
     SigmoidConfig(),
+    SigmoidConfig(temperature_scale=0.4),
     GumbelConfig(),
     XMoEConfig(d_route=3),
     AlwaysActiveConfig(),
@@ -244,7 +245,8 @@ def cases(draw: st.DrawFn, *, causal: bool, complex_states: bool) -> Case:
     if complex_states:
         ssm = S4DConfig(
             d_state=2 * draw(st.integers(1, 2)),
-            init=draw(st.sampled_from(["legs", "lin", "inv"])),
+            init=draw(st.sampled_from(["legs", "lin", "inv", "inv-lin"])),
+            rule=draw(st.sampled_from(["zoh", "zoh", "bilinear"])),
             truncation=truncation,
             method=method,  # type: ignore[arg-type]
             block=block,

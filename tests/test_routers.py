@@ -20,7 +20,9 @@ from seqboat.core.routers import (
     GumbelConfig,
     GumbelSoftmax,
     Router,
+    SigmoidConfig,
     SigmoidRouter,
+    TemperedSigmoid,
     TemperedSoftmax,
     TemperedSoftmaxConfig,
     ThresholdRouter,
@@ -82,6 +84,18 @@ def test_sigmoid_by_hand() -> None:
     active, probs = router(torch.tensor([[0.0], [0.5], [1.0]]))
     torch.testing.assert_close(probs, torch.sigmoid(torch.tensor([[-1.0], [0.0], [1.0]])))
     assert active.tolist() == [[False], [False], [True]]
+
+
+def test_sigmoid_with_a_learned_temperature() -> None:
+    router = SigmoidConfig(temperature_scale=0.5).build(16)
+    assert isinstance(router, TemperedSigmoid) and router.temperature.item() == pytest.approx(2.0)
+    with torch.no_grad():
+        router.logits.weight.fill_(0.25)
+        router.logits.bias.fill_(-1.0)
+    # logits 3 and -5, at temperature 2
+    active, probs = router(torch.tensor([[1.0] * 16, [-1.0] * 16]))
+    torch.testing.assert_close(probs, torch.sigmoid(torch.tensor([[1.5], [-2.5]])))
+    assert active.tolist() == [[True], [False]]
 
 
 @pytest.mark.parametrize("step", [0, 1, 1000, 100_000, 277_258, 277_259, 10_000_000])

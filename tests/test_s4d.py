@@ -12,7 +12,7 @@ from mixer_cases import enliven
 from seqboat.mixers import MIXERS
 from seqboat.mixers.ssm.base import as_complex
 from seqboat.mixers.ssm.layer import SSMLayer
-from seqboat.mixers.ssm.s4d import S4D, S4DConfig, S4DLayerConfig
+from seqboat.mixers.ssm.s4d import S4D, S4DConfig, S4DLayerConfig, initial_poles
 
 CORE = S4DConfig(d_state=6, block=8)
 CONFIGS = {
@@ -20,6 +20,8 @@ CONFIGS = {
     "lin-post": S4DLayerConfig(ssm=replace(CORE, init="lin"), prenorm=False, norm="rms"),
     "inv-sigmoid": S4DLayerConfig(ssm=replace(CORE, init="inv"), gate="sigmoid"),
     "causal": S4DLayerConfig(ssm=CORE, causal=True),
+    "published": S4DLayerConfig(ssm=replace(CORE, init="inv-lin", rule="bilinear")),
+    "published-causal": S4DLayerConfig(ssm=replace(CORE, init="inv-lin", rule="bilinear"), causal=True),
 }
 
 
@@ -28,8 +30,13 @@ def recurrence(core: S4D, x: Tensor) -> Tensor:
     total = core.skip * x
     for direction in range(core.directions):
         poles = torch.complex(-core.log_real[direction].exp(), core.imag[direction])
-        decay = torch.exp(core.log_dt[direction].exp()[:, None] * poles)
-        drive = (decay - 1) / poles
+        dt = core.log_dt[direction].exp()[:, None]
+        if core.config.rule == "zoh":
+            decay = torch.exp(dt * poles)
+            drive = (decay - 1) / poles
+        else:
+            decay = (1 + dt * poles / 2) / (1 - dt * poles / 2)
+            drive = dt / (1 - dt * poles / 2)
         read = as_complex(core.c[direction])
         state, outputs = torch.zeros_like(poles), []
         for token in x if direction == 0 else x.flip(0):
@@ -71,6 +78,16 @@ def test_equals_its_recurrence(name: str) -> None:
     torch.testing.assert_close(results[0][0], results[1][0])
     for key, grad in results[1][1].items():
         torch.testing.assert_close(results[0][1][key], grad, msg=key)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_half_of_the_kernels_start_inverse_and_half_linear(causal: bool) -> None:
+    """As published: the two directions of a bidirectional layer, or the halves of the channels."""
+    core = S4DConfig(d_state=8, init="inv-lin").build(6, causal)
+    found = torch.complex(-core.log_real.exp(), core.imag).flatten(0, 1)
+    half = len(found) // 2
+    for part, name in ((found[:half], "inv"), (found[half:], "lin")):
+        torch.testing.assert_close(part, initial_poles(name, 8).to(found.dtype).expand_as(part))  # type: ignore[arg-type]
 
 
 def test_defaults_are_those_of_the_paper() -> None:

@@ -103,7 +103,10 @@ def probabilities(token: Tensor, params: Params, config: RouterConfig) -> Tensor
     if isinstance(config, AlwaysActiveConfig):
         return token.new_tensor([0.0, 1.0])
     if isinstance(config, SigmoidConfig):
-        activate = torch.sigmoid(params["logits.weight"] @ token + params["logits.bias"])
+        logit = params["logits.weight"] @ token + params["logits.bias"]
+        if config.temperature_scale is not None:
+            logit = logit / torch.exp(params["log_temperature"].clamp(-20, 20))
+        activate = torch.sigmoid(logit)
         return torch.cat([1 - activate, activate])
     if isinstance(config, TemperedSoftmaxConfig):
         temperature = torch.exp(params["log_temperature"].clamp(-20, 20))

@@ -104,11 +104,14 @@ def above_border(logit: Tensor, border: Tensor | float) -> Routing:
 class TemperedSoftmax(Router):
     """softmax(u / tau) over (skip, activate), with a learned temperature: the paper's router."""
 
+    options = 2
+    """Logits per module."""
+
     def __init__(self, d_model: int, modules: int = 1, temperature_scale: float = 1.0) -> None:
         super().__init__(d_model, modules)
         require(temperature_scale > 0, f"temperature_scale must be positive, got {temperature_scale}")
         self.temperature_scale = temperature_scale
-        self.logits = nn.Linear(d_model, 2 * modules)
+        self.logits = nn.Linear(d_model, self.options * modules)
         self.log_temperature = nn.Parameter(torch.empty(modules))
         self.reset_parameters()
 
@@ -127,6 +130,15 @@ class TemperedSoftmax(Router):
         logits = self.linear(self.logits, x).unflatten(-1, (self.modules_count, 2))
         # softmax over two is a sigmoid of their difference
         return decide((logits[..., 1] - logits[..., 0]) / self.temperature.to(x.dtype))
+
+
+class TemperedSigmoid(TemperedSoftmax):
+    """sigmoid(u / tau) of one logit per module, active above one half: the published form of SeqBoat-Sigmoid."""
+
+    options = 1
+
+    def route(self, x: Tensor) -> Routing:
+        return decide(self.linear(self.logits, x) / self.temperature.to(x.dtype))
 
 
 class SigmoidRouter(Router):
@@ -358,8 +370,13 @@ class TemperedSoftmaxConfig(RouterConfig):
 class SigmoidConfig(RouterConfig):
     """The ablation SeqBoat-Sigmoid."""
 
+    temperature_scale: float | None = None
+    """A learned temperature starts at this times sqrt(d_model), as in the published code; None: no temperature."""
+
     def build(self, d_model: int, modules: int = 1) -> Router:
-        return SigmoidRouter(d_model, modules)
+        if self.temperature_scale is None:
+            return SigmoidRouter(d_model, modules)
+        return TemperedSigmoid(d_model, modules, self.temperature_scale)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -107,15 +107,17 @@ def ema_directions(params: Params) -> list[Diagonal]:
     return directions
 
 
-def s4d_directions(params: Params) -> list[Diagonal]:
-    """S4D: A = -exp(log_real) + i imag, q = exp(dt A), drive 1, read 2 C (q - 1) / A."""
+def s4d_directions(params: Params, rule: str = "zoh") -> list[Diagonal]:
+    """S4D: A = -exp(log_real) + i imag, q = exp(dt A), drive 1, read 2 C (q - 1) / A; or by the bilinear rule."""
     directions = []
     for log_dt, log_real, imag, c in zip(
         params["log_dt"], params["log_real"], params["imag"], params["c"], strict=True
     ):
         pole = torch.complex(-torch.exp(log_real), imag)
-        q = torch.exp(pole * torch.exp(log_dt)[:, None])
-        read = 2 * torch.complex(c[..., 0], c[..., 1]) * (q - 1) / pole
+        dt = torch.exp(log_dt)[:, None]
+        q = torch.exp(pole * dt) if rule == "zoh" else (2 + dt * pole) / (2 - dt * pole)
+        inside = (q - 1) / pole if rule == "zoh" else 2 * dt / (2 - dt * pole)
+        read = 2 * torch.complex(c[..., 0], c[..., 1]) * inside
         directions.append(Diagonal(q, torch.ones_like(q), read))
     return directions
 
@@ -135,7 +137,7 @@ def s4d(
     x: Tensor, params: Params, config: S4DConfig, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """S4D over (time, dim), as `ema`; its states are complex."""
-    return run(x, s4d_directions(params), params["skip"], config.truncation, state)
+    return run(x, s4d_directions(params, config.rule), params["skip"], config.truncation, state)
 
 
 def _poles(params: Params) -> Tensor:
@@ -162,8 +164,9 @@ def s4(
     x: Tensor, params: Params, config: S4Config, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """S4 over (time, dim): A = diag(poles) - P P*, both of each conjugate pair, discretized by the bilinear rule."""
+    copies = len(params["log_dt"]) // len(params["imag"])  # channels share systems in turn
     poles, p, b = (
-        torch.cat([part, part.conj()], dim=-1)
+        torch.cat([part, part.conj()], dim=-1).repeat(copies, 1)
         for part in (_poles(params), _complex(params["p"]), _complex(params["b"]))
     )
     matrix = torch.diag_embed(poles) - p[:, :, None] * p.conj()[:, None]

@@ -5,9 +5,10 @@ zero-order hold and a learned step dt per channel:
 
     q = exp(dt * A),   kernel[l] = 2 Re sum_n C_n (q_n - 1) / A_n q_n^l
 
-Half of the states are kept; their conjugates give the factor 2. Reference: "On the Parameterization and
-Initialization of Diagonal State Space Models". `S4D` is the bare kernel, which SeqBoat takes as its state-space
-layer; `S4DLayerConfig` makes a whole layer of a pure state-space model from it.
+or by the bilinear rule, q = (1 + dt/2 A) / (1 - dt/2 A) with dt / (1 - dt/2 A) in place of (q - 1) / A. Half of the
+states are kept; their conjugates give the factor 2. Reference: "On the Parameterization and Initialization of
+Diagonal State Space Models". `S4D` is the bare kernel, which SeqBoat takes as its state-space layer;
+`S4DLayerConfig` makes a whole layer of a pure state-space model from it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ from seqboat.mixers.ssm.hippo import legs_modes
 from seqboat.mixers.ssm.layer import SSMLayer, SSMLayerConfig
 from seqboat.ops.scan import BLOCK
 
-Init = Literal["legs", "lin", "inv"]
+Init = Literal["legs", "lin", "inv", "inv-lin"]
+INITS = ("legs", "lin", "inv", "inv-lin")
+Rule = Literal["zoh", "bilinear"]
+RULES = ("zoh", "bilinear")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +47,9 @@ class S4DConfig(SSMConfig):
     d_state: int = 64
     """Real states per channel: d_state / 2 conjugate pairs."""
     init: Init = "legs"
-    """Initial A: the diagonal part of HiPPO-LegS, linear or inverse frequencies."""
+    """Initial A: the diagonal part of HiPPO-LegS, linear or inverse frequencies, or half inverse and half linear."""
+    rule: Rule = "zoh"
+    """Discretization: zero-order hold, or bilinear."""
     dt_min: float = 0.001
     """Smallest initial step."""
     dt_max: float = 0.1
@@ -79,7 +85,8 @@ class S4D(DiagonalSSM):
         config = config or S4DConfig()
         super().__init__(d_model, config.d_state, causal, config.truncation, config.method, config.block)
         check_states_even(config.d_state, "S4D")
-        check_choice("init", config.init, ("legs", "lin", "inv"))
+        check_choice("init", config.init, INITS)
+        check_choice("rule", config.rule, RULES)
         check_steps(config.dt_min, config.dt_max)
         self.config = config
         pairs = config.d_state // 2
@@ -94,16 +101,21 @@ class S4D(DiagonalSSM):
         """Initial values.
 
         log_dt    uniform in [log dt_min, log dt_max]
-        A         by `init`, the same for every channel
+        A         by `init`, the same for every channel; "inv-lin": for every channel of each half. The halves of a
+                  bidirectional layer are its directions.
         c         N(0, 1/2) in its real and imaginary part
         skip      N(0, 1)
         """
         low, high = math.log(self.config.dt_min), math.log(self.config.dt_max)
         nn.init.uniform_(self.log_dt, low, high)
-        poles = initial_poles(self.config.init, self.config.d_state)
+        names: tuple[Init, ...] = ("inv", "lin") if self.config.init == "inv-lin" else (self.config.init,)
+        poles = torch.stack([initial_poles(name, self.config.d_state) for name in names])
+        # the kernels of both directions in a row, as in the published code
+        count = self.directions * self.d_model
+        poles = poles[torch.arange(count, device=poles.device) * len(names) // count].view(self.imag.shape)
         with torch.no_grad():
-            self.log_real.copy_(torch.log(-poles.real).expand_as(self.log_real))
-            self.imag.copy_(poles.imag.expand_as(self.imag))
+            self.log_real.copy_(torch.log(-poles.real))
+            self.imag.copy_(poles.imag)
         nn.init.normal_(self.c, std=math.sqrt(0.5))
         nn.init.normal_(self.skip)
 
@@ -113,8 +125,14 @@ class S4D(DiagonalSSM):
             for part in (self.log_dt, self.log_real, self.imag, self.c)
         )
         poles = torch.complex(-torch.exp(log_real), imag)
-        log_q = poles * torch.exp(log_dt)[..., None]
-        read = 2 * as_complex(c) * torch.expm1(log_q) / poles
+        dt = torch.exp(log_dt)[..., None]
+        log_q = poles * dt
+        if self.config.rule == "zoh":
+            read = 2 * as_complex(c) * torch.expm1(log_q) / poles
+        else:
+            behind = 1 - log_q / 2
+            read = 2 * as_complex(c) * dt / behind
+            log_q = torch.log((1 + log_q / 2) / behind)
         return Coefficients(log_q, torch.ones_like(read), read)
 
 
