@@ -248,25 +248,22 @@ def test_figures_are_drawn_against_what_was_swept(tmp_path: Path) -> None:
 
 
 def test_memory_is_estimated_and_measured() -> None:
-    setting = replace(TINY, length=2048, batch=1)
+    setting = replace(TINY, length=1024, batch=1)
     plain = parse_candidate("transformer:implementation=plain")
-    # in separate processes, as always: here, memory that other tests freed would be used again, and not seen
-    found, refused = (
-        in_child(measure_memory, plain, setting, ("training",), available) for available in (2**40, 2**20)
-    )
-    # two heads of 2048 x 2048 scores in float32: softmax, its gradient and one more at least
-    assert found.estimate["training"] > 2 * 2 * 2048**2 * 4
-    assert not refused.peak and refused.estimate["training"] > 2**20
+    # in a separate process, as always: here, memory that other tests freed would be used again, and not seen
+    found = in_child(measure_memory, plain, setting, ("training",), 2**40)
+    # two heads of 1024 x 1024 scores in float32: softmax, its gradient and one more at least
+    assert min(found.estimate["training"], found.peak["training"]) > 2 * 2 * 1024**2 * 4
 
 
 def test_what_would_take_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    candidate, setting = parse_candidate("seqboat"), replace(TINY, length=1024, batch=1)
+    candidate, setting = parse_candidate("seqboat"), replace(TINY, length=512, batch=1)
     quick = measure_memory(candidate, setting, ("inference",), 2**40)
     slow = measure_memory(candidate, setting, ("inference",), 2**40, slowest=0.0)
     assert quick.seconds["inference"] > 0 and "inference" in quick.peak
     assert slow.seconds["inference"] > 0 and not slow.peak
     monkeypatch.setattr(memory, "in_child", lambda job, *arguments: job(*arguments))
-    with pytest.raises(ValueError, match=r"seqboat at 1 x 1024 tokens would take about .* for inference"):
+    with pytest.raises(ValueError, match=r"seqboat at 1 x 512 tokens would take about .* for inference"):
         run_layers([candidate], [setting], ("inference",), slowest=0.0)
 
 
@@ -315,9 +312,8 @@ def test_memory_of_short_sequences_is_estimated_from_smaller_batches() -> None:
     assert memory.smaller_steps(replace(TINY, length=1024)) == ("length", [32, 64, 128, 256], 1024)
     # large enough that pages of the allocator do not matter
     small = replace(TINY, batch=256, length=256, d_model=32)
-    found = in_child(measure_memory, parse_candidate("seqboat"), small, ("training",), 2**40, False)
-    whole = in_child(measure_memory, parse_candidate("seqboat"), small, ("training",), 2**40)
-    assert found.peak == {} and found.estimate["training"] == pytest.approx(whole.peak["training"], rel=0.3)
+    found = in_child(measure_memory, parse_candidate("seqboat"), small, ("training",), 2**40)
+    assert found.estimate["training"] == pytest.approx(found.peak["training"], rel=0.3)
 
 
 def test_large_batches_are_estimated_from_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,8 +329,15 @@ def test_large_batches_are_estimated_from_a_part(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(memory, "extra_peak", lambda job, device: seen[-1].tokens)
     setting = replace(TINY, batch=6, length=512)
     found = measure_memory(parse_candidate("seqboat"), setting, ("inference",), 2**40, whole=False)
-    assert max(part.batch for part in seen) == 2
+    assert max(part.batch for part in seen) == 2 and not found.peak
     assert found.estimate["inference"] == setting.tokens
+    monkeypatch.setattr(memory, "PILOT", 8)
+    fits, refused = (
+        measure_memory(parse_candidate("seqboat"), setting, ("inference",), setting.tokens * factor)
+        for factor in (2, 0.5)
+    )
+    assert fits.peak["inference"] == setting.tokens and not refused.peak
+    assert refused.estimate["inference"] == setting.tokens
 
 
 def test_the_memory_of_the_lower_bound_is_that_of_its_operands() -> None:

@@ -27,9 +27,9 @@ HERE = Path(__file__).parent
 
 
 def run_config(**changes: Any) -> RunConfig:
-    """20 steps over batches of 8, of which every sixth has 5 examples; saved at step 10."""
+    """12 steps over batches of 8, of which every sixth has 5 examples; saved at step 8."""
     config = without_dropout(small_run(training={"accumulation": 1}))
-    config = config.replace(schedule={"steps": 20}, training={"save_every": 10, "keep": 9})
+    config = config.replace(schedule={"steps": 12}, training={"save_every": 8, "keep": 9})
     return config.replace(**changes)
 
 
@@ -213,9 +213,9 @@ def played(tmp_path_factory: pytest.TempPathFactory, alone: Path, streams: Path)
     folder = tmp_path_factory.mktemp("played")
     for name in ("resumed", "resumed-fsdp"):
         (folder / name).mkdir()
-        shutil.copytree(alone / "step-10", folder / name / "step-10")
+        shutil.copytree(alone / "step-8", folder / name / "step-8")
     (folder / "streams-resumed").mkdir()
-    shutil.copytree(streams / "step-10", folder / "streams-resumed" / "step-10")
+    shutil.copytree(streams / "step-8", folder / "streams-resumed" / "step-8")
     ports = free_ports(len(SCENARIOS) + len(NORM_SCENARIOS) + len(NAN_SCENARIOS) + 5)
     processes = [start(rank, folder, ports) for rank in range(2)]
     outputs = [process.communicate(timeout=400)[0] for process in processes]
@@ -232,7 +232,7 @@ def values(folder: Path, name: str, split: str = "train") -> list[float]:
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_losses_are_those_of_one_process(alone: Path, played: Path, name: str) -> None:
     ours, theirs = values(played / name, "loss"), values(alone, "loss")
-    assert len(ours) == 20
+    assert len(ours) == 12
     assert ours == pytest.approx(theirs, abs=1e-5)
     assert values(played / name, "grad_norm") == pytest.approx(values(alone, "grad_norm"), rel=1e-3)
     assert values(played / name, "accuracy") == values(alone, "accuracy")
@@ -263,7 +263,7 @@ def test_checkpoints_hold_whole_tensors(alone: Path, played: Path, name: str) ->
 @pytest.mark.parametrize("name", NORM_SCENARIOS)
 def test_batch_norms_are_those_of_one_process(alone_with_norms: Path, played: Path, name: str) -> None:
     ours, theirs = values(played / name, "loss"), values(alone_with_norms, "loss")
-    assert len(ours) == 20 and ours == pytest.approx(theirs, abs=1e-5)
+    assert len(ours) == 12 and ours == pytest.approx(theirs, abs=1e-5)
     for metric in ("loss", "accuracy"):
         scores = values(played / name, metric, "val"), values(alone_with_norms, metric, "val")
         assert scores[0] == pytest.approx(scores[1], abs=1e-5)
@@ -287,22 +287,22 @@ def test_bad_inputs_of_one_process_are_found_by_all(played: Path, name: str) -> 
 
 @pytest.mark.parametrize("name", ["resumed", "resumed-fsdp"])
 def test_a_run_of_one_process_goes_on_in_two(alone: Path, played: Path, name: str) -> None:
-    assert values(played / name, "loss") == pytest.approx(values(alone, "loss")[10:], abs=1e-5)
+    assert values(played / name, "loss") == pytest.approx(values(alone, "loss")[8:], abs=1e-5)
 
 
 def test_a_run_of_two_processes_goes_on_in_one(
     alone: Path, played: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(TASKS, "toy", ToyConfig)
-    shutil.copytree(played / "fsdp" / "step-10", tmp_path / "step-10")
+    shutil.copytree(played / "fsdp" / "step-8", tmp_path / "step-8")
     spy = Spy()
     train(run_config(), tmp_path, resume=True, display=spy)
-    assert spy.losses == pytest.approx(values(alone, "loss")[10:], abs=1e-5)
+    assert spy.losses == pytest.approx(values(alone, "loss")[8:], abs=1e-5)
 
 
 def test_a_process_whose_layer_activates_nothing(alone: Path, played: Path) -> None:
     losses = values(played / "half-dead", "loss")
-    assert len(losses) == 20 and losses[:4] == pytest.approx(values(alone, "loss")[:4], abs=1e-5)
+    assert len(losses) == 12 and losses[:4] == pytest.approx(values(alone, "loss")[:4], abs=1e-5)
     # it did make a difference
     assert losses[4:] != pytest.approx(values(alone, "loss")[4:], abs=1e-5)
 
@@ -314,7 +314,7 @@ def test_carried_states_are_those_of_one_process(played: Path, streams: Path) ->
     )
     # in the middle of an epoch of six batches
     resumed = values(played / "streams-resumed", "loss")
-    assert resumed == pytest.approx(values(streams, "loss")[10:], abs=1e-5)
+    assert resumed == pytest.approx(values(streams, "loss")[8:], abs=1e-5)
 
 
 @pytest.mark.slow

@@ -164,11 +164,19 @@ def test_a_connection_that_stays_broken_is_reported(monkeypatch: pytest.MonkeyPa
         read(ToyConfig(), [Part((1,), True)], 1)
 
 
+@pytest.fixture
+def quick_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch waits this long for each of its workers to end."""
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.5)
+
+
+@pytest.mark.usefixtures("quick_checks")
 def test_a_hanging_worker_is_given_up() -> None:
     with pytest.raises(LoaderError, match=r"dataset toy, split train, records \[1\]: DataLoader timed out"):
         read(ToyConfig(slow=30.0), [Part((1,), True)], 1, timeout=0.5)
 
 
+@pytest.mark.usefixtures("quick_checks")
 def test_a_stopped_worker_is_named_and_ended() -> None:
     task = ToyConfig(slow=0.05).build()
     parts = (Part((i,), True) for i in range(40))

@@ -503,7 +503,7 @@ def kill_often(folder: Path, kills: int, steps: int) -> None:
 
 
 def test_kill_at_random_moments(tmp_path: Path) -> None:
-    kill_often(tmp_path, 6, 48)
+    kill_often(tmp_path, 4, 32)
 
 
 @pytest.mark.slow

@@ -150,7 +150,7 @@ def prepare_drawn(
     starts = range(0, total, SHARD)
     missing = [start for start in starts if not _shard(folder, start).exists()]
     advance(sum(min(SHARD, total - start) for start in starts if start not in set(missing)))
-    make_parts(partial(_make_part, folder, total, seed, config), missing, workers, advance)
+    make_parts(partial(_make_part, folder, total, SHARD, seed, config), missing, workers, advance)
     number = 0
     for split, count in counts.items():
         images = staging.array(f"{split}.images", np.uint8, (config.size, config.size))
@@ -170,9 +170,9 @@ def _shard(folder: Path, start: int) -> Path:
 
 
 def _make_part(
-    folder: Path, total: int, seed: int, config: PathfinderConfig, start: int, advance: Advance
+    folder: Path, total: int, size: int, seed: int, config: PathfinderConfig, start: int, advance: Advance
 ) -> None:
-    advance(_make_shard(folder, start, min(start + SHARD, total), seed, config))
+    advance(_make_shard(folder, start, min(start + size, total), seed, config))
 
 
 def _make_shard(folder: Path, start: int, end: int, seed: int, config: PathfinderConfig) -> int:
