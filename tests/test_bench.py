@@ -333,8 +333,8 @@ def test_large_batches_are_estimated_from_a_part(monkeypatch: pytest.MonkeyPatch
     assert found.estimate["inference"] == setting.tokens
     monkeypatch.setattr(memory, "PILOT", 8)
     fits, refused = (
-        measure_memory(parse_candidate("seqboat"), setting, ("inference",), setting.tokens * factor)
-        for factor in (2, 0.5)
+        measure_memory(parse_candidate("seqboat"), setting, ("inference",), tokens)
+        for tokens in (2 * setting.tokens, setting.tokens // 2)
     )
     assert fits.peak["inference"] == setting.tokens and not refused.peak
     assert refused.estimate["inference"] == setting.tokens
