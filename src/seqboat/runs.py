@@ -19,7 +19,6 @@ that only training needs:
 from __future__ import annotations
 
 import dataclasses
-import json
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -33,6 +32,7 @@ from torch import Tensor, nn
 
 from seqboat.checks import check_choice, require
 from seqboat.data.console import printable
+from seqboat.data.files import read_json
 from seqboat.models.backbone import Classifier, LanguageModel, Matcher
 from seqboat.models.limits import build_within
 from seqboat.tasks.base import BYTES, Split, Task
@@ -226,8 +226,8 @@ class Run:
     def about(self) -> dict[str, Any]:
         """What run.json says: seed, parameters, versions, commit; a packed run has none."""
         try:
-            found = json.loads((self.folder / "run.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
+            found = read_json(self.folder / "run.json")
+        except ValueError:
             return {}
         return found if isinstance(found, dict) else {}
 

@@ -19,7 +19,6 @@ fine-tuned.
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
@@ -33,7 +32,7 @@ from seqboat.checks import check_choice, check_positive, require
 from seqboat.core.budget import Steering
 from seqboat.core.routers import ROUTERS, RouterConfig, SigmoidConfig
 from seqboat.core.sma import Routing
-from seqboat.data.files import replacing, write_json
+from seqboat.data.files import read_json, replacing, write_json
 from seqboat.retrofitting.unit import Call, Kind, SparseUnit
 
 CHILD = "sparse"
@@ -386,7 +385,7 @@ def load_retrofit(model: nn.Module, folder: str | Path) -> Retrofit:
     folder = Path(folder)
     file = folder / "retrofit.json"
     require(file.is_file(), f"{folder} holds no retrofit.json")
-    about = json.loads(file.read_text(encoding="utf-8"))
+    about = read_json(file)
     require(about.get("format") == FORMAT, f"{file} has format {about.get('format')!r}, expected {FORMAT}")
     settings = dict(about["router"])
     router = ROUTERS[settings.pop("name")](**settings)
