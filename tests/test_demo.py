@@ -21,7 +21,7 @@ from seqboat.runs import Run
 from seqboat.tasks.base import SPLITS
 from seqboat.tasks.synthetic.expressions import decode
 from seqboat.tasks.synthetic.short_listops import ShortListOpsTaskConfig
-from seqboat.training import pace
+from seqboat.training.planning import pace
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

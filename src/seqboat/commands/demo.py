@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
 
     from seqboat.runs import Run
     from seqboat.training.loop import train
-    from seqboat.training.pace import fit_minutes
+    from seqboat.training.planning.pace import fit_minutes
 
     begin = time.perf_counter()
     wanted = configure(options)

@@ -117,14 +117,24 @@ def pack(active: Tensor, seen: Tensor | None = None) -> Packed:
     >>> packed.flat.tolist(), packed.row.tolist(), packed.offsets.tolist()
     ([1, 2, 3], [0, 1, 1], [0, 1, 3])
     """
-    time = active.shape[1]
-    index = active.reshape(-1).nonzero().squeeze(1)
+    time, listed = active.shape[1], active.reshape(-1)
+    per_row, longest = active.sum(dim=1), None
+    if hasattr(active, "stands_for"):
+        # a tensor without content: as long as can be
+        index, longest = listed.nonzero(), time
+    elif active.device.type == "cpu" or torch.compiler.is_compiling() or not active.numel():
+        index = listed.nonzero()
+    else:
+        # both sizes in one transfer
+        size, longest = torch.stack([per_row.sum(), per_row.amax()]).tolist()
+        index = listed.nonzero_static(size=size)
+    index = index.squeeze(1)
     row = torch.div(index, max(time, 1), rounding_mode="floor")
     position = index - row * time
     if seen is not None:
         position = position + seen[row]
-    offsets = F.pad(active.sum(dim=1).cumsum(dim=0), (1, 0))
-    return Packed(index, row, position, offsets)
+    offsets = F.pad(per_row.cumsum(dim=0), (1, 0))
+    return Packed(index, row, position, offsets, longest)
 
 
 class Gathered(NamedTuple):
@@ -158,8 +168,8 @@ def pack_modules(active: Tensor, seen: Tensor | None = None) -> Gathered:
     if modules == 1:
         packed = pack(active[..., 0], seen)
         return Gathered((packed,), packed.flat, packed.flat)
-    if torch.compiler.is_compiling():
-        # the compiler traces through one number of tokens at a time
+    if torch.compiler.is_compiling() or hasattr(active, "stands_for"):
+        # the compiler traces through one number of tokens at a time; tensors without content know none
         parts = tuple(pack(active[..., i], seen) for i in range(modules))
         entries = [part.flat * modules + i for i, part in enumerate(parts)]
         return Gathered(parts, torch.cat([part.flat for part in parts]), torch.cat(entries))

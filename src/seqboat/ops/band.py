@@ -23,7 +23,12 @@ bounds their memory to 256 MB, and its speed has not been measured."""
 
 def scores_at_once(x: Tensor) -> int:
     """How many scores to hold at a time on the device of x."""
-    return SCORES_AT_ONCE["cpu" if x.device.type == "cpu" else "gpu"]
+    return SCORES_AT_ONCE["cpu" if on_cpu(x) else "gpu"]
+
+
+def on_cpu(x: Tensor) -> bool:
+    """Whether values can be looked at without waiting for a device."""
+    return str(getattr(x, "stands_for", x.device.type)) == "cpu"
 
 
 NEIGHBORS = "Tensor group, Tensor? position, Tensor? table, int left, int right, str attention, float scale"
@@ -210,7 +215,7 @@ class BandScores:
         self.group = near.group.to(torch.int32)
         self.mixed: list[int] | None = None
         """the few blocks whose keys belong to several groups; None where finding them would sync with the device"""
-        if x.device.type == "cpu":
+        if on_cpu(x):
             seen = band.keys(self.group, 0, band.blocks, -1)
             self.mixed = (seen[:, 1:] != seen[:, :-1]).any(dim=1).nonzero().squeeze(1).tolist()
         distance = band.distance(x.device)
@@ -225,7 +230,7 @@ class BandScores:
             else:
                 self.position = near.position.to(torch.int32)
                 # where reading the positions needs no sync, it may save a pass over the scores
-                look = x.device.type == "cpu" and len(near.position) > 0
+                look = on_cpu(x) and len(near.position) > 0
                 self.clamped = not look or bool(near.position.max() > self.max_distance)
         self.static = torch.where(self.inside, self.static, HIDDEN)
 
@@ -282,5 +287,7 @@ class TableGradient:
         """The gradient of the table; empty if there is no table."""
         scores = self.scores
         if scores.table is not None and scores.position is None:
-            self.table.index_add_(0, scores.distance[scores.inside], self.static[scores.inside])
+            # a product instead of a choice by mask: the host would wait for the number of places
+            inside = self.static * scores.inside
+            self.table.index_add_(0, scores.distance.view(-1), inside.view(-1))
         return self.table
