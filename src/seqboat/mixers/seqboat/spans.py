@@ -291,7 +291,9 @@ class PaddedSpan(Span):
         batch = packed.offsets.shape[0] - 1
         counts = packed.offsets.diff()
         kept = self.begun(counts.new_zeros(batch) if state is None else state.total)
-        groups, width = self.grid(int((kept + counts).max()) if batch else 0)
+        # without a past, packing the tokens told how long the longest sequence is
+        longest = packed.slots if state is None or not batch else int((kept + counts).max())
+        groups, width = self.grid(longest)
         columns = groups * width
         place = packed.row * columns + kept[packed.row] + packed.slot
 
