@@ -72,7 +72,7 @@ REAL: dict[str, tuple[Any, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", REAL)
 def test_memory_of_a_real_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(band.SCORES_AT_ONCE, "cpu", band.SCORES_AT_ONCE["gpu"])
+    monkeypatch.setattr(band, "on_cpu", lambda x: False)
     mixer, training = REAL[name]
     config = run_of(shrink(mixer), training=training)
     real = peak_of_real_step(config, 8)

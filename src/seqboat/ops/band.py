@@ -68,7 +68,7 @@ def confine(
         per_token: how many of the results are (tokens, ...); the others are sums over all tokens.
     """
     # on a CPU looking costs nothing compared to the pass itself; elsewhere it would wait for the device
-    if grad.device.type == "cpu" and grad.sum().isfinite():
+    if on_cpu(grad) and grad.sum().isfinite():
         return backward(grad)
     bad = ~grad.isfinite().all(dim=-1)
     results = backward(torch.where(bad[:, None], 0, grad))

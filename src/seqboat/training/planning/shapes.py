@@ -96,7 +96,7 @@ class Meter(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace == "seqboat":
             return self._run_inside(OPDEFS[func._schema.name]._init_fn, args, kwargs)
-        if func is aten._local_scalar_dense.default:
+        if func in (aten._local_scalar_dense.default, aten.is_nonzero.default):
             return _assumed(args[0])
         inner_args, inner_kwargs = _map(_unwrap, args), {name: _map(_unwrap, v) for name, v in kwargs.items()}
         if func is aten.nonzero.default:
