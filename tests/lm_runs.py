@@ -22,6 +22,7 @@ TEXT = "Ein schöner Text € mit Zeilen,\nund noch einer.\n" * 60
 def lm_config(text: Path, window: int = 8, truncation: int | None = None) -> RunConfig:
     """A small language model of a text file."""
     mixer = SeqBoatConfig(
+        init="paper",
         ssm=EMAConfig(d_state=2, truncation=truncation),
         gau=GAUConfig(d_z=4, d_v=8, window=window, positions="rotary"),
         causal=True,

@@ -175,14 +175,16 @@ SMALL_GAU = GAUConfig(d_z=6, d_v=10, window=5, max_positions=12)
 SMALL_EMA = EMAConfig(d_state=4, block=8)
 
 SEQBOATS = {
-    "plain": SeqBoatConfig(ssm=SMALL_EMA, gau=SMALL_GAU),
+    "plain": SeqBoatConfig(init="paper", ssm=SMALL_EMA, gau=SMALL_GAU),
     "chunk-relu2-compressed-sigmoid": SeqBoatConfig(
+        init="paper",
         ssm=SMALL_EMA,
         router=SigmoidConfig(),
         gau=replace(SMALL_GAU, span="chunk", attention="relu2", positions="compressed"),
         norm="rms",
     ),
     "full-laplace-none-gumbel": SeqBoatConfig(
+        init="paper",
         ssm=SMALL_EMA,
         router=GumbelConfig(),
         gau=replace(SMALL_GAU, span="full", attention="laplace", positions="none"),
@@ -190,6 +192,7 @@ SEQBOATS = {
         prenorm=True,
     ),
     "memory-rotary-xmoe": SeqBoatConfig(
+        init="paper",
         ssm=SMALL_EMA,
         router=XMoEConfig(d_route=4),
         gau=replace(SMALL_GAU, positions="rotary", window=3),
@@ -197,16 +200,26 @@ SEQBOATS = {
         prenorm=True,
     ),
     "full-original-always": SeqBoatConfig(
-        ssm=SMALL_EMA, router=AlwaysActiveConfig(), gau=replace(SMALL_GAU, span="full", attention="relu2")
+        init="paper",
+        ssm=SMALL_EMA,
+        router=AlwaysActiveConfig(),
+        gau=replace(SMALL_GAU, span="full", attention="relu2"),
     ),
     "s4d": SeqBoatConfig(
-        ssm=S4DConfig(d_state=4, block=8), gau=replace(SMALL_GAU, positions="compressed"), norm="batch"
+        init="paper",
+        ssm=S4DConfig(d_state=4, block=8),
+        gau=replace(SMALL_GAU, positions="compressed"),
+        norm="batch",
     ),
-    "truncated": SeqBoatConfig(ssm=replace(SMALL_EMA, truncation=6), gau=replace(SMALL_GAU, span="chunk")),
-    "fft": SeqBoatConfig(ssm=replace(SMALL_EMA, method="fft"), gau=replace(SMALL_GAU, attention="laplace")),
+    "truncated": SeqBoatConfig(
+        init="paper", ssm=replace(SMALL_EMA, truncation=6), gau=replace(SMALL_GAU, span="chunk")
+    ),
+    "fft": SeqBoatConfig(
+        init="paper", ssm=replace(SMALL_EMA, method="fft"), gau=replace(SMALL_GAU, attention="laplace")
+    ),
 }
 for kernel, kernel_class in SSMS.items():
-    SEQBOATS.setdefault(kernel, SeqBoatConfig(ssm=shrink(kernel_class()), gau=SMALL_GAU))
+    SEQBOATS.setdefault(kernel, SeqBoatConfig(init="paper", ssm=shrink(kernel_class()), gau=SMALL_GAU))
 """Forms of the SeqBoat layer that together use every option, and every kernel."""
 
 
@@ -246,7 +259,7 @@ def _sparse(causal: bool) -> Mixer:
         "gau": SMALL_GAU.build(D_MODEL, causal),
         "ffn": nn.Sequential(nn.Linear(D_MODEL, 12), nn.GELU(), nn.Linear(12, D_MODEL)),
     }
-    return SparseModularActivation(units, D_MODEL)
+    return SparseModularActivation(units, D_MODEL, start_active=False)
 
 
 def _stack(config: StackConfig) -> Mixer:
@@ -353,7 +366,7 @@ def grid_layer(choice: tuple[Any, ...]) -> SeqBoatConfig:
     """The causal layer of one choice from GRID."""
     router, positions, attention, window, span = choice
     gau = replace(SMALL_GAU, positions=positions, attention=attention, window=window, span=span)
-    return SeqBoatConfig(ssm=SMALL_EMA, router=ROUTERS[router](), gau=gau, causal=True)
+    return SeqBoatConfig(init="paper", ssm=SMALL_EMA, router=ROUTERS[router](), gau=gau, causal=True)
 
 
 def grid_name(choice: tuple[Any, ...]) -> str:

@@ -100,6 +100,7 @@ def small_run(task: Any = None, **changes: Any) -> RunConfig:
         task=task,
         model=BackboneConfig(
             mixer=SeqBoatConfig(
+                init="paper",
                 gau=GAUConfig(d_z=4, d_v=8, window=4, max_positions=16),
                 causal=lm,
                 dropout=0.1,

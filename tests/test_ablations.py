@@ -83,12 +83,14 @@ def test_mega_has_the_widths_of_its_seqboat() -> None:
 
 
 def test_a_row_takes_another_mixer() -> None:
-    other = SeqBoatConfig(norm="rms")
+    other = SeqBoatConfig(init="paper", norm="rms")
     assert ABLATIONS["ablations.image.local"](mixer=other).model.mixer == other
 
 
 def test_ablations_change_any_seqboat() -> None:
-    base = SeqBoatConfig(gau=GAUConfig(d_z=8, window=16, attention="laplace"), norm="rms", causal=True)
+    base = SeqBoatConfig(
+        init="paper", gau=GAUConfig(d_z=8, window=16, attention="laplace"), norm="rms", causal=True
+    )
     chunk = carry_over(base, SeqBoatChunkConfig).mixer
     assert chunk.gau == dataclasses.replace(base.gau, span="chunk")
     assert (chunk.router, chunk.norm, chunk.causal) == (AlwaysActiveConfig(), "rms", True)
@@ -97,10 +99,14 @@ def test_ablations_change_any_seqboat() -> None:
 @pytest.mark.parametrize("prenorm", [False, True])
 def test_the_block_behind_a_layer(prenorm: bool) -> None:
     torch.manual_seed(0)
-    config = SeqBoatThenFFNConfig(gau=GAUConfig(d_z=4, window=4), prenorm=prenorm, d_ff=5)
+    config = SeqBoatThenFFNConfig(init="paper", gau=GAUConfig(d_z=4, window=4), prenorm=prenorm, d_ff=5)
     both = config.build(6).double().eval()
     assert isinstance(both, SeqBoatThenFFN)
-    alone = SeqBoat(6, SeqBoatConfig(gau=GAUConfig(d_z=4, window=4), prenorm=prenorm)).double().eval()
+    alone = (
+        SeqBoat(6, SeqBoatConfig(init="paper", gau=GAUConfig(d_z=4, window=4), prenorm=prenorm))
+        .double()
+        .eval()
+    )
     alone.load_state_dict(both.layer.state_dict())
     x = torch.randn(2, 9, 6, dtype=torch.float64)
     y = alone(x).y

@@ -194,7 +194,9 @@ def test_the_attention_module_is_shown_first_and_others_beside_it(tmp_path: Path
     ids=lambda value: type(value).__name__,
 )
 def test_the_temperature_of_routers_that_have_one(router: Any, temperature: float | None) -> None:
-    config = BackboneConfig(mixer=SeqBoatConfig(router=router), d_model=8, num_layers=1, vocab=5)
+    config = BackboneConfig(
+        mixer=SeqBoatConfig(init="paper", router=router), d_model=8, num_layers=1, vocab=5
+    )
     (site,) = sites(Classifier(config, 2))
     assert site is not None and site.temperature == (temperature and pytest.approx(temperature))
 

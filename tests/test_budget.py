@@ -56,7 +56,9 @@ def sparse(
     torch.manual_seed(0)
     gau = GAUConfig(d_z=4, d_v=8, window=5, max_positions=12).build(WIDTH, causal)
     units = {"gau": gau, **{f"linear{i}": nn.Linear(WIDTH, WIDTH) for i in range(1, modules)}}
-    sma = SparseModularActivation(units, WIDTH, router, budget=budget, revival=revival).double()
+    sma = SparseModularActivation(
+        units, WIDTH, router, budget=budget, revival=revival, start_active=False
+    ).double()
     for parameter in sma.router.parameters():
         nn.init.normal_(parameter)
     if hasattr(sma.router, "logits"):
@@ -359,6 +361,7 @@ def test_the_loss_of_a_model(kind: str) -> None:
     torch.manual_seed(0)
     causal = kind == "lm"
     layer = SeqBoatConfig(
+        init="paper",
         ssm=EMAConfig(d_state=2),
         gau=GAUConfig(d_z=4, window=4),
         causal=causal,
@@ -388,7 +391,7 @@ def test_the_loss_of_a_model(kind: str) -> None:
     assert router.grad is not None and router.grad.any()
     with pytest.raises(ValueError, match=r"routings must hold 2 x 1, .* got 1"):
         budget_loss(model, out.routings[:1])
-    plain = Classifier(BackboneConfig(mixer=SeqBoatConfig(), d_model=8, num_layers=1, vocab=5), 2)
+    plain = Classifier(BackboneConfig(mixer=SeqBoatConfig(init="paper"), d_model=8, num_layers=1, vocab=5), 2)
     assert budget_loss(plain, plain(ids).routings) is None
 
 
@@ -465,7 +468,9 @@ def test_gradient_of_inactive_tokens() -> None:
     torch.manual_seed(0)
     units = {"one": nn.Linear(WIDTH, WIDTH), "two": nn.Linear(WIDTH, WIDTH)}
     plain, revived = (
-        SparseModularActivation(units, WIDTH, "sigmoid", revival=RevivalConfig(inactive_gradient=on)).double()
+        SparseModularActivation(
+            units, WIDTH, "sigmoid", revival=RevivalConfig(inactive_gradient=on), start_active=False
+        ).double()
         for on in (False, True)
     )
     revived.router.load_state_dict(plain.router.state_dict())
@@ -606,7 +611,7 @@ def test_mistakes_in_overrides() -> None:
 def seqboat(**options: Any) -> SeqBoat:
     torch.manual_seed(0)
     config = SeqBoatConfig(
-        ssm=EMAConfig(d_state=4), gau=GAUConfig(d_z=4, window=5, max_positions=12), **options
+        init="paper", ssm=EMAConfig(d_state=4), gau=GAUConfig(d_z=4, window=5, max_positions=12), **options
     )
     layer = config.build(WIDTH).double().eval()
     with torch.no_grad():
@@ -633,7 +638,7 @@ def test_a_layer_without_attention_and_one_with_nothing_else(causal: bool) -> No
 
 def test_some_layers_of_a_model() -> None:
     torch.manual_seed(0)
-    config = BackboneConfig(mixer=SeqBoatConfig(ffn=True), d_model=8, num_layers=3, vocab=5)
+    config = BackboneConfig(mixer=SeqBoatConfig(init="paper", ffn=True), d_model=8, num_layers=3, vocab=5)
     model = Classifier(config, 2).eval()
     ids = torch.randint(0, 5, (2, 9))
     free = model(ids).routings

@@ -45,7 +45,7 @@ def forget() -> Iterator[None]:
 def make_layer(causal: bool, span: Any = "memory", **settings: Any) -> SeqBoat:
     torch.manual_seed(0)
     gau = GAUConfig(d_z=8, window=5, max_positions=12, span=span)
-    return SeqBoatConfig(causal=causal, ssm=EMAConfig(d_state=4), gau=gau, **settings).build(16)
+    return SeqBoatConfig(init="paper", causal=causal, ssm=EMAConfig(d_state=4), gau=gau, **settings).build(16)
 
 
 def gradients(layer: SeqBoat, y: Tensor) -> list[Tensor]:
@@ -192,7 +192,7 @@ def test_machine_code(causal: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_gradient_checkpointing_with_running_averages() -> None:
-    mixer = SeqBoatConfig(gau=GAUConfig(d_z=4, d_v=8, window=4, max_positions=16), norm="batch")
+    mixer = SeqBoatConfig(init="paper", gau=GAUConfig(d_z=4, d_v=8, window=4, max_positions=16), norm="batch")
     torch.manual_seed(0)
     model = Classifier(BackboneConfig(mixer=mixer, d_model=8, num_layers=1, vocab=8), 2).train()
     start = {name: value.clone() for name, value in model.state_dict().items()}
@@ -223,7 +223,9 @@ def test_compiled_steps_are_the_same(backend: str, traced: bool) -> None:
 
 def _compare_compiled_steps(backend: str) -> None:
     torch._dynamo.reset()
-    mixer = SeqBoatConfig(causal=True, gau=GAUConfig(d_z=4, d_v=8, window=4, positions="rotary"))
+    mixer = SeqBoatConfig(
+        init="paper", causal=True, gau=GAUConfig(d_z=4, d_v=8, window=4, positions="rotary")
+    )
     torch.manual_seed(0)
     model = LanguageModel(BackboneConfig(mixer=mixer, d_model=8, num_layers=2, vocab=16)).eval()
     tokens = torch.randint(0, 16, (3, 24))

@@ -185,7 +185,7 @@ def test_silu_is_not_kept() -> None:
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_a_layer_makes_its_hidden_state_again(dropout: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = SeqBoatConfig(gau=GAUConfig(d_z=8, d_v=16, window=4), dropout=dropout).build(8)
+    layer = SeqBoatConfig(init="paper", gau=GAUConfig(d_z=8, d_v=16, window=4), dropout=dropout).build(8)
     calls: list[int] = []
 
     def counted(x: Tensor, silu: Callable[..., Tensor] = F.silu, **options: bool) -> Tensor:
@@ -213,7 +213,7 @@ class _Probe(torch.autograd.Function):
 
 
 def test_a_graph_that_nobody_needs_is_freed() -> None:
-    layer = SeqBoatConfig(gau=GAUConfig(d_z=8, d_v=16, window=4)).build(8)
+    layer = SeqBoatConfig(init="paper", gau=GAUConfig(d_z=8, d_v=16, window=4)).build(8)
     x = _Probe.apply(torch.randn(2, 64, 8, requires_grad=True))
     node = weakref.ref(x.grad_fn)
     y = layer(x).y

@@ -48,18 +48,21 @@ GREEDY = SamplingConfig(greedy=True)
 PROMPTS = ["a", "Of what", "The longest, which is past the window"]
 MIXERS: dict[str, Any] = {
     "memory": SeqBoatConfig(
+        init="paper",
         ssm=EMAConfig(d_state=2),
         gau=GAUConfig(d_z=4, d_v=8, window=8, positions="rotary"),
         causal=True,
         prenorm=True,
     ),
     "chunk": SeqBoatConfig(
+        init="paper",
         ssm=EMAConfig(d_state=2),
         gau=GAUConfig(d_z=4, d_v=8, window=8, span="chunk"),
         causal=True,
         prenorm=True,
     ),
     "full": SeqBoatConfig(
+        init="paper",
         ssm=EMAConfig(d_state=2),
         gau=GAUConfig(d_z=4, d_v=8, span="full", positions="rotary"),
         causal=True,

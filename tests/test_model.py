@@ -19,7 +19,7 @@ from seqboat.mixers.ssm.ema import EMA
 from seqboat.models.backbone import Backbone, BackboneConfig, Classifier, LanguageModel, Matcher
 from seqboat.ops.positions import sinusoids
 
-ENCODER = SeqBoatConfig(ssm=SMALL_EMA, gau=SMALL_GAU)
+ENCODER = SeqBoatConfig(init="paper", ssm=SMALL_EMA, gau=SMALL_GAU)
 DECODER = replace(ENCODER, causal=True)
 TOKENS = BackboneConfig(mixer=ENCODER, d_model=8, num_layers=2, vocab=11)
 VALUES = replace(TOKENS, vocab=None)
@@ -336,7 +336,7 @@ def test_learns_to_find_a_marked_token() -> None:
     """The class is the token behind the only marker: more than a mean over tokens can tell."""
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(0)
-    mixer = SeqBoatConfig(ssm=SMALL_EMA, gau=replace(SMALL_GAU, window=16))
+    mixer = SeqBoatConfig(init="paper", ssm=SMALL_EMA, gau=replace(SMALL_GAU, window=16))
     model = Classifier(BackboneConfig(mixer=mixer, d_model=16, num_layers=2, vocab=5), 4)
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
 

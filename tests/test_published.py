@@ -37,13 +37,21 @@ def pair(published: ModuleType, config: SeqBoatConfig, dtype: torch.dtype) -> tu
 
 
 CONFIGS = {
-    "text": SeqBoatConfig(ssm=EMAConfig(d_state=4), gau=GAUConfig(d_z=8, window=16, positions="compressed")),
-    "original": SeqBoatConfig(gau=GAUConfig(d_z=8, window=10, max_positions=20), prenorm=True),
-    "relu2": SeqBoatConfig(gau=GAUConfig(d_z=8, window=12, attention="relu2"), norm="batch"),
-    "laplace": SeqBoatConfig(gau=GAUConfig(d_z=8, window=12, attention="laplace", positions="none")),
-    "causal": SeqBoatConfig(gau=GAUConfig(d_z=8, window=9, positions="rotary"), causal=True, prenorm=True),
-    "causal-original": SeqBoatConfig(gau=GAUConfig(d_z=8, window=9), causal=True),
-    "truncated": SeqBoatConfig(ssm=EMAConfig(d_state=4, truncation=7), gau=GAUConfig(d_z=8, window=16)),
+    "text": SeqBoatConfig(
+        init="paper", ssm=EMAConfig(d_state=4), gau=GAUConfig(d_z=8, window=16, positions="compressed")
+    ),
+    "original": SeqBoatConfig(init="paper", gau=GAUConfig(d_z=8, window=10, max_positions=20), prenorm=True),
+    "relu2": SeqBoatConfig(init="paper", gau=GAUConfig(d_z=8, window=12, attention="relu2"), norm="batch"),
+    "laplace": SeqBoatConfig(
+        init="paper", gau=GAUConfig(d_z=8, window=12, attention="laplace", positions="none")
+    ),
+    "causal": SeqBoatConfig(
+        init="paper", gau=GAUConfig(d_z=8, window=9, positions="rotary"), causal=True, prenorm=True
+    ),
+    "causal-original": SeqBoatConfig(init="paper", gau=GAUConfig(d_z=8, window=9), causal=True),
+    "truncated": SeqBoatConfig(
+        init="paper", ssm=EMAConfig(d_state=4, truncation=7), gau=GAUConfig(d_z=8, window=16)
+    ),
 }
 
 
@@ -99,9 +107,9 @@ def test_none_and_all_active(published: ModuleType, value: float) -> None:
 
 def test_published_refuses_what_it_is_not(published: ModuleType) -> None:
     with pytest.raises(ValueError, match="EMAConfig"):
-        published.Published(12, SeqBoatConfig(ssm=S4DConfig()))
+        published.Published(12, SeqBoatConfig(init="paper", ssm=S4DConfig()))
     with pytest.raises(ValueError, match="span"):
-        published.Published(12, SeqBoatConfig(gau=GAUConfig(span="full")))
+        published.Published(12, SeqBoatConfig(init="paper", gau=GAUConfig(span="full")))
     layer = published.Published(12, CONFIGS["causal"])
     with pytest.raises(ValueError, match="no state"):
         layer(torch.randn(1, 3, 12), None, layer.init_state(1))

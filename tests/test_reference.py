@@ -270,6 +270,7 @@ def cases(draw: st.DrawFn, *, causal: bool, complex_states: bool) -> Case:
         attention_dropout=draw(st.sampled_from([0.0, 0.5])),
     )
     config = SeqBoatConfig(
+        init="paper",
         ssm=ssm,
         router=draw(st.sampled_from(ROUTER_CONFIGS)),
         gau=gau,
@@ -333,29 +334,34 @@ def test_bidirectional_s4d_layers_equal_the_reference(case: Case) -> None:
 # a small layer of each kind for the cases below
 LAYERS = {
     "causal memory": SeqBoatConfig(
+        init="paper",
         ssm=EMAConfig(d_state=3, block=8),
         gau=GAUConfig(d_z=3, window=5, max_positions=12),
         causal=True,
         prenorm=True,
     ),
     "bidirectional memory": SeqBoatConfig(
+        init="paper",
         ssm=EMAConfig(d_state=3, block=8),
         gau=GAUConfig(d_z=3, window=5, max_positions=12, attention="relu2"),
         norm="scale",
     ),
     "causal full": SeqBoatConfig(
+        init="paper",
         ssm=S4DConfig(d_state=4, block=8),
         gau=GAUConfig(d_z=2, span="full", max_positions=12, attention="laplace"),
         causal=True,
         norm="rms",
     ),
     "bidirectional chunk": SeqBoatConfig(
+        init="paper",
         ssm=S4DConfig(d_state=2, block=8),
         gau=GAUConfig(d_z=4, span="chunk", window=4, positions="rotary"),
         norm="batch",
         prenorm=True,
     ),
     "causal truncated": SeqBoatConfig(
+        init="paper",
         ssm=EMAConfig(d_state=2, truncation=6),
         gau=GAUConfig(d_z=3, window=4, positions="compressed"),
         causal=True,
@@ -388,7 +394,9 @@ def test_every_length(kind: str, time: int) -> None:
 
 @pytest.mark.parametrize("time", [63, 64, 65])
 def test_lengths_around_the_default_block(time: int) -> None:
-    config = SeqBoatConfig(ssm=EMAConfig(d_state=2), gau=GAUConfig(d_z=2, window=8), causal=True)
+    config = SeqBoatConfig(
+        init="paper", ssm=EMAConfig(d_state=2), gau=GAUConfig(d_z=2, window=8), causal=True
+    )
     compare(Case(config, d_model=3, lengths=(time,), seed=time))
 
 

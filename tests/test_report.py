@@ -96,7 +96,7 @@ class Show(Task):
 
 def show_run(folder: Path, modality: Any = "bytes", seed: int = 0, **changes: Any) -> Path:
     """A run with fresh weights, and the record of a training that never was."""
-    mixer = SeqBoatConfig(gau=GAUConfig(d_z=4, d_v=8, window=8, max_positions=32))
+    mixer = SeqBoatConfig(init="paper", gau=GAUConfig(d_z=4, d_v=8, window=8, max_positions=32))
     model = {"mixer": mixer, "num_layers": 3, **changes}
     config = small_run(ShowConfig(modality=modality), model=model, seed=seed)
     write_run(folder, config, seed)
@@ -448,7 +448,7 @@ def test_without_routers_there_is_still_a_report(pages: Pages) -> None:
 
 
 def test_other_modules_are_told(tmp_path: Path) -> None:
-    mixer = SeqBoatConfig(gau=GAUConfig(d_z=4, d_v=8, window=4), ffn=True)
+    mixer = SeqBoatConfig(init="paper", gau=GAUConfig(d_z=4, d_v=8, window=4), ffn=True)
     run = write_run(tmp_path / "run", small_run(ToyConfig(count=5), model={"mixer": mixer}))
     found = collect(run)
     part = found.numbers["measures"]["layers"][0]["others"]["ffn"]["rate"]

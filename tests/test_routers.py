@@ -100,13 +100,13 @@ def test_sigmoid_with_a_learned_temperature() -> None:
 
 @pytest.mark.parametrize("step", [0, 1, 1000, 100_000, 277_258, 277_259, 10_000_000])
 def test_gumbel_temperature_falls_with_the_training_step(step: int) -> None:
-    layer = SeqBoat(4, SeqBoatConfig(router=GumbelConfig()))
+    layer = SeqBoat(4, SeqBoatConfig(init="paper", router=GumbelConfig()))
     router = layer.sma.router
     assert isinstance(router, GumbelSoftmax)
     set_training_step(layer, step)
     assert float(router.temperature) == pytest.approx(max(2 * 0.999995**step, 0.5), rel=1e-12)
     # the step is saved with the weights
-    other = SeqBoat(4, SeqBoatConfig(router=GumbelConfig()))
+    other = SeqBoat(4, SeqBoatConfig(init="paper", router=GumbelConfig()))
     other.load_state_dict(layer.state_dict())
     assert isinstance(other.sma.router, GumbelSoftmax)
     assert other.sma.router.temperature.equal(router.temperature)
@@ -371,7 +371,7 @@ def test_statistics_refuse_a_mask_of_another_shape() -> None:
 def test_padding_is_never_active() -> None:
     torch.manual_seed(0)
     for config in ROUTERS.values():
-        layer = SeqBoat(4, SeqBoatConfig(router=config()))
+        layer = SeqBoat(4, SeqBoatConfig(init="paper", router=config()))
         mask = torch.rand(3, 12) < 0.5
         routing = layer(torch.randn(3, 12, 4), mask).routing
         assert not routing.active[~mask].any() and not routing.probs[~mask].any()
@@ -406,7 +406,7 @@ def test_confidence_reaches_the_output() -> None:
     """The router of a layer learns: its weights get a gradient that is not zero."""
     torch.manual_seed(0)
     for config in ROUTERS.values():
-        layer = SeqBoat(8, SeqBoatConfig(router=config()))
+        layer = SeqBoat(8, SeqBoatConfig(init="paper", router=config()))
         x: Tensor = torch.randn(2, 30, 8)
         layer(x).y.square().sum().backward()
         for name, parameter in layer.sma.router.named_parameters():

@@ -293,7 +293,7 @@ CAUSAL_UNITS: dict[str, Callable[[], nn.Module]] = {
     "token": lambda: PaddedUnit(nn.Linear(WIDTH, WIDTH), causal=True, context=0, d_model=WIDTH),
     "block": lambda: MixerUnit(TransformerConfig(heads=1, d_ff=8, causal=True).build(WIDTH)),
     "layer": lambda: MixerUnit(
-        SeqBoatConfig(gau=GAUConfig(d_z=4, window=3), causal=True).build(WIDTH), change=False
+        SeqBoatConfig(init="paper", gau=GAUConfig(d_z=4, window=3), causal=True).build(WIDTH), change=False
     ),
     "gau": lambda: GAUConfig(d_z=4, d_v=8, window=4, max_positions=8).build(WIDTH, causal=True),
     "ffn": UNITS["ffn"],
@@ -428,7 +428,9 @@ SILENT: list[dict[str, bool]] = [
 def four_modules() -> SparseModularActivation:
     torch.manual_seed(0)
     budget = BudgetConfig(target=0.4)
-    return SparseModularActivation({name: UNITS[name]() for name in FOUR}, WIDTH, budget=budget).double()
+    return SparseModularActivation(
+        {name: UNITS[name]() for name in FOUR}, WIDTH, budget=budget, start_active=False
+    ).double()
 
 
 def part(step: int, rank: int) -> Tensor:
@@ -500,7 +502,7 @@ def test_errors() -> None:
 @pytest.mark.parametrize("shape", [(0, 5, 8), (0, 0, 8), (2, 0, 8)])
 @pytest.mark.parametrize("unit", ["mixer", "padded"])
 def test_units_take_empty_batches(unit: str, shape: tuple[int, ...], causal: bool) -> None:
-    mixer = SeqBoatConfig(causal=causal).build(8)
+    mixer = SeqBoatConfig(init="paper", causal=causal).build(8)
     module: nn.Module = MixerUnit(mixer)
     if unit == "padded":
         module = PaddedUnit(nn.Identity(), causal=causal, d_model=8)

@@ -115,7 +115,7 @@ def test_gradient_flows_through_steps(case: Case) -> None:
 @pytest.mark.parametrize("span", ["memory", "chunk"])
 @torch.no_grad()
 def test_size_is_constant(span: Any) -> None:
-    config = SeqBoatConfig(ssm=SMALL_EMA, gau=replace(SMALL_GAU, span=span), causal=True)
+    config = SeqBoatConfig(init="paper", ssm=SMALL_EMA, gau=replace(SMALL_GAU, span=span), causal=True)
     layer = config.build(D_MODEL)
     state = layer.init_state(2)
     size = state_bytes(state)
@@ -133,7 +133,7 @@ def test_size_is_constant(span: Any) -> None:
 
 @torch.no_grad()
 def test_full_span_grows_with_the_active_tokens_alone() -> None:
-    config = SeqBoatConfig(ssm=SMALL_EMA, gau=replace(SMALL_GAU, span="full"), causal=True)
+    config = SeqBoatConfig(init="paper", ssm=SMALL_EMA, gau=replace(SMALL_GAU, span="full"), causal=True)
     layer = config.build(D_MODEL)
     out = layer(torch.randn(1, 200, D_MODEL))
     active = int(out.routing.active.sum())
@@ -143,7 +143,7 @@ def test_full_span_grows_with_the_active_tokens_alone() -> None:
 
 @torch.no_grad()
 def test_resting_rows_do_not_grow_a_full_memory() -> None:
-    config = SeqBoatConfig(ssm=SMALL_EMA, gau=replace(SMALL_GAU, span="full"), causal=True)
+    config = SeqBoatConfig(init="paper", ssm=SMALL_EMA, gau=replace(SMALL_GAU, span="full"), causal=True)
     layer = config.build(D_MODEL)
     state = layer(torch.randn(2, 9, D_MODEL)).state
     for _ in range(5):
@@ -180,7 +180,7 @@ def test_rows_must_be_whole_numbers() -> None:
     assert select_rows(state, torch.tensor([], dtype=torch.int64))[0].shape == (0, 2)
 
 
-LAYER = SeqBoatConfig(ssm=SMALL_EMA, gau=SMALL_GAU, causal=True)
+LAYER = SeqBoatConfig(init="paper", ssm=SMALL_EMA, gau=SMALL_GAU, causal=True)
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,9 @@ def test_check_state_reads_a_size_of_zero_as_any() -> None:
 
 
 def test_state_dtype_follows_the_inputs() -> None:
-    config = SeqBoatConfig(ssm=S4DConfig(d_state=4), gau=GAUConfig(d_z=4, window=3), causal=True)
+    config = SeqBoatConfig(
+        init="paper", ssm=S4DConfig(d_state=4), gau=GAUConfig(d_z=4, window=3), causal=True
+    )
     layer = config.build(D_MODEL).to(torch.bfloat16)
     state = layer(torch.randn(2, 5, D_MODEL, dtype=torch.bfloat16)).state
     kinds = {name: part.dtype for name, part in tensors(state)}

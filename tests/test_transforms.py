@@ -131,13 +131,13 @@ def test_a_reversible_layer_refuses_second_derivatives() -> None:
 
 def test_modules_that_cannot_be_masked_refuse_vmap() -> None:
     unit = PaddedUnit(torch.nn.Identity())
-    sparse = SparseModularActivation({"unit": unit}, d_model=D_MODEL).double()
+    sparse = SparseModularActivation({"unit": unit}, d_model=D_MODEL, start_active=False).double()
     with pytest.raises(ValueError, match="vmap cannot run over PaddedUnit: use a batch dimension"):
         vmap(lambda x: sparse(x[None])[0])(inputs(3))
 
 
 def test_a_state_cannot_be_carried_through_vmap() -> None:
-    layer = SeqBoatConfig(causal=True).build(D_MODEL).double()
+    layer = SeqBoatConfig(init="paper", causal=True).build(D_MODEL).double()
     state = layer.init_state(1)
     with pytest.raises(ValueError, match="vmap cannot carry a state"):
         vmap(lambda x: layer(x[None], None, state)[0])(inputs(3))

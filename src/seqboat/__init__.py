@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     )
     from seqboat.core.sma import Packed, PackedModule, Routing, compress, extract, pack
     from seqboat.core.state import detach_state, repeat_rows, select_rows, state_bytes
+    from seqboat.core.watch import dead_routers
     from seqboat.mixers import MIXERS
-    from seqboat.mixers.base import Mixer, MixerOutput, RecurrentMixer
+    from seqboat.mixers.base import AsTensor, Mixer, MixerOutput, RecurrentMixer
     from seqboat.mixers.seqboat.activation import SparseModularActivation
     from seqboat.mixers.seqboat.gau import GAU, GAUConfig
     from seqboat.mixers.seqboat.layer import SeqBoat, SeqBoatConfig
@@ -53,6 +54,7 @@ _HOMES = {
     "ROUTERS": "core.routers",
     "S4D": "mixers.ssm.s4d",
     "AlwaysActiveConfig": "core.routers",
+    "AsTensor": "mixers.base",
     "Backbone": "models.backbone",
     "BackboneConfig": "models.backbone",
     "BudgetConfig": "core.budget",
@@ -93,6 +95,7 @@ _HOMES = {
     "compile_model": "models.compile",
     "compile_step": "models.compile",
     "compress": "core.sma",
+    "dead_routers": "core.watch",
     "detach_state": "core.state",
     "extract": "core.sma",
     "load_retrofit": "retrofitting.model",
@@ -115,6 +118,7 @@ __all__ = [
     "S4D",
     "SSMS",
     "AlwaysActiveConfig",
+    "AsTensor",
     "Backbone",
     "BackboneConfig",
     "BudgetConfig",
@@ -154,6 +158,7 @@ __all__ = [
     "compile_model",
     "compile_step",
     "compress",
+    "dead_routers",
     "detach_state",
     "extra_loss",
     "extract",

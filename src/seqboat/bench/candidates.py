@@ -120,7 +120,8 @@ def _fit(config: Any, setting: LayerSetting) -> Any:
             gau.window == SeqBoatConfig().gau.window
         ):  # otherwise the window is what distinguishes this variant
             gau = replace(gau, window=setting.window)
-        config = replace(config, gau=gau)
+        # timings are those of the router of the paper, unless a rate is forced
+        config = replace(config, gau=gau, init="paper")
     if isinstance(config, MegaConfig):
         config = replace(config, attention=setting.attention)
     return config

@@ -236,7 +236,9 @@ def run_decode_lm(
     torch.manual_seed(seed)
     prompt = torch.randint(0, size.vocab, (1, context))
     gau = GAUConfig(d_z=size.d_z, d_v=size.d_v, window=size.window, positions="rotary")
-    mixer = SeqBoatConfig(ssm=EMAConfig(d_state=size.d_state), gau=gau, causal=True, prenorm=True)
+    mixer = SeqBoatConfig(
+        ssm=EMAConfig(d_state=size.d_state), gau=gau, causal=True, prenorm=True, init="paper"
+    )
 
     def stack(mixer: Any) -> LanguageModel:
         return LanguageModel(

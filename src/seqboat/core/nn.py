@@ -219,10 +219,16 @@ def masked_mean(x: Tensor, mask: Tensor | None) -> Tensor:
     return torch.where(real, x, 0).sum(dim=1) / real.sum(dim=1).clamp(min=1)
 
 
-def init_linear(module: nn.Module) -> None:
-    """Initialize every Linear of a module: weights N(0, 0.02), truncated at two standard deviations; biases 0."""
+def init_linear(module: nn.Module, scaled: bool = False) -> None:
+    """Initialize every Linear of a module: weights truncated at two standard deviations, biases 0.
+
+    Args:
+        module: with the linear maps.
+        scaled: whether weights are N(0, 1 / inputs) instead of N(0, 0.02).
+    """
     for part in module.modules():
         if isinstance(part, nn.Linear):
-            nn.init.trunc_normal_(part.weight, std=0.02, a=-0.04, b=0.04)
+            std = part.in_features**-0.5 if scaled else 0.02
+            nn.init.trunc_normal_(part.weight, std=std, a=-2 * std, b=2 * std)
             if part.bias is not None:
                 nn.init.zeros_(part.bias)

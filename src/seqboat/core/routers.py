@@ -26,6 +26,9 @@ from seqboat.core.sma import Routing
 from seqboat.core.steering import follow
 from seqboat.ops.fused import affine
 
+START_CONFIDENCE = 0.8
+"""The probability of activation with which routers that start active begin."""
+
 
 class Router(nn.Module, ABC):
     """Decides for `modules` modules on the last dimension of its input."""
@@ -80,6 +83,22 @@ class Router(nn.Module, ABC):
         """
         raise NotImplementedError(f"{type(self).__name__} decides about each token alone")
 
+    def start_active(self, confidence: float = START_CONFIDENCE) -> None:
+        """Let every token start active, whatever the seed and the data.
+
+        The weights shrink to a tenth, so that tokens differ only slightly at first, and the biases are set to the
+        log-odds of the confidence. Routers without such biases stay as they are: those that take a fixed fraction of
+        each sequence, and those whose options compete.
+
+        Args:
+            confidence: the probability of activation that every token starts with, between 0.5 and 1.
+        """
+        require(0.5 < confidence < 1, f"confidence must be between 0.5 and 1, got {confidence!r}")
+        self.start_at(math.log(confidence / (1 - confidence)))
+
+    def start_at(self, log_odds: float) -> None:
+        """Start with about these log-odds for every token; by default, nothing is set."""
+
     def linear(self, layer: nn.Linear, x: Tensor) -> Tensor:
         """A Linear in the precision of x, whatever its own."""
         weight = layer.weight.to(x.dtype)
@@ -99,6 +118,17 @@ def decide(logit: Tensor) -> Routing:
 def above_border(logit: Tensor, border: Tensor | float) -> Routing:
     """Activate where the log-odds are above a border; a token that is not finite activates nothing, as above."""
     return Routing((logit > border) & (logit < math.inf), torch.sigmoid(logit))
+
+
+START_SPREAD = 0.1
+"""What the weights of a router that starts active are multiplied by."""
+
+
+def _start_pairs(layer: nn.Linear, difference: Tensor) -> None:
+    """Set the biases of logits in pairs (skip, activate) so that each pair starts with this difference."""
+    layer.weight.mul_(START_SPREAD)
+    half = (difference / 2).expand(layer.out_features // 2)
+    layer.bias.copy_(torch.stack([-half, half], dim=-1).flatten())
 
 
 class TemperedSoftmax(Router):
@@ -126,6 +156,10 @@ class TemperedSoftmax(Router):
         """(modules,): tau, kept within exp(-20) and exp(20)."""
         return torch.exp(self.log_temperature.clamp(-20.0, 20.0))
 
+    @torch.no_grad()
+    def start_at(self, log_odds: float) -> None:
+        _start_pairs(self.logits, log_odds * self.temperature)
+
     def route(self, x: Tensor) -> Routing:
         logits = self.linear(self.logits, x).unflatten(-1, (self.modules_count, 2))
         # softmax over two is a sigmoid of their difference
@@ -148,6 +182,11 @@ class SigmoidRouter(Router):
         super().__init__(d_model, modules)
         self.logits = nn.Linear(d_model, modules)
         init_linear(self.logits)
+
+    @torch.no_grad()
+    def start_at(self, log_odds: float) -> None:
+        self.logits.weight.mul_(START_SPREAD)
+        self.logits.bias.fill_(log_odds)
 
     def route(self, x: Tensor) -> Routing:
         return decide(self.linear(self.logits, x))
@@ -180,6 +219,10 @@ class GumbelSoftmax(Router):
     def notice_training_step(self, step: int) -> None:
         """Training has reached this step."""
         self.training_step.fill_(step)
+
+    @torch.no_grad()
+    def start_at(self, log_odds: float) -> None:
+        _start_pairs(self.logits, log_odds * self.temperature)
 
     @property
     def temperature(self) -> Tensor:
@@ -258,6 +301,9 @@ class ThresholdRouter(SigmoidRouter):
         super().__init__(d_model, modules)
         require(0 < threshold < 1, f"threshold must be between 0 and 1, got {threshold!r}")
         self.threshold = threshold
+
+    def start_at(self, log_odds: float) -> None:
+        super().start_at(self._border + log_odds)
 
     def route(self, x: Tensor) -> Routing:
         return above_border(self.linear(self.logits, x), self._border)

@@ -143,6 +143,31 @@ class Mixer(nn.Module, ABC):
         return type(self).__name__
 
 
+class AsTensor(nn.Module):
+    """A mixer that returns its output alone, as the layers of an `nn.Sequential` do.
+
+    >>> from seqboat import SeqBoat
+    >>> model = nn.Sequential(nn.Linear(3, 8), AsTensor(SeqBoat(8)), nn.Linear(8, 2))
+    >>> model(torch.randn(4, 10, 3)).shape
+    torch.Size([4, 10, 2])
+
+    Args:
+        mixer: any layer of this package; its decisions and its state are dropped.
+    """
+
+    def __init__(self, mixer: Mixer) -> None:
+        super().__init__()
+        require(
+            isinstance(mixer, Mixer), f"mixer must be a layer of this package, got {type(mixer).__name__}"
+        )
+        self.mixer = mixer
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """(batch, time, d_model) of the same shape; `mask` is True on real tokens."""
+        out: Tensor = self.mixer(x, mask).y
+        return out
+
+
 class RecurrentMixer(Mixer):
     """A mixer that can carry a state, if it is causal."""
 

@@ -73,7 +73,7 @@ def carry_over(old: Any, new: str | type) -> Carried:
         found = _accepted(kind, places, meaning, path, value)
         if found is not None:
             changes[found[0]] = found[1]
-        elif value != usual.get(path):
+        elif value != usual.get(path) and path != "init":  # how weights start is no setting of another mixer
             left.append(meaning if dataclasses.is_dataclass(value) else f"{meaning}={value}")
     return Carried(
         _with_direction(_apply(kind(), changes), old), tuple(left), f"{_name(type(old))} -> {_name(kind)}"

@@ -33,6 +33,7 @@ from seqboat.core.padding import Aligned, align, zero_padding
 from seqboat.core.sma import Routing
 from seqboat.core.state import check_state
 from seqboat.mixers.base import Mixer, RecurrentMixer
+from seqboat.models.ngrams import NGrams
 from seqboat.ops.positions import sinusoids
 
 HeadInit = Literal["normal", "xavier"]
@@ -85,6 +86,10 @@ class BackboneConfig:
     """Dropout rate on the input of the first layer."""
     final_norm_affine: bool = True
     """Whether the norm that a pre-norm stack ends with has a learned scale and shift."""
+    ngrams: tuple[int, ...] = ()
+    """Lengths of the n-grams of tokens that are embedded beside the tokens; not for language models."""
+    ngram_buckets: int = 16_384
+    """Embeddings for each length of n-grams, which a hash chooses from."""
     head_bias: bool = True
     """Whether the class scores of a classifier or matcher have a bias."""
     head_init: HeadInit = "normal"
@@ -98,6 +103,13 @@ class BackboneConfig:
         check_rate("dropout", self.dropout)
         if self.vocab is not None:
             check_positive("vocab", self.vocab)
+        for size in self.ngrams:
+            check_positive("ngrams", size, least=2)
+        require(
+            list(self.ngrams) == sorted(set(self.ngrams)),
+            f"ngrams must be different lengths in ascending order, got {self.ngrams}",
+        )
+        check_positive("ngram_buckets", self.ngram_buckets)
 
 
 class BackboneState(NamedTuple):
@@ -136,7 +148,9 @@ class Backbone(nn.Module):
         if config.vocab is not None:
             self.embedding: nn.Embedding | nn.Linear = nn.Embedding(config.vocab, d_model)
         else:
+            require(not config.ngrams, "ngrams need token ids, but the inputs are real values")
             self.embedding = nn.Linear(config.channels, d_model)
+        self.ngrams = NGrams(config.ngrams, config.ngram_buckets, d_model) if config.ngrams else None
         if isinstance(config.mixer, StackConfig):
             self.layers = nn.ModuleList(config.mixer.build_layers(d_model, config.num_layers))
         else:
@@ -153,6 +167,8 @@ class Backbone(nn.Module):
             for layer in self.layers:
                 layer.follow()  # type: ignore[operator]
         self.causal = all(isinstance(m, RecurrentMixer) and m.causal for m in self.layers)
+        # n-grams reach back beyond what a state holds
+        self.causal = self.causal and self.ngrams is None
         self.norm = first.closing_norm()
         if isinstance(self.norm, Norm) and not config.final_norm_affine:
             self.norm.drop_affine()
@@ -233,6 +249,8 @@ class Backbone(nn.Module):
     def _embed(self, inputs: Tensor, position: Tensor) -> Tensor:
         if isinstance(self.embedding, nn.Embedding):
             x = self.embedding(inputs)
+            if self.ngrams is not None:
+                x = x + self.ngrams(inputs)
             if self.config.scaled_embedding:
                 x = x * math.sqrt(self.config.d_model)
         else:
@@ -447,6 +465,7 @@ class LanguageModel(nn.Module):
     def __init__(self, config: BackboneConfig) -> None:
         super().__init__()
         require(config.vocab is not None, "a language model needs a vocab, got None")
+        require(not config.ngrams, f"a language model cannot read n-grams, got ngrams={config.ngrams}")
         self.backbone = Backbone(config)
         require(self.backbone.causal, "a language model needs causal mixers: set causal=True")
 

@@ -21,6 +21,7 @@ def _diagnostic(task: TaskConfig, mixer: MixerChoice) -> RunConfig:
     mixer = choose(
         mixer,
         SeqBoatConfig(
+            init="paper",
             ssm=EMAConfig(d_state=4),
             router=TemperedSoftmaxConfig(temperature_scale=1.0),
             gau=GAUConfig(d_z=32, d_v=64, attention="softmax", window=64, max_positions=64),
@@ -57,6 +58,7 @@ def demo(mixer: MixerChoice = None) -> RunConfig:
     mixer = choose(
         mixer,
         SeqBoatConfig(
+            init="paper",
             # half of the usual block: most expressions are shorter than it
             ssm=EMAConfig(d_state=8, block=32),
             router=TemperedSoftmaxConfig(temperature_scale=0.3),

@@ -28,6 +28,7 @@ def enwik8(mixer: MixerChoice = None) -> RunConfig:
             mixer=choose(
                 mixer,
                 SeqBoatConfig(
+                    init="paper",
                     ssm=EMAConfig(d_state=16, truncation=2048),
                     router=TemperedSoftmaxConfig(temperature_scale=1.0),
                     gau=GAUConfig(d_z=128, d_v=1232, attention="softmax", window=1024, positions="rotary"),
@@ -63,6 +64,7 @@ def enwik8_small(mixer: MixerChoice = None) -> RunConfig:
             mixer=choose(
                 mixer,
                 SeqBoatConfig(
+                    init="paper",
                     ssm=EMAConfig(d_state=8),
                     router=TemperedSoftmaxConfig(temperature_scale=1.0),
                     gau=GAUConfig(d_z=32, d_v=256, attention="softmax", window=128, positions="rotary"),
@@ -95,6 +97,7 @@ def enwik8_medium(mixer: MixerChoice = None) -> RunConfig:
             mixer=choose(
                 mixer,
                 SeqBoatConfig(
+                    init="paper",
                     ssm=EMAConfig(d_state=8),
                     router=TemperedSoftmaxConfig(temperature_scale=1.0),
                     gau=GAUConfig(d_z=64, d_v=384, attention="softmax", window=256, positions="rotary"),

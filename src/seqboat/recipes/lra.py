@@ -65,6 +65,7 @@ def _run(
 def listops(mixer: MixerChoice = None) -> RunConfig:
     """ListOps, up to 2,000 tokens: 60 epochs of 96,000 expressions."""
     own = SeqBoatConfig(
+        init="paper",
         ssm=EMAConfig(d_state=16, truncation=1024),
         router=TemperedSoftmaxConfig(temperature_scale=0.3),
         gau=GAUConfig(d_z=64, d_v=160, attention="softmax", window=256, max_positions=2002),
@@ -90,6 +91,7 @@ def listops(mixer: MixerChoice = None) -> RunConfig:
 def text(mixer: MixerChoice = None) -> RunConfig:
     """Text, 4,096 bytes: 50 epochs of 25,000 reviews, validated on the test reviews as published."""
     own = SeqBoatConfig(
+        init="paper",
         ssm=EMAConfig(d_state=16, truncation=1024),
         router=TemperedSoftmaxConfig(temperature_scale=0.3),
         gau=GAUConfig(
@@ -117,6 +119,7 @@ def text(mixer: MixerChoice = None) -> RunConfig:
 def retrieval(mixer: MixerChoice = None) -> RunConfig:
     """Retrieval, two documents of 4,000 bytes: 40 epochs of 147,086 pairs, in micro-batches of 8."""
     own = SeqBoatConfig(
+        init="paper",
         ssm=EMAConfig(d_state=16, truncation=1024),
         router=TemperedSoftmaxConfig(temperature_scale=0.3),
         gau=GAUConfig(d_z=64, d_v=256, attention="softmax", window=256, max_positions=4002),
@@ -143,6 +146,7 @@ def retrieval(mixer: MixerChoice = None) -> RunConfig:
 def image(mixer: MixerChoice = None) -> RunConfig:
     """Image, gray CIFAR-10 as 1,024 pixels: 200 epochs of 45,000 images."""
     own = SeqBoatConfig(
+        init="paper",
         ssm=EMAConfig(d_state=16, truncation=1024),
         router=TemperedSoftmaxConfig(temperature_scale=0.4),
         gau=GAUConfig(d_z=96, d_v=320, attention="relu2", window=256, max_positions=1024),
@@ -209,6 +213,7 @@ def pathx(mixer: MixerChoice = None) -> RunConfig:
 def _pathfinder_mixer(**attention: Any) -> SeqBoatConfig:
     """SeqBoat for images of curves, with the whole kernel."""
     return SeqBoatConfig(
+        init="paper",
         ssm=EMAConfig(d_state=16),
         router=TemperedSoftmaxConfig(temperature_scale=1.0),
         gau=GAUConfig(d_z=64, d_v=256, attention="relu2", **attention),

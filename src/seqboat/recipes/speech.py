@@ -28,6 +28,7 @@ def speech(mixer: MixerChoice = None) -> RunConfig:
             mixer=choose(
                 mixer,
                 SeqBoatConfig(
+                    init="paper",
                     ssm=EMAConfig(d_state=16, truncation=4000),
                     router=TemperedSoftmaxConfig(temperature_scale=1.0),
                     gau=GAUConfig(
@@ -68,6 +69,7 @@ def speech_small(mixer: MixerChoice = None) -> RunConfig:
             mixer=choose(
                 mixer,
                 SeqBoatConfig(
+                    init="paper",
                     ssm=EMAConfig(d_state=16),
                     router=TemperedSoftmaxConfig(temperature_scale=1.0),
                     gau=GAUConfig(

@@ -15,16 +15,19 @@ from seqboat.training.optim import OptimizerConfig, ScheduleConfig
 
 
 def classify(mixer: MixerChoice = None) -> RunConfig:
-    """A class for each text of a table (--data.train FILE): two layers of width 64, texts of up to 1,024 bytes."""
+    """A class for each text of a table (--data.train FILE): two layers of width 64, texts of up to 1,024 bytes.
+
+    The model reads bytes and, beside them, n-grams of 4 and 6 bytes.
+    """
     return RunConfig(
         task=ClassifyTaskConfig(max_length=1024),
         model=BackboneConfig(
             mixer=choose(
                 mixer,
                 SeqBoatConfig(
-                    ssm=EMAConfig(d_state=16),
+                    ssm=EMAConfig(d_state=8),
                     router=TemperedSoftmaxConfig(temperature_scale=0.3),
-                    gau=GAUConfig(d_z=32, d_v=128, window=128, positions="compressed", max_positions=1024),
+                    gau=GAUConfig(d_z=32, d_v=64, window=64, positions="compressed", max_positions=1024),
                     norm="scale",
                     dropout=0.1,
                 ),
@@ -32,11 +35,13 @@ def classify(mixer: MixerChoice = None) -> RunConfig:
             d_model=64,
             num_layers=2,
             dropout=0.1,
+            ngrams=(4, 6),
+            head_init="xavier",
         ),
         optimizer=OptimizerConfig(lr=0.003, weight_decay=0.01),
-        schedule=ScheduleConfig(steps=2000, warmup_steps=200),
+        schedule=ScheduleConfig(steps=600, warmup_steps=60),
         training=TrainingConfig(batch_size=32, bucketing=True, save_every=200),
-        evaluation=EvaluationConfig(every=200, batch_size=32),
+        evaluation=EvaluationConfig(every=100, batch_size=32),
     )
 
 

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from seqboat.core.counts import count_layers
 from seqboat.core.policy import outer_policies
 from seqboat.core.sma import Routing
+from seqboat.core.watch import DEAD_AFTER
 from seqboat.tasks.base import Batch, Kind, apply_model
 from seqboat.training.parallel import World, gather_shards
 
-DEAD_AFTER = 200
-"""Steps without an activated token after which a layer's router is reported."""
 BAD_INPUTS = "the inputs are not finite"
 
 

@@ -20,6 +20,7 @@ from seqboat.core.policy import update_budgets
 from seqboat.core.routers import set_training_step
 from seqboat.core.sma import Routing
 from seqboat.core.state import detach_state, map_state, tensors
+from seqboat.core.watch import watches
 from seqboat.tasks.base import Batch, Loss, Task, apply_model
 from seqboat.training.config import RunConfig
 from seqboat.training.diagnosis import activated_tokens, explain_nonfinite, first_nonfinite, routed_modules
@@ -98,6 +99,8 @@ class Stepper:
         self.module = model.module
         self.optimizer = build_optimizer(self.module, config.optimizer)
         self.modules = routed_modules(self.module)
+        for watch in watches(self.module).values():
+            watch.warns = False  # the training loop reports dead routers itself
         self.carried: list[Any] = [None] * config.training.accumulation
 
     def step(self, step: int, micro: list[Loaded], received: int, logged: bool) -> StepResult:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqboat.core.nn import Norm, make_norm
+from seqboat.core.nn import Norm, init_linear, make_norm
 from seqboat.core.padding import zero_padding
 from seqboat.core.routers import AlwaysActiveConfig, GumbelConfig, RouterConfig, SigmoidConfig, XMoEConfig
 from seqboat.mixers.attention.transformer import FeedForward
@@ -129,6 +129,8 @@ class SeqBoatThenFFN(RecurrentMixer):
         self.layer = SeqBoat(d_model, config)
         self.norm: Norm = make_norm(config.norm, d_model)
         self.ffn = FeedForward(d_model, config.d_ff or 2 * d_model, "silu")
+        if config.init == "scaled":
+            init_linear(self.ffn, scaled=True)
 
     def closing_norm(self) -> nn.Module | None:
         return self.layer.closing_norm()

@@ -8,7 +8,7 @@ however many modules there are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -22,7 +22,9 @@ from seqboat.core.policy import Override, Policy, overridden
 from seqboat.core.routers import ROUTERS, Router, RouterConfig, TemperedSoftmax
 from seqboat.core.sma import Packed, PackedModule, Routing, pack_modules
 from seqboat.core.state import keep_state
-from seqboat.mixers.base import Mixer, MixerOutput, RecurrentMixer
+from seqboat.core.watch import Watch
+from seqboat.mixers.base import MixerOutput, RecurrentMixer
+from seqboat.mixers.seqboat.wrapping import as_unit, name_modules
 from seqboat.ops.fused import combine, take
 from seqboat.ops.transforms import transformed, vectorized
 
@@ -50,8 +52,10 @@ class SparseModularActivation(RecurrentMixer):
     (torch.Size([2, 5, 8]), torch.Size([2, 5, 1]))
 
     Args:
-        modules: by name; contextual ones are `PackedModule`s (`mixers.seqboat.units` has adapters), all others are
-            called on (tokens, d_model).
+        modules: one, several by name, or a list (named "0", "1", ...). Token-wise modules are called on
+            (tokens, d_model), the active tokens of the whole batch. Contextual ones are `PackedModule`s
+            (`mixers.seqboat.units` has adapters); torch's attention, encoder layers and recurrent nets are wrapped,
+            and other modules that mix tokens are refused.
         d_model: width of the tokens; the router's by default.
         router: a router, its configuration, or its name in ROUTERS; a tempered softmax by default.
         combine: whether a token's outputs are summed, or averaged with their confidences as weights.
@@ -61,11 +65,13 @@ class SparseModularActivation(RecurrentMixer):
         revival: what keeps the router alive in training.
         causal: whether the layer carries a state and never looks ahead at inference; by default, if all its
             contextual modules do.
+        start_active: whether a router that is built here starts with every token active; otherwise the initial
+            fraction of active tokens depends on the seed, as in the paper.
     """
 
     def __init__(
         self,
-        modules: Mapping[str, nn.Module] | nn.Module,
+        modules: Mapping[str, nn.Module] | Iterable[nn.Module] | nn.Module,
         d_model: int | None = None,
         router: Router | RouterConfig | str | None = None,
         *,
@@ -74,16 +80,15 @@ class SparseModularActivation(RecurrentMixer):
         budget: BudgetConfig | None = None,
         revival: RevivalConfig | None = None,
         causal: bool | None = None,
+        start_active: bool = True,
     ) -> None:
         super().__init__()
-        named = {"module": modules} if isinstance(modules, nn.Module) else dict(modules)
-        require(len(named) > 0, "modules must hold at least one module, got none")
-        for name, unit in named.items():
-            hint = f"module {name!r} is a mixer, which works on whole sequences: wrap it in seqboat.MixerUnit"
-            require(not isinstance(unit, Mixer), hint)
+        named = {name: as_unit(name, module) for name, module in name_modules(modules).items()}
         check_choice("combine", combine, get_args(Combine))
         self.units = nn.ModuleDict(named)
         self.router = _make_router(router, d_model, len(named))
+        if start_active and self.router is not router:
+            self.router.start_active()
         d_model = self.router.d_model if d_model is None else d_model
         require(
             self.router.modules_count == len(named) and self.router.d_model == d_model,
@@ -97,6 +102,7 @@ class SparseModularActivation(RecurrentMixer):
         self.policy = Policy(
             self.router, tuple(named), budget or BudgetConfig(), revival or RevivalConfig(), self.causal
         )
+        self.watch = Watch(tuple(named))
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -171,6 +177,8 @@ class SparseModularActivation(RecurrentMixer):
         if transformed() and vectorized(routing.active):
             return self._mix_masked(x, routing, state, base, dense)
         gathered = pack_modules(routing.active, seen)
+        if self.training and x.numel() and not torch.compiler.is_compiling():
+            self.watch.notice(gathered.counts)
         packed = take(x.reshape(-1, self.d_model), gathered.flat)
         tokens = [packed] if len(self.units) == 1 else packed.split(gathered.counts)
         outputs, after = [], []

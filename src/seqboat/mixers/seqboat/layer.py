@@ -9,14 +9,14 @@ attention, causal ones to the sum of both branches.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqboat.checks import check_choice, check_positive, check_rate
+from seqboat.checks import ABSENT, check_choice, check_positive, check_rate
 from seqboat.core.budget import BudgetConfig, RevivalConfig
 from seqboat.core.nn import NORMS, Norm, NormName, init_linear, make_norm
 from seqboat.core.padding import Aligned, zero_padding
@@ -24,10 +24,14 @@ from seqboat.core.routers import RouterConfig, TemperedSoftmaxConfig
 from seqboat.mixers.attention.transformer import FeedForward
 from seqboat.mixers.base import MixerOutput, RecurrentMixer, keep_rows
 from seqboat.mixers.seqboat.activation import SparseModularActivation
-from seqboat.mixers.seqboat.gau import GAUConfig
+from seqboat.mixers.seqboat.gau import GAU, GAUConfig
 from seqboat.mixers.ssm.base import SSMConfig
-from seqboat.mixers.ssm.ema import EMAConfig
+from seqboat.mixers.ssm.ema import EMA, EMAConfig
 from seqboat.ops.fused import silu
+
+InitName = Literal["scaled", "paper"]
+FIRST_FIELDS = ("ssm", "router", "gau", "causal", "norm", "prenorm", "dropout")
+"""Fields that every version has written to files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +60,11 @@ class SeqBoatConfig:
     """Whether the norm comes before the branch instead of after the layer."""
     dropout: float = 0.0
     """Rate of dropout."""
+    init: InitName = field(default="scaled", metadata={ABSENT: ("paper", FIRST_FIELDS)})
+    """Initial weights: scaled to the widths, with every token active, or those of the paper."""
 
     def __post_init__(self) -> None:
+        check_choice("init", self.init, get_args(InitName))
         check_choice("norm", self.norm, NORMS)
         check_rate("dropout", self.dropout)
         if self.d_ff is not None:
@@ -105,9 +112,34 @@ class SeqBoat(RecurrentMixer):
             budget=config.budget,
             revival=config.revival,
             causal=config.causal,
+            start_active=config.init == "scaled",
         )
         self.linear = nn.Linear(d_model, d_model)
         init_linear(self.linear)
+        if config.init == "scaled":
+            self._scale()
+
+    @torch.no_grad()
+    def _scale(self) -> None:
+        """Initial values with which a model learns from its first steps; the others are the paper's.
+
+        The paper's weights are so small that attention begins as an even mean and adds almost nothing: a long
+        warm-up and tens of thousands of steps make up for it, a user's first few hundred do not.
+
+        linear maps                      N(0, 1 / inputs)
+        gamma of queries and keys        3: products are of the size of 1, and similar tokens attend to each other
+        skip of the state-space layer    1: a token starts out as itself
+        gamma of the moving average      N(0, 0.3)
+        router                           every token active
+        """
+        gau = self.sma.units["gau"]
+        assert isinstance(gau, GAU)
+        for part in (self.linear, *self.sma.units.values()):
+            init_linear(part, scaled=True)
+        nn.init.constant_(gau.gamma, 3.0)
+        nn.init.ones_(self.ssm.skip)
+        if isinstance(self.ssm, EMA):
+            self.ssm.gamma.mul_(0.3)
 
     def closing_norm(self) -> nn.Module | None:
         return make_norm(self.config.norm, self.d_model) if self.config.prenorm else None

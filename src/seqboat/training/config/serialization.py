@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from seqboat.checks import require, short
+from seqboat.checks import ABSENT, require, short
 from seqboat.core.routers import ROUTERS, RouterConfig
 from seqboat.data.files import open_regular
 from seqboat.mixers import MIXERS
@@ -168,6 +168,11 @@ def _read(hint: Any, data: Any, where: str) -> Any:
                     )
                 )
         values = {key: _read(fields[key], value, join_names(where, key)) for key, value in given.items()}
+        for field in dataclasses.fields(cls):
+            former, siblings = field.metadata.get(ABSENT, (None, ()))
+            if siblings and field.name not in given and all(name in given for name in siblings):
+                # written in full by a version without this field: its numbers must come out again
+                values[field.name] = former
         required = [
             field.name
             for field in dataclasses.fields(cls)

@@ -1,0 +1,60 @@
+"""N-grams as inputs: every token also reads the embedding of the last n tokens, looked up by a hash.
+
+A model of bytes has to learn its words from scratch, for which a small table of texts is too little. With n-grams as
+inputs it starts from word pieces: a few thousand rows are enough to find which of them matter. Different n-grams may
+share a bucket; with several n they rarely share all of theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+MULTIPLIER = 0x5851F42D4C957F2D
+"""Of the hash: a large odd number with bits in all places."""
+
+
+class NGrams(nn.Module):
+    """The sum of the embeddings of the n-grams that end at each token.
+
+    Args:
+        sizes: the n of the n-grams.
+        buckets: embeddings per n.
+        d_model: width.
+    """
+
+    def __init__(self, sizes: Sequence[int], buckets: int, d_model: int) -> None:
+        super().__init__()
+        self.sizes, self.buckets = tuple(sizes), buckets
+        self.table = nn.EmbeddingBag(len(self.sizes) * buckets, d_model, mode="sum")
+        # a tenth of the tokens' embeddings: what is learned soon stands out, also of rare n-grams
+        nn.init.normal_(self.table.weight, std=0.1 * d_model**-0.5)
+
+    def places(self, ids: Tensor) -> Tensor:
+        """Places in the table: (batch, time, sizes) of token ids (batch, time).
+
+        The same n tokens have the same place wherever they stand; n-grams that begin before the sequence count, too.
+
+        >>> places = NGrams([2], 1000, 4).places(torch.tensor([[5, 6, 5, 6]]))[0, :, 0].tolist()
+        >>> places[1] == places[3], places[0] == places[2]
+        (True, False)
+        """
+        found: list[Tensor] = []
+        key = torch.zeros_like(ids, dtype=torch.int64)
+        for back in range(max(self.sizes)):
+            # 0 stands for "before the sequence"; products wrap around at 64 bits
+            earlier = F.pad(ids.long() + 1, (back, 0))[:, : ids.shape[1]]
+            key = (key + earlier) * MULTIPLIER
+            if back + 1 in self.sizes:
+                mixed = (key ^ (key >> 29)) * MULTIPLIER
+                found.append((mixed >> 32).remainder(self.buckets) + len(found) * self.buckets)
+        return torch.stack(found, dim=-1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """(batch, time, d_model) for token ids (batch, time)."""
+        places = self.places(ids)
+        out: Tensor = self.table(places.flatten(0, 1))
+        return out.unflatten(0, ids.shape)

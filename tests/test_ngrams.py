@@ -1,0 +1,87 @@
+"""N-grams of tokens as inputs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from seqboat import BackboneConfig, Classifier, GAUConfig, LanguageModel, SeqBoatConfig
+from seqboat.models.backbone import Backbone
+from seqboat.models.ngrams import NGrams
+
+CONFIG = BackboneConfig(
+    mixer=SeqBoatConfig(gau=GAUConfig(d_z=4, window=4, max_positions=16)),
+    d_model=8,
+    num_layers=1,
+    vocab=256,
+    ngrams=(2, 3),
+    ngram_buckets=64,
+)
+
+
+def test_an_ngram_has_one_place_wherever_it_stands() -> None:
+    ngrams = NGrams([2, 4], 50_000, 4)
+    text = torch.tensor([list(b"abcdabcdxabcd")])
+    two, four = ngrams.places(text)[0].T
+    assert four[3] == four[7] == four[12] and two[1] == two[5] == two[10]
+    assert len(set(four.tolist())) == 11 and len(set(two.tolist())) == 7
+    assert (two < 50_000).all() and (four >= 50_000).all() and (four < 100_000).all()
+    reverse = ngrams.places(text.flip(1))[0, -1]
+    assert not set(reverse.tolist()) & set(two.tolist() + four.tolist())
+
+
+def test_buckets_are_used_evenly() -> None:
+    torch.manual_seed(0)
+    places = NGrams([3], 100, 4).places(torch.randint(97, 123, (20, 500)))
+    counts = torch.bincount(places.flatten(), minlength=100)
+    assert counts.min() > 50 and counts.max() < 160
+
+
+def test_places_do_not_depend_on_what_follows() -> None:
+    ngrams = NGrams([2, 3], 97, 4)
+    text = torch.randint(256, (2, 9))
+    assert torch.equal(ngrams.places(text)[:, :5], ngrams.places(text[:, :5]))
+    expected = ngrams.table.weight[ngrams.places(text)].sum(dim=2)
+    torch.testing.assert_close(ngrams(text), expected)
+
+
+def test_padding_changes_nothing() -> None:
+    torch.manual_seed(0)
+    model = Classifier(CONFIG, 3).double().eval()
+    ids = torch.randint(256, (2, 7))
+    alone = model(ids).logits
+    padded = torch.cat([torch.full((2, 3), 9), ids, torch.full((2, 2), 9)], dim=1)
+    mask = torch.tensor([[False] * 3 + [True] * 7 + [False] * 2] * 2)
+    torch.testing.assert_close(model(padded, mask).logits, alone, rtol=0, atol=1e-12)
+    assert model.backbone(ids).state is None
+
+
+def test_every_table_learns() -> None:
+    model = Classifier(CONFIG, 3)
+    model(torch.randint(256, (2, 7))).logits.sum().backward()
+    assert model.backbone.ngrams is not None
+    gradient = model.backbone.ngrams.table.weight.grad
+    assert gradient is not None and (gradient != 0).any(dim=1).sum() > 10
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ngrams": (3, 2)}, r"ngrams must be different lengths in ascending order, got \(3, 2\)"),
+        ({"ngrams": (1,)}, r"ngrams must be an integer >= 2, got 1"),
+        ({"ngram_buckets": 0}, r"ngram_buckets must be an integer >= 1, got 0"),
+    ],
+)
+def test_mistakes(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(CONFIG, **changes)  # type: ignore[arg-type]
+
+
+def test_models_that_cannot_read_ngrams_say_so() -> None:
+    causal = dataclasses.replace(CONFIG, mixer=dataclasses.replace(CONFIG.mixer, causal=True))  # type: ignore[type-var]
+    with pytest.raises(ValueError, match=r"a language model cannot read n-grams, got ngrams=\(2, 3\)"):
+        LanguageModel(causal)
+    with pytest.raises(ValueError, match="ngrams need token ids, but the inputs are real values"):
+        Backbone(dataclasses.replace(CONFIG, vocab=None))
