@@ -58,12 +58,14 @@ def run(options: argparse.Namespace) -> int:
     from seqboat.training.loop import train
 
     config: RunConfig | None = None
+    source: str | None = options.config
     if options.recipe is not None:
         config = dataclasses.replace(find_recipe(options.recipe)(), recipe=options.recipe)
     if options.config is not None:
         config = from_yaml(options.config, config, _say)
     if config is None and options.resume and options.out is not None:
-        config = from_yaml(Path(options.out) / "config.yaml")
+        source = str(Path(options.out) / "config.yaml")
+        config = from_yaml(source)
     if config is None:
         raise ValueError("name a recipe (seqboat list recipes), or give --config FILE, or --resume --out DIR")
     config = override(config, options.fields, _say)
@@ -80,9 +82,9 @@ def run(options: argparse.Namespace) -> int:
     try:
         outcome = train(config, folder, resume=options.resume)
     except ValueError as error:
-        if options.config is None or options.config in str(error):
+        if source is None or source in str(error):
             raise
-        raise ValueError(f"{error} (settings from {options.config})") from error
+        raise ValueError(f"{error} (settings from {source})") from error
     if os.environ.get("RANK", "0") == "0":
         best = "" if outcome.best is None else f"; best {config.build_task().metric} {outcome.best:.4f}"
         print(f"{outcome.message}{best}; {folder}", file=sys.stderr if outcome.exit_code else sys.stdout)
