@@ -83,9 +83,8 @@ def train(recipe: str, flag: str, path: Path, folder: Path) -> Measured:
     return Measured(time.perf_counter() - start, usage.ru_maxrss / 1024)
 
 
-def measure(text: int, table: int, folder: Path) -> dict[str, Measured]:
+def measure(text: int, table: int, folder: Path) -> Iterator[tuple[str, Measured]]:
     """Train on a text and on a table of these sizes in bytes; files are removed as soon as they are not needed."""
-    found = {}
     for recipe, flag, name, size, write in (
         ("lm", "--data.text", "text.txt", text, write_text),
         ("classify", "--data.train", "table.csv", table, write_table),
@@ -93,8 +92,7 @@ def measure(text: int, table: int, folder: Path) -> dict[str, Measured]:
         with tempfile.TemporaryDirectory(dir=folder) as place:
             path = Path(place) / name
             write(path, size)
-            found[recipe] = train(recipe, flag, path, Path(place))
-    return found
+            yield recipe, train(recipe, flag, path, Path(place))
 
 
 def main() -> None:
@@ -106,7 +104,7 @@ def main() -> None:
     options = parser.parse_args()
     for recipe, found in measure(
         int(options.text * 1e9), int(options.table * 1e9), options.folder or Path(tempfile.gettempdir())
-    ).items():
+    ):
         print(
             f"{recipe}: {found.megabytes:,.0f} MB at most, {found.seconds:.0f} s, {STEPS} steps", flush=True
         )
