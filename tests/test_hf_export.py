@@ -18,7 +18,9 @@ pytest.importorskip("transformers", reason="needs the extra hf")
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging
 
+from published_cases import read, save_checkpoint, write_dictionaries
 from seqboat.cli import main
+from seqboat.compat.runs import import_run
 from seqboat.hf import SeqBoatForCausalLM
 from seqboat.runs import Run
 from seqboat.tasks import TASKS
@@ -247,3 +249,14 @@ def test_the_trainer_with_two_processes(folder: Path, tmp_path: Path) -> None:
     state = json.loads((tmp_path / "out" / "checkpoint-4" / "trainer_state.json").read_text())
     assert state["global_step"] == 4
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "checkpoint-4") is not None
+
+
+def test_a_published_model(tmp_path: Path) -> None:
+    """What was imported from the published implementation can be exported."""
+    file = save_checkpoint(tmp_path / "a.pt", read("language_model"), "slag_lm_enwik8_base_v2")
+    data = write_dictionaries(tmp_path / "data", [str(code) for code in range(97, 97 + 19)])
+    import_run(file, tmp_path / "run", data)
+    assert main(["export-hf", str(tmp_path / "run"), str(tmp_path / "hf")]) == 0
+    tokens = torch.tensor([[97, 98, 10, 99]])
+    logits = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")(tokens).logits
+    torch.testing.assert_close(logits, Run(tmp_path / "run").language_model(tokens).logits)

@@ -46,6 +46,14 @@ COMMANDS = {
         "measure bits per byte of files, or of every byte, with a language model",
     ),
     "export-hf": ("seqboat.commands.convert.export_hf", "write a trained run for Hugging Face transformers"),
+    "import-published": (
+        "seqboat.commands.convert.import_published",
+        "make a run of a checkpoint of the published implementation",
+    ),
+    "export-published": (
+        "seqboat.commands.convert.export_published",
+        "write a run as a checkpoint of the published implementation",
+    ),
     "list": ("seqboat.commands.list", "list recipes, mixers, tasks, routers or ablations"),
     "bench": ("seqboat.commands.bench", "measure time and memory of mixers, side by side"),
 }

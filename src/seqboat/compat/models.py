@@ -40,6 +40,7 @@ from seqboat.compat.layers import (
 from seqboat.core.nn import BatchNorm
 from seqboat.mixers.seqboat.layer import SeqBoatConfig
 from seqboat.models.backbone import BackboneConfig, Classifier, LanguageModel, Matcher
+from seqboat.models.limits import build_within
 
 KINDS = ("classifier", "matcher", "speech", "language model")
 PADDING = 1
@@ -67,19 +68,27 @@ def backbone_config(config: Mapping[str, Any]) -> BackboneConfig:
     )
 
 
-def model_from_published(params: Mapping[str, Tensor], config: Mapping[str, Any]) -> nn.Module:
+def model_from_published(
+    params: Mapping[str, Tensor], config: Mapping[str, Any], name: str = "published model"
+) -> nn.Module:
     """A model with the weights of a published one, in their type; in eval mode unless its configuration says train.
 
     Args:
         params: by their published names.
         config: the published configuration.
+        name: of the file, for messages.
     """
     backbone, kind = backbone_config(config), config["kind"]
-    if kind == "language model":
-        model: nn.Module = LanguageModel(backbone)
-    else:
+    if kind != "language model":
         check_config(config, ("classes",))
-        model = (Matcher if kind == "matcher" else Classifier)(backbone, config["classes"])
+
+    def build() -> nn.Module:
+        if kind == "language model":
+            return LanguageModel(backbone)
+        return (Matcher if kind == "matcher" else Classifier)(backbone, config["classes"])
+
+    elements = sum(value.numel() for value in params.values())
+    model = build_within(build, elements, backbone.num_layers, len(params), name)
     params = {name.replace("classifier.0.0.", "classifier.0."): value for name, value in params.items()}
     expected, _ = model_to_published(model)
     optional = tuple(name for name in params if name.endswith(_OPTIONAL))

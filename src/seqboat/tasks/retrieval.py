@@ -19,12 +19,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from seqboat.checks import check_positive, require
+from seqboat.checks import require
 from seqboat.data.sources import Source, read_file
 from seqboat.data.store import ArrayStore, Prepared, RaggedWriter, Skips, Staging
 from seqboat.data.tables import bad_text
 from seqboat.tasks.base import BYTES, SPLITS, Dataset, Example, Split
-from seqboat.tasks.stored import LRA_FILE, LRA_PAGE, DatasetInfo, StoredTask, StoredTaskConfig, ragged
+from seqboat.tasks.stored import LRA_FILE, LRA_PAGE, DatasetInfo, SequenceTask, SequenceTaskConfig, ragged
 
 LRA_NAMES = {"train": "new_aan_pairs.train", "val": "new_aan_pairs.eval", "test": "new_aan_pairs.test"}
 KEEP = 16_384
@@ -32,7 +32,7 @@ KEEP = 16_384
 
 
 @dataclass(frozen=True, kw_only=True)
-class RetrievalTaskConfig(StoredTaskConfig):
+class RetrievalTaskConfig(SequenceTaskConfig):
     """Does one document cite the other? Byte-level."""
 
     max_length: int = 4000
@@ -40,7 +40,6 @@ class RetrievalTaskConfig(StoredTaskConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive("max_length", self.max_length)
         require(self.max_length <= KEEP, f"max_length must be at most {KEEP}, got {self.max_length}")
 
     def build(self) -> RetrievalTask:
@@ -73,7 +72,7 @@ class PairDataset(Dataset):
         return sizes[self.store[f"{self.split}.pairs"][:, 1:]].max(axis=1)
 
 
-class RetrievalTask(StoredTask):
+class RetrievalTask(SequenceTask):
     """Citation between two documents."""
 
     name = "retrieval"
@@ -84,12 +83,10 @@ class RetrievalTask(StoredTask):
     labels = ("unrelated", "related")
 
     def __init__(self, config: RetrievalTaskConfig | None = None) -> None:
-        config = config or RetrievalTaskConfig()
-        super().__init__(config)
-        self.max_length = config.max_length
+        super().__init__(config or RetrievalTaskConfig())
 
     def whole(self, split: Split) -> Dataset:
-        return PairDataset(self.store, split, self.max_length)
+        return PairDataset(self.store, split, self.cut)
 
     def show(self, example: Example) -> str:
         assert example.second is not None

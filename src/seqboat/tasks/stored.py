@@ -28,6 +28,8 @@ LRA_FILE = RemoteFile(
 )
 LRA_PAGE = "lra_release.gz (7.7 GB) from https://github.com/google-research/long-range-arena"
 FREE = "free to make"
+END = 0
+"""The id of the end token: padding in ListOps, where it is never an input, and the byte 0 in text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +54,20 @@ class StoredTaskConfig:
     def datasets(cls) -> Mapping[str, DatasetInfo]:
         """Data sets that the task can use, by the names of their prepared folders."""
         return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceTaskConfig(StoredTaskConfig):
+    """Sequences of tokens, truncated to a maximum length."""
+
+    max_length: int = 4096
+    """Maximum length in tokens; longer sequences are truncated."""
+    end_token: bool = False
+    """Whether a token 0 is appended to each sequence, where published data have </s>; no text contains it."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive("max_length", self.max_length)
 
 
 Read = Callable[[Source, Staging, Skips], Prepared]
@@ -152,6 +168,46 @@ class StoredTask(Task):
     @abstractmethod
     def whole(self, split: Split) -> Dataset:
         """All examples of a split."""
+
+
+class SequenceTask(StoredTask):
+    """A task on sequences of tokens."""
+
+    def __init__(self, config: SequenceTaskConfig) -> None:
+        super().__init__(config)
+        self.cut = config.max_length
+        """how many tokens of a stored sequence are used"""
+        self.end_token = config.end_token
+        self.max_length = self.cut + self.end_token
+
+    def dataset(self, split: Split) -> Dataset:
+        examples = super().dataset(split)
+        return EndedDataset(examples) if self.end_token else examples
+
+    def read_text(self, text: bytes) -> NDArray[Any]:
+        ids = self.read_tokens(text)
+        return np.append(ids, END) if self.end_token else ids
+
+    def read_tokens(self, text: bytes) -> NDArray[Any]:
+        """The token ids of a text, without an end token."""
+        return super().read_text(text)
+
+
+class EndedDataset(Dataset):
+    """Examples with an end token after each sequence."""
+
+    def __init__(self, whole: Dataset) -> None:
+        self.examples = whole
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, index: int) -> Example:
+        inputs, target, second = self.examples[index]
+        return Example(np.append(inputs, END), target, None if second is None else np.append(second, END))
+
+    def lengths(self) -> NDArray[np.integer]:
+        return self.examples.lengths() + 1
 
 
 def shuffled_rows(count: int, seed: int) -> NDArray[np.int64]:

@@ -25,13 +25,13 @@ from seqboat.data.sources import Source, read_file
 from seqboat.data.store import Prepared, RaggedWriter, Skips, Staging
 from seqboat.data.tables import bad_text
 from seqboat.tasks.base import BYTES, Dataset, Example, Split
-from seqboat.tasks.stored import DatasetInfo, RaggedDataset, StoredTask, StoredTaskConfig, hold_out
+from seqboat.tasks.stored import DatasetInfo, RaggedDataset, SequenceTask, SequenceTaskConfig, hold_out
 
 PARTS = ("train", "test")
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextTaskConfig(StoredTaskConfig):
+class TextTaskConfig(SequenceTaskConfig):
     """Sentiment of film reviews, byte-level."""
 
     max_length: int = 4096
@@ -41,7 +41,6 @@ class TextTaskConfig(StoredTaskConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive("max_length", self.max_length)
         check_positive("holdout", self.holdout, least=0)
 
     def build(self) -> TextTask:
@@ -52,7 +51,7 @@ class TextTaskConfig(StoredTaskConfig):
         return DATASETS
 
 
-class TextTask(StoredTask):
+class TextTask(SequenceTask):
     """Sentiment of film reviews."""
 
     name = "text"
@@ -65,16 +64,15 @@ class TextTask(StoredTask):
     def __init__(self, config: TextTaskConfig | None = None) -> None:
         config = config or TextTaskConfig()
         super().__init__(config)
-        self.max_length = config.max_length
         self.holdout = config.holdout
 
     def whole(self, split: Split) -> Dataset:
         if not self.holdout:
             part = "train" if split == "train" else "test"
-            return RaggedDataset(self.store, part, self.max_length)
+            return RaggedDataset(self.store, part, self.cut)
         if split == "test":
-            return RaggedDataset(self.store, "test", self.max_length)
-        return hold_out(RaggedDataset(self.store, "train", self.max_length), split, self.holdout)
+            return RaggedDataset(self.store, "test", self.cut)
+        return hold_out(RaggedDataset(self.store, "train", self.cut), split, self.holdout)
 
     def show(self, example: Example) -> str:
         return f"{bytes(example.inputs.astype(np.uint8)).decode(errors='replace')}\n-> {example.target}"

@@ -42,6 +42,12 @@ BLOCK_TOKENS = 20_000_000
 _IDS = {token: i for i, token in enumerate(TOKENS)}
 DIGIT_ID, OPERATOR_ID, CLOSE_ID = _IDS["0"], _IDS[OPERATORS[0]], _IDS[CLOSE]
 HEADER = "Source\tTarget"
+SYMBOLS = {token: place for token, place in _IDS.items() if place != PAD} | {
+    operator[1:]: _IDS[operator] for operator in OPERATORS
+}
+"""Ids of the symbols of published dictionaries, which may write operators without their bracket."""
+PARENTHESES = ("(", ")")
+"""Symbols of the table that models never see."""
 
 
 @dataclass(frozen=True, kw_only=True)

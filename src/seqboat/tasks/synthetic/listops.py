@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from seqboat.checks import check_positive, require
+from seqboat.checks import require
 from seqboat.data.console import Advance
 from seqboat.data.files import replacing
 from seqboat.data.shards import make_parts
@@ -31,8 +31,8 @@ from seqboat.tasks.stored import (
     LRA_PAGE,
     DatasetInfo,
     RaggedDataset,
-    StoredTask,
-    StoredTaskConfig,
+    SequenceTask,
+    SequenceTaskConfig,
 )
 from seqboat.tasks.synthetic.expressions import (
     CLASSES,
@@ -40,6 +40,7 @@ from seqboat.tasks.synthetic.expressions import (
     HEADER,
     MAX_DRAWS,
     OPERATOR_ID,
+    PAD,
     TOKENS,
     ListOpsConfig,
     block_size,
@@ -56,15 +57,11 @@ _TABLES = {f"basic_{split}.tsv": split for split in SPLITS}
 
 
 @dataclass(frozen=True, kw_only=True)
-class ListOpsTaskConfig(StoredTaskConfig):
+class ListOpsTaskConfig(SequenceTaskConfig):
     """The value of an expression."""
 
     max_length: int = 2000
     """Maximum length in tokens; longer expressions are truncated, but published ones are shorter."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive("max_length", self.max_length)
 
     def build(self) -> ListOpsTask:
         return ListOpsTask(self)
@@ -74,7 +71,7 @@ class ListOpsTaskConfig(StoredTaskConfig):
         return DATASETS
 
 
-class ListOpsTask(StoredTask):
+class ListOpsTask(SequenceTask):
     """The value of an expression."""
 
     name = "listops"
@@ -84,21 +81,22 @@ class ListOpsTask(StoredTask):
     token_names = TOKENS
 
     def __init__(self, config: ListOpsTaskConfig | None = None) -> None:
-        config = config or ListOpsTaskConfig()
-        super().__init__(config)
-        self.max_length = config.max_length
+        super().__init__(config or ListOpsTaskConfig())
 
     def whole(self, split: Split) -> Dataset:
-        return RaggedDataset(self.store, split, self.max_length)
+        return RaggedDataset(self.store, split, self.cut)
 
     def show(self, example: Example) -> str:
         return f"{' '.join(decode(example.inputs.tolist()))} -> {example.target}"
 
-    def read_text(self, text: bytes) -> NDArray[Any]:
+    def read_tokens(self, text: bytes) -> NDArray[Any]:
         return encode(from_source(text.decode("utf-8", errors="replace"))).astype(np.int64)
 
     def token_classes(self, inputs: NDArray[Any]) -> tuple[tuple[str, ...], NDArray[np.int64]]:
-        return ("digit", "operator", "bracket"), np.digitize(inputs, (OPERATOR_ID, CLOSE_ID)).astype(np.int64)
+        kinds = np.digitize(inputs, (OPERATOR_ID, CLOSE_ID)).astype(np.int64)
+        if self.end_token:
+            return ("digit", "operator", "bracket", "end"), np.where(inputs == PAD, 3, kinds)
+        return ("digit", "operator", "bracket"), kinds
 
 
 def prepare(source: Source, staging: Staging, skips: Skips) -> Prepared:

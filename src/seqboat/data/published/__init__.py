@@ -1,0 +1,1 @@
+"""Files of the published implementations: dictionaries, binarized token sequences, pixels as text."""
