@@ -17,9 +17,13 @@ import numpy as np
 
 from seqboat.checks import check_positive, require
 from seqboat.data.download import RemoteFile
+from seqboat.data.published.dictionary import END, byte_symbols, read_dictionary
+from seqboat.data.published.indexed import IndexedSequences
 from seqboat.data.sources import Source, read_file
 from seqboat.data.store import Prepared, Skips, Staging
 from seqboat.tasks.base import Dataset, Split
+from seqboat.tasks.published import SPLITS as PUBLISHED_SPLITS
+from seqboat.tasks.published import Translation
 from seqboat.tasks.segments import LongTextTask, check_window
 from seqboat.tasks.stored import DatasetInfo, StoredTask, StoredTaskConfig
 
@@ -73,6 +77,8 @@ class Enwik8Task(StoredTask, LongTextTask):
 
 def prepare(source: Source, staging: Staging, skips: Skips) -> Prepared:
     """Read `enwik8`, raw or compressed (zip, gz, bz2, xz), or a folder that holds it."""
+    if source.kind() == "folder" and (source.path / "dict.txt").is_file():
+        return _prepare_binarized(source, staging)
     content = b""
     if source.kind() == "file":
         content = read_file(source.path)
@@ -92,6 +98,32 @@ def prepare(source: Source, staging: Staging, skips: Skips) -> Prepared:
     )
 
 
+def _prepare_binarized(source: Source, staging: Staging) -> Prepared:
+    """Read bytes as numbers, in lines: each </s> is a line break, but for one that ends a split inside of a line."""
+    folder = source.path
+    path = folder / "dict.txt"
+    translate = Translation({**byte_symbols(read_dictionary(path), path), END: b"\n"})
+    require(translate.single, f"{path}: every symbol must be a byte")
+    writer, digest = staging.array("bytes", np.uint8), hashlib.sha256()
+    counts = {}
+    for split, name in PUBLISHED_SPLITS.items():
+        start, end = (round(fraction * SIZE) for fraction in BORDERS[split])
+        lines = IndexedSequences(folder / name)
+        counts[split] = end - start
+        require(
+            lines.tokens in (end - start, end - start + 1),
+            f"{folder / name}.bin has {lines.tokens:,} bytes of text, expected {end - start:,}: it is not enwik8",
+        )
+        for ids in lines.blocks(end - start):
+            translate.check(ids)
+            text = translate.table[ids]
+            digest.update(text.tobytes())
+            writer.append(text)
+    got = digest.hexdigest()
+    require(got == SHA256, f"{source} is not enwik8: sha256 is {got}, expected {SHA256}")
+    return Prepared(counts)
+
+
 DATASETS = {
     "enwik8": DatasetInfo(
         task=Enwik8TaskConfig(),
@@ -99,7 +131,7 @@ DATASETS = {
         license="CC BY-SA and GFDL",
         size=100_000_000,
         get="enwik8.zip from https://mattmahoney.net/dc/textdata.html",
-        folders=("enwik8",),
+        folders=("enwik8", "enwik8_data_bin"),
         remote=RemoteFile(
             name="enwik8.zip",
             urls=("https://mattmahoney.net/dc/enwik8.zip", "https://data.deepai.org/enwik8.zip"),

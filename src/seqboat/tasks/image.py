@@ -19,10 +19,18 @@ from numpy.typing import NDArray
 
 from seqboat.checks import check_positive, require
 from seqboat.data.download import RemoteFile
+from seqboat.data.published.pixels import is_pixel_folder, read_pixels
 from seqboat.data.sources import Source, read_file
 from seqboat.data.store import ArrayStore, Prepared, Skips, Staging
 from seqboat.tasks.base import Dataset, Example, Split
-from seqboat.tasks.stored import DatasetInfo, StoredTask, StoredTaskConfig, hold_out
+from seqboat.tasks.stored import (
+    HOLD_OUT_SEED,
+    DatasetInfo,
+    StoredTask,
+    StoredTaskConfig,
+    hold_out,
+    shuffled_rows,
+)
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 PARTS = {"train": tuple(f"data_batch_{i}.bin" for i in range(1, 6)), "test": ("test_batch.bin",)}
@@ -145,6 +153,8 @@ def to_gray(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
 def prepare(source: Source, staging: Staging, skips: Skips) -> Prepared:
     """Read CIFAR-10's binary version (a folder or its tar archive) or gray images as .npy (also compressed)."""
     folder = source.path if source.kind() == "folder" else None
+    if folder is not None and is_pixel_folder(folder):
+        return _prepare_pixels(folder, staging, skips)
     if folder is not None and _npy(folder, "train_images"):
         return _prepare_gray(folder, staging, skips)
     wanted = {name for names in PARTS.values() for name in names}
@@ -241,6 +251,36 @@ def _prepare_gray(folder: Path, staging: Staging, skips: Skips) -> Prepared:
     return Prepared(counts)
 
 
+def _prepare_pixels(folder: Path, staging: Staging, skips: Skips) -> Prepared:
+    """Images as text, whose training and validation parts are those that `hold_out` makes of all training images."""
+    unsorted = staging.scratch("unsorted", np.uint8, (SIDE, SIDE))
+    labels: list[int] = []
+    ends = []
+    for split in ("train", "valid"):
+        for image, label in read_pixels(folder, split, SIDE, len(CLASSES), skips):
+            unsorted.append(image[None])
+            labels.append(label)
+        ends.append(len(labels))
+    unsorted.close()
+    kept = ends[0]
+    require(0 < kept < len(labels), f"{folder} needs images in train.src and valid.src")
+    pixels = np.load(unsorted.path, mmap_mode="r")
+    order = np.argsort(shuffled_rows(len(labels), HOLD_OUT_SEED))
+    images = staging.array("train.images", np.uint8, (SIDE, SIDE))
+    for row in order:
+        images.append(pixels[row][None])
+    staging.put("train.labels", np.array(labels, np.uint8)[order])
+    images, values = staging.array("test.images", np.uint8, (SIDE, SIDE)), []
+    for image, label in read_pixels(folder, "test", SIDE, len(CLASSES), skips):
+        images.append(image[None])
+        values.append(label)
+    staging.put("test.labels", np.array(values, np.uint8))
+    held = len(labels) - kept
+    note = f"{held:,} images are for validation: train with --data.holdout={held} to keep the published split"
+    notes = () if held == ImageTaskConfig.holdout else (note,)
+    return Prepared({"train": len(labels), "test": len(values)}, notes=notes)
+
+
 DATASETS = {
     "image": DatasetInfo(
         task=ImageTaskConfig(),
@@ -248,7 +288,7 @@ DATASETS = {
         license="no license stated; cite Krizhevsky (2009)",
         size=61_500_000,
         get="cifar-10-binary.tar.gz (the binary version) from https://www.cs.toronto.edu/~kriz/cifar.html",
-        folders=("cifar-10-batches-bin", "cifar10_gray"),
+        folders=("cifar-10-batches-bin", "cifar10_gray", "cifar10"),
         remote=RemoteFile(
             name="cifar-10-binary.tar.gz",
             urls=(

@@ -20,9 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seqboat.checks import require
+from seqboat.data.published.dictionary import byte_symbols
 from seqboat.data.sources import Source, read_file
 from seqboat.data.store import ArrayStore, Prepared, RaggedWriter, Skips, Staging
 from seqboat.data.tables import bad_text
+from seqboat.tasks import published
 from seqboat.tasks.base import BYTES, SPLITS, Dataset, Example, Split
 from seqboat.tasks.stored import LRA_FILE, LRA_PAGE, DatasetInfo, SequenceTask, SequenceTaskConfig, ragged
 
@@ -116,7 +118,9 @@ def prepare(source: Source, staging: Staging, skips: Skips) -> Prepared:
     """Read `new_aan_pairs.{train,eval,test}.tsv` (in a folder or the LRA archive), or documents and pairs."""
     documents = _Documents(staging)
     folder = source.path if source.kind() == "folder" else None
-    if folder is not None and sorted(folder.glob("docs.jsonl*")):
+    if folder is not None and published.is_binarized(folder):
+        pairs = _read_binarized(folder, documents, skips)
+    elif folder is not None and sorted(folder.glob("docs.jsonl*")):
         pairs = _read_compact(folder, documents, skips)
     else:
         pairs = _read_lra(source, documents, skips)
@@ -133,6 +137,17 @@ def prepare(source: Source, staging: Staging, skips: Skips) -> Prepared:
 
 
 Pairs = dict[str, list[tuple[int, int, int]]]
+
+
+def _read_binarized(folder: Path, documents: _Documents, skips: Skips) -> Pairs:
+    translate = published.Translation(byte_symbols(*published.dictionary(folder)))
+    pairs: Pairs = {split: [] for split in SPLITS}
+    for split, name in published.SPLITS.items():
+        parts = ("src-bin", "src1-bin")
+        for texts, label in published.read_examples(folder, name, 2, translate, skips, parts):
+            first, second = (documents.number(text) for text in texts)
+            pairs[split].append((label, first, second))
+    return pairs
 
 
 def _read_lra(source: Source, documents: _Documents, skips: Skips) -> Pairs:
@@ -224,7 +239,7 @@ DATASETS = {
         license="none stated; the texts belong to their authors",
         size=250_000_000,
         get=f"new_aan_pairs.train.tsv, .eval.tsv and .test.tsv (folder tsv_data) of {LRA_PAGE}",
-        folders=("tsv_data", "peerread_citation_pairs"),
+        folders=("tsv_data", "peerread_citation_pairs", "aan"),
         remote=LRA_FILE,
         read=prepare,
     ),

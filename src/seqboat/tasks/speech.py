@@ -28,6 +28,7 @@ from seqboat.data.sources import Source, read_file
 from seqboat.data.store import ArrayStore, ArrayWriter, Prepared, Skips, Staging
 from seqboat.tasks.base import SPLITS, Dataset, Example, Split, Subset
 from seqboat.tasks.image import load_npy
+from seqboat.tasks.published import read_samples, samples_folder
 from seqboat.tasks.stored import DatasetInfo, StoredTask, StoredTaskConfig
 
 WORDS = ("yes", "no", "up", "down", "left", "right", "on", "off", "stop", "go")
@@ -35,6 +36,8 @@ RATE = 16_000
 SAMPLES = 16_000
 FULL_SCALE = 32_768
 """Full scale of the stored 16-bit samples."""
+GRID_CLIPS = 16
+"""Processed clips that the scale of their samples is found from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +105,12 @@ class SpeechTask(StoredTask):
 
     def whole(self, split: Split) -> Dataset:
         clips = ClipDataset(self.store, self.settings.pool)
-        if self.settings.parts == "speaker":
+        given = self.store.manifest["extra"].get("split") == "published"
+        require(
+            not given or self.settings.parts == "random",
+            f"{self.store.folder} holds processed clips without the names of their speakers: use parts 'random'",
+        )
+        if given or self.settings.parts == "speaker":
             parts = np.asarray(self.store["parts"])
         else:
             parts = random_parts(np.asarray(self.store["labels"]))
@@ -139,6 +147,9 @@ def speaker_part(speaker: str) -> int:
 
 def prepare(source: Source, staging: Staging, skips: Skips) -> Prepared:
     """Read `speech_commands_v0.02` (a folder or its tar archive) or the compact clips with their index."""
+    processed = samples_folder(source.path) if source.kind() == "folder" else None
+    if processed is not None:
+        return _prepare_processed(processed, staging, skips)
     if source.kind() == "folder" and (source.path / "index.tsv").exists():
         labels, parts, other = _read_compact(source.path, staging.array("clips", np.int16, (SAMPLES,)), skips)
     else:
@@ -253,6 +264,67 @@ def _read_compact(folder: Path, clips: ArrayWriter, skips: Skips) -> tuple[list[
     return labels, parts, 0
 
 
+def _prepare_processed(folder: Path, staging: Staging, skips: Skips) -> Prepared:
+    """Read normalized clips, one file of tensors per split, back into 16-bit samples.
+
+    All values are step * sample + base; the manifest keeps what turns samples into the same values again.
+    """
+    clips = staging.array("clips", np.int16, (SAMPLES,))
+    labels: list[int] = []
+    parts: list[int] = []
+    grid: tuple[float, float] | None = None
+    for number, split in enumerate(SPLITS):
+        values, classes = read_samples(folder, split, SAMPLES)
+        grid = grid or find_grid(np.asarray(values[:GRID_CLIPS], np.float64))
+        for row, label in enumerate(classes.tolist()):
+            if not 0 <= label < len(WORDS):
+                skips.add(
+                    f"{split}_y.pt", f"clip {row}", f"label must be from 0 to {len(WORDS) - 1}, got {label}"
+                )
+                continue
+            samples = None if grid is None else to_grid(np.asarray(values[row], np.float64), *grid)
+            require(
+                samples is not None, f"{folder / f'{split}_X.pt'}, clip {row}: these are not 16-bit samples"
+            )
+            assert samples is not None
+            clips.append(samples[None])
+            labels.append(label)
+            parts.append(number)
+    require(grid is not None and len(labels) > 0, f"{folder} holds no clips")
+    assert grid is not None
+    step, base = grid
+    staging.put("labels", np.array(labels, np.uint8))
+    staging.put("parts", np.array(parts, np.uint8))
+    std = 1 / (FULL_SCALE * step)
+    extra = {"mean": -base * std, "std": std, "other_lengths": 0, "split": "published"}
+    return Prepared({split: parts.count(i) for i, split in enumerate(SPLITS)}, extra)
+
+
+def find_grid(values: NDArray[np.float64]) -> tuple[float, float] | None:
+    """Step and base of values that were 16-bit numbers before they were scaled and shifted, if they were."""
+    levels = np.unique(values)
+    if len(levels) < 3 or not np.isfinite(levels).all():
+        return None
+    base, step = float(levels[np.abs(levels).argmin()]), float(np.diff(levels).min())
+    # a first guess from the smallest gap, made exact by looking at more and more distant values
+    for reach in (16, 256, 4096, 2 * FULL_SCALE):
+        near = levels[np.abs(levels - base) <= reach * step] - base
+        numbers = np.round(near / step)
+        if not numbers.any():
+            return None
+        step = float((numbers @ near) / (numbers @ numbers))
+    return (step, base) if to_grid(levels, step, base) is not None else None
+
+
+def to_grid(values: NDArray[np.float64], step: float, base: float) -> NDArray[np.int16] | None:
+    """The 16-bit numbers that values were made of, if they were."""
+    numbers = (values - base) / step
+    found = np.round(numbers)
+    if not (np.abs(numbers - found) < 0.2).all() or np.abs(found).max() >= FULL_SCALE:
+        return None
+    return found.astype(np.int16)
+
+
 DATASETS = {
     "speech": DatasetInfo(
         task=SpeechTaskConfig(),
@@ -260,7 +332,7 @@ DATASETS = {
         license="CC BY 4.0",
         size=1_120_000_000,
         get="speech_commands_v0.02.tar.gz from https://download.tensorflow.org/data/speech_commands_v0.02.tar.gz",
-        folders=("speech_commands_v0.02", "speech_commands_sc10"),
+        folders=("speech_commands_v0.02", "speech_commands_sc10", "speech_commands", "processed_data"),
         remote=RemoteFile(
             name="speech_commands_v0.02.tar.gz",
             urls=(

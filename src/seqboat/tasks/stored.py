@@ -216,6 +216,10 @@ def shuffled_rows(count: int, seed: int) -> NDArray[np.int64]:
     return order
 
 
+HOLD_OUT_SEED = 42
+"""The seed of published random splits."""
+
+
 def hold_out(train: Dataset, split: Split, size: int) -> Dataset:
     """A training set without the examples held out for validation, or those examples.
 

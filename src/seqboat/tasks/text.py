@@ -21,9 +21,11 @@ import numpy as np
 
 from seqboat.checks import check_positive, require
 from seqboat.data.download import RemoteFile
+from seqboat.data.published.dictionary import byte_symbols
 from seqboat.data.sources import Source, read_file
 from seqboat.data.store import Prepared, RaggedWriter, Skips, Staging
 from seqboat.data.tables import bad_text
+from seqboat.tasks import published
 from seqboat.tasks.base import BYTES, Dataset, Example, Split
 from seqboat.tasks.stored import DatasetInfo, RaggedDataset, SequenceTask, SequenceTaskConfig, hold_out
 
@@ -79,7 +81,9 @@ class TextTask(SequenceTask):
 
 
 def prepare(source: Source, staging: Staging, skips: Skips) -> Prepared:
-    """Read `aclImdb` (a folder or its tar archive) or `imdb_{train,test}.jsonl` (also compressed)."""
+    """Read `aclImdb` (folder or tar archive), `imdb_{train,test}.jsonl` (also compressed), or binarized reviews."""
+    if source.kind() == "folder" and published.is_binarized(source.path):
+        return _prepare_binarized(source.path, staging, skips)
     if source.kind() == "folder" and any(_jsonl(source.path, part) for part in PARTS):
         records = _read_jsonl(source.path, skips)
     else:
@@ -96,6 +100,19 @@ def prepare(source: Source, staging: Staging, skips: Skips) -> Prepared:
             texts.append(text)
         labels = np.array([label for _, label, _ in sorted(records[part])], np.uint8)
         staging.put(f"{part}.labels", labels)
+        counts[part] = len(labels)
+    return Prepared(counts)
+
+
+def _prepare_binarized(folder: Path, staging: Staging, skips: Skips) -> Prepared:
+    translate = published.Translation(byte_symbols(*published.dictionary(folder)))
+    counts = {}
+    for part in PARTS:
+        texts, labels = RaggedWriter(staging, part), []
+        for (text,), label in published.read_examples(folder, part, TextTask.classes, translate, skips):
+            texts.append(text)
+            labels.append(label)
+        staging.put(f"{part}.labels", np.array(labels, np.uint8))
         counts[part] = len(labels)
     return Prepared(counts)
 
@@ -154,7 +171,7 @@ DATASETS = {
         license="no license stated; cite the paper",
         size=66_000_000,
         get="aclImdb_v1.tar.gz from https://ai.stanford.edu/~amaas/data/sentiment/",
-        folders=("aclImdb", "imdb"),
+        folders=("aclImdb", "imdb", "imdb-4000"),
         remote=RemoteFile(
             name="aclImdb_v1.tar.gz",
             urls=(

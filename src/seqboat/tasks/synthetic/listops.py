@@ -21,9 +21,11 @@ from numpy.typing import NDArray
 from seqboat.checks import require
 from seqboat.data.console import Advance
 from seqboat.data.files import replacing
+from seqboat.data.published.dictionary import named_symbols
 from seqboat.data.shards import make_parts
 from seqboat.data.sources import Source
 from seqboat.data.store import Prepared, RaggedWriter, Skips, Staging
+from seqboat.tasks import published
 from seqboat.tasks.base import SPLITS, Dataset, Example, Split
 from seqboat.tasks.stored import (
     FREE,
@@ -41,6 +43,8 @@ from seqboat.tasks.synthetic.expressions import (
     MAX_DRAWS,
     OPERATOR_ID,
     PAD,
+    PARENTHESES,
+    SYMBOLS,
     TOKENS,
     ListOpsConfig,
     block_size,
@@ -100,7 +104,9 @@ class ListOpsTask(SequenceTask):
 
 
 def prepare(source: Source, staging: Staging, skips: Skips) -> Prepared:
-    """Read `basic_{train,val,test}.tsv`, in a folder or the LRA archive."""
+    """Read `basic_{train,val,test}.tsv`, in a folder or the LRA archive, or a folder of binarized expressions."""
+    if source.kind() == "folder" and published.is_binarized(source.path):
+        return _prepare_binarized(source.path, staging, skips)
     counts: dict[str, int] = {}
     for member in source.members(lambda name: name.rpartition("/")[2] in _TABLES):
         split = _TABLES[member.base]
@@ -121,6 +127,24 @@ def prepare(source: Source, staging: Staging, skips: Skips) -> Prepared:
         counts[split] = len(values)
     for name, split in _TABLES.items():
         require(counts.get(split, 0) > 0, f"{source} holds no expressions for {split}: expected {name}")
+    return Prepared(counts)
+
+
+def _prepare_binarized(folder: Path, staging: Staging, skips: Skips) -> Prepared:
+    symbols, path = published.dictionary(folder)
+    contents = {
+        place: bytes([ours]) for place, ours in named_symbols(symbols, SYMBOLS, path, PARENTHESES).items()
+    }
+    contents |= {place: b"" for place, symbol in enumerate(symbols) if symbol in PARENTHESES}
+    translate = published.Translation(contents)
+    counts = {}
+    for split, name in published.SPLITS.items():
+        expressions, values = RaggedWriter(staging, split), []
+        for (tokens,), value in published.read_examples(folder, name, CLASSES, translate, skips):
+            expressions.append(tokens)
+            values.append(value)
+        staging.put(f"{split}.labels", np.array(values, np.uint8))
+        counts[split] = len(values)
     return Prepared(counts)
 
 

@@ -26,11 +26,13 @@ from numpy.typing import NDArray
 from seqboat.checks import check_positive, require
 from seqboat.data.console import Advance
 from seqboat.data.files import replacing
+from seqboat.data.published.pixels import is_pixel_folder, read_pixels
 from seqboat.data.shards import make_parts
 from seqboat.data.sources import Source
 from seqboat.data.store import ArrayWriter, Prepared, Skips, Staging
 from seqboat.tasks.base import SPLITS, Dataset, Example, Split
 from seqboat.tasks.image import PixelDataset, check_image, draw, parse_npy, to_sequence
+from seqboat.tasks.published import SPLITS as SPLIT_NAMES
 from seqboat.tasks.stored import (
     FREE,
     LRA_FILE,
@@ -190,6 +192,8 @@ def prepare_published(source: Source, staging: Staging, skips: Skips, size: int)
 
     The split is random, 80/10/10, drawn with torch's generator and seed 42, as published.
     """
+    if source.kind() == "folder" and is_pixel_folder(source.path):
+        return _prepare_pixels(source.path, staging, skips, size)
     unsorted = staging.scratch("unsorted", np.uint8, (size, size))
     labels, notes = _read_published(source, unsorted, skips, size)
     unsorted.close()
@@ -207,6 +211,19 @@ def prepare_published(source: Source, staging: Staging, skips: Skips, size: int)
         staging.put(f"{split}.labels", labels[rows])
         counts[str(split)] = len(rows)
     return Prepared(counts, notes=notes)
+
+
+def _prepare_pixels(folder: Path, staging: Staging, skips: Skips, size: int) -> Prepared:
+    """Images as text, in the order of the published splits."""
+    counts = {}
+    for split, name in SPLIT_NAMES.items():
+        images, labels = staging.array(f"{split}.images", np.uint8, (size, size)), []
+        for image, label in read_pixels(folder, name, size, PathfinderTask.classes, skips):
+            images.append(image[None])
+            labels.append(label)
+        staging.put(f"{split}.labels", np.array(labels, np.uint8))
+        counts[split] = len(labels)
+    return Prepared(counts)
 
 
 def _read_published(
@@ -321,7 +338,7 @@ PATHX_DATASETS = {
         license=FREE,
         size=3_280_000_000,
         get=f"nothing, it is generated; or the folder pathfinder128 of {LRA_PAGE}",
-        folders=("pathfinder128", "pathx"),
+        folders=("pathfinder128", "pathx", "path-x"),
         remote=LRA_FILE,
         read=partial(prepare_published, size=128),
         draw=partial(prepare_drawn, config=PATHX),
