@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from published_cases import PublishedModel, read, real, save_checkpoint, settings, write_dictionaries
 from seqboat import compat
 from seqboat.cli import main
+from seqboat.commands.convert import import_published
 from seqboat.compat.checkpoints import read_checkpoint
-from seqboat.compat.runs import export_run, import_run
+from seqboat.compat.runs import RECIPES, export_run, import_run
 from seqboat.data.published.pickles import PickledFile, Refused, StoredTensor
 from seqboat.runs import Run
 from seqboat.training.checkpoint import load_model_tensors
@@ -266,6 +267,10 @@ def test_settings_that_do_not_fit(change: dict[str, Any], message: str, tmp_path
     with pytest.raises(ValueError, match=message):
         import_run(file, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_recipes_of_the_command() -> None:
+    assert import_published.RECIPES == RECIPES
 
 
 def test_what_an_import_needs(

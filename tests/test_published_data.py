@@ -29,6 +29,18 @@ from seqboat.training.loop import train
 from small_runs import Spy, small_run
 
 END = 2
+
+
+class Call:
+    """Calls a function when it is unpickled."""
+
+    def __init__(self, *call: Any) -> None:
+        self.call = call
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return self.call[0], self.call[1:]
+
+
 CODES = {"u1": 1, "i1": 2, "i2": 3, "i4": 4, "i8": 5, "u2": 8}
 
 
@@ -258,7 +270,11 @@ def test_speech(twice: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     for split, clips in published.items():
         torch.save(clips[:, None], folder / f"{split}_X.pt")
         torch.save(torch.arange(len(clips)) % 10, folder / f"{split}_y.pt")
-    store = prepare_data("speech", str(tmp_path), tmp_path / "data")
+    with pytest.raises(ValueError, match="raw holds pickles of tensors: name --unpickle"):
+        prepare_data("speech", str(tmp_path), tmp_path / "data")
+    arguments = ["--from", str(tmp_path), "--data-dir", str(tmp_path / "data"), "--unpickle"]
+    assert main(["data", "prepare", "speech", *arguments]) == 0
+    store = ArrayStore.find(tmp_path / "data", "speech")
     assert store["clips"].dtype == np.int16 and store.manifest["counts"] == sizes
     task = SpeechTaskConfig(data_dir=str(tmp_path / "data")).build()
     for split, clips in published.items():
@@ -273,7 +289,11 @@ def test_speech(twice: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         SpeechTaskConfig(data_dir=str(tmp_path / "data"), parts="speaker").build().dataset("train")
     torch.save(published["val"][:, None] * torch.pi + torch.randn(2, 1, 16_000), folder / "val_X.pt")
     with pytest.raises(ValueError, match=r"val_X\.pt, clip 0: .*not 16-bit samples"):
-        prepare_data("speech", str(tmp_path), tmp_path / "data", force=True)
+        prepare_data("speech", str(tmp_path), tmp_path / "data", force=True, unpickle=True)
+    torch.save(Call(Path.touch, tmp_path / "mark"), folder / "train_y.pt")
+    with pytest.raises(ValueError, match=r"train_y\.pt: the file asks for .*refused"):
+        prepare_data("speech", str(tmp_path), tmp_path / "data", force=True, unpickle=True)
+    assert not (tmp_path / "mark").exists()
 
 
 @pytest.mark.parametrize("form", FORMATS)

@@ -35,6 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     made.add_argument("--seed", type=int, default=0, help="of what is generated (default: 0)")
     made.add_argument("--workers", type=int, help="processes that generate (default: all cores)")
     made.add_argument("--strict", action="store_true", help="refuse bad records instead of leaving them out")
+    made.add_argument(
+        "--unpickle",
+        action="store_true",
+        help="read data that are pickles of tensors (processed speech); nothing in them is run",
+    )
     made.add_argument("--force", action="store_true", help="make it again if it is already there")
 
     checked = verbs.add_parser("verify", help="compare prepared data with its hashes")
@@ -140,6 +145,7 @@ def _prepare(options: argparse.Namespace) -> int:
             workers=options.workers,
             strict=options.strict,
             force=options.force,
+            unpickle=options.unpickle,
         )
         manifest = store.manifest
         counted = _counted(manifest["counts"])

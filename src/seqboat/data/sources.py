@@ -67,12 +67,14 @@ class Member(NamedTuple):
 class Source:
     """A folder, an archive or a file."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, unpickle: bool = False) -> None:
         require(path.exists(), f"{path} does not exist")
         require(
             path.is_dir() or path.is_file(), f"{path} is not a file or a folder: it is a pipe or a device"
         )
         self.path = path
+        self.unpickle = unpickle
+        """whether pickles of tensors may be read; nothing in them is run"""
         self.current = ""
         """name of the last member yielded"""
 

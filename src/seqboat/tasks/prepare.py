@@ -60,6 +60,7 @@ def prepare(
     workers: int | None = None,
     strict: bool = False,
     force: bool = False,
+    unpickle: bool = False,
 ) -> ArrayStore:
     """Prepare a data set.
 
@@ -72,6 +73,7 @@ def prepare(
         workers: processes that generate; one per core by default.
         strict: whether a bad record is an error, rather than skipped and counted.
         force: whether to replace data that is already prepared.
+        unpickle: read data that are pickles of tensors, running nothing in them.
     """
     info = find_dataset(name)
     root = Path(root)
@@ -109,7 +111,7 @@ def prepare(
     assert info.read is not None
     skips = Skips(strict)
     with Staging(root, name) as staging:
-        source = Source(path)
+        source = Source(path, unpickle)
         try:
             made = info.read(source, staging, skips)
         except (ValueError, LookupError, ArithmeticError, TypeError) as error:

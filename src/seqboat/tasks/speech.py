@@ -149,6 +149,10 @@ def prepare(source: Source, staging: Staging, skips: Skips) -> Prepared:
     """Read `speech_commands_v0.02` (a folder or its tar archive) or the compact clips with their index."""
     processed = samples_folder(source.path) if source.kind() == "folder" else None
     if processed is not None:
+        require(
+            source.unpickle,
+            f"{processed} holds pickles of tensors: name --unpickle to have them read; nothing in them is run",
+        )
         return _prepare_processed(processed, staging, skips)
     if source.kind() == "folder" and (source.path / "index.tsv").exists():
         labels, parts, other = _read_compact(source.path, staging.array("clips", np.int16, (SAMPLES,)), skips)
