@@ -9,7 +9,7 @@ import torch
 from seqboat import RateSchedule, retrofit
 
 if find_spec("transformers") is None:
-    print("this example needs transformers: install seqboat with its extra 'hf'")
+    print("this example needs transformers: pip install 'seqboat[hf]'")
     sys.exit()
 
 from transformers import LlamaConfig, LlamaForCausalLM

@@ -117,7 +117,7 @@ def test_a_library_that_is_missing_is_named_with_its_extra(
 ) -> None:
     install(raises(ModuleNotFoundError("No module named 'rich'", name="rich.console")))
     assert main(["fake"]) == 2
-    line = "seqboat fake: error: this command needs rich: install seqboat with its extra 'cli'\n"
+    line = "seqboat fake: error: this command needs rich: pip install 'seqboat[cli]'\n"
     assert capsys.readouterr().err == line
     install(raises(ModuleNotFoundError("No module named 'seqbote'", name="seqbote")))
     assert main(["fake"]) == 1
@@ -151,7 +151,7 @@ def test_commands_say_which_extra_they_need(
     monkeypatch.setitem(sys.modules, library, None)
     assert main(arguments) == 2
     captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.endswith(f"install seqboat with its extra '{extra}'\n")
+    assert captured.out == "" and captured.err.endswith(f"pip install 'seqboat[{extra}]'\n")
     assert captured.err.count("\n") == 1
 
 

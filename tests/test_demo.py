@@ -79,10 +79,7 @@ def test_without_matplotlib_the_demo_says_so(
 ):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert cli.main(["demo", "--quick", "--steps", "2", "--out", str(tmp_path)]) == 0
-    assert (
-        "picture  none: it needs matplotlib: install seqboat with its extra 'report'"
-        in capsys.readouterr().out
-    )
+    assert "picture  none: it needs matplotlib: pip install 'seqboat[report]'" in capsys.readouterr().out
     assert {p.name for p in tmp_path.iterdir()} == {"demo.json", "run"}
 
 

@@ -24,8 +24,8 @@ from seqboat.compat.runs import import_run
 from seqboat.hf import SeqBoatForCausalLM
 from seqboat.runs import Run
 from seqboat.tasks import TASKS
-from seqboat.tasks.classify import ClassifyTaskConfig
 from seqboat.tasks.lmtext import LMTextTaskConfig
+from seqboat.tasks.own.task import ClassifyTaskConfig
 from seqboat.training.loop import train
 from small_runs import Spy, ToyConfig, small_run
 
@@ -189,7 +189,7 @@ def test_without_the_library(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "transformers", None)
     message = refusal(capsys, tmp_path, tmp_path / "out")
-    assert "seqboat.hf needs transformers: install seqboat with its extra 'hf'" in message
+    assert "seqboat.hf needs transformers: pip install 'seqboat[hf]'" in message
 
 
 @pytest.mark.slow

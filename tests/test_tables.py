@@ -9,26 +9,43 @@ import re
 import subprocess
 import sys
 import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 from seqboat.cli import main
-from seqboat.data import copies, tables
+from seqboat.data import copies
 from seqboat.data.store import Skips
-from seqboat.data.tables import TableRow, read_table
 from seqboat.tasks import ClassifyTaskConfig, LMTextTaskConfig
+from seqboat.tasks.own.prepare import read_own
 
 HEADER = "text,label\n"
+
+
+class TableRow(NamedTuple):
+    line: int
+    text: bytes
+    label: str
+
+
+def read_rows(path: Path, skips: Skips) -> Iterator[TableRow]:
+    """The rows of a table of texts and labels, as tasks read them."""
+    task = ClassifyTaskConfig(train=str(path), input="text").build()
+    for row in read_own(path, task.source, task.config, skips, "label"):
+        try:
+            yield TableRow(row.line, bytes(row.stored), task.target.read(row.values, row.stored))
+        except ValueError as error:
+            skips.add(path.name, row.place, str(error))
 
 
 def read(folder: Path, content: str | bytes, name: str = "rows.csv") -> tuple[list[TableRow], Skips]:
     path = folder / name
     path.write_bytes(content.encode() if isinstance(content, str) else content)
     skips = Skips(most=0.5)
-    return list(read_table(path, "text", "label", skips)), skips
+    return list(read_rows(path, skips)), skips
 
 
 def plain_rows(count: int) -> list[str]:
@@ -83,7 +100,7 @@ def test_texts_of_many_lines_are_no_fault(tmp_path: Path) -> None:
 def test_records_that_are_too_long_are_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: str
 ) -> None:
-    monkeypatch.setattr(tables, "MAX_RECORD", 1000)
+    monkeypatch.setattr("seqboat.data.tables.delimited.MAX_RECORD", 1000)
     rows, skips = read(tmp_path, content, name)
     assert [(row.text, row.label) for row in rows] == [(b"short", "b")]
     assert skips.listed[0]["record"] in ("line 1", "line 2") and skips.count >= 1
@@ -128,7 +145,9 @@ def test_pipes_and_devices_are_no_tables(
 
 def test_missing_files_are_asked_for_by_their_flags(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "classify"]) == 2
-    assert "--data.train must name a CSV, TSV or JSONL file" in capsys.readouterr().err
+    assert (
+        "--data.train must name a table (CSV, TSV, JSONL or Parquet) or a folder" in capsys.readouterr().err
+    )
     assert main(["train", "lm"]) == 2
     assert "--data.text must name at least one file" in capsys.readouterr().err
 
@@ -153,7 +172,7 @@ def test_a_large_file_is_copied_once_and_again_when_it_changes(
     assert folder.name.startswith("rows-") and str(tmp_path) not in (folder / "manifest.json").read_text()
     made = (folder / "manifest.json").stat().st_mtime_ns
     with monkeypatch.context() as patch:
-        patch.setattr(tables, "_csv_rows", None)  # would fail if the table was read
+        patch.setattr("seqboat.tasks.own.prepare.read_records", None)  # would fail if the table was read
         assert config.build().dataset("train")[3].target in (0, 1)
     assert (folder / "manifest.json").stat().st_mtime_ns == made
     table.write_text(HEADER + "".join(plain_rows(60)) + "x,c\n,c\n")
@@ -265,7 +284,7 @@ def test_training_on_files_larger_than_its_memory(tmp_path: Path) -> None:
 
 
 def test_a_table_of_free_text_labels_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("seqboat.tasks.classify.COUNTED_LABELS", 50)
+    monkeypatch.setattr("seqboat.tasks.own.targets.COUNTED_LABELS", 50)
     (tmp_path / "rows.csv").write_text(HEADER + "".join(f"a,{i}\n" for i in range(60)))
     with pytest.raises(ValueError, match="must have from 2 to 1000 different labels, got more than 50"):
         ClassifyTaskConfig(train=str(tmp_path / "rows.csv")).build().dataset("train")

@@ -35,8 +35,10 @@ from seqboat.tasks import (
     ListOpsTaskConfig,
     LMTextTaskConfig,
     RecallTaskConfig,
+    RegressTaskConfig,
     RetrievalTaskConfig,
     SpeechTaskConfig,
+    TagTaskConfig,
     Task,
     TextTaskConfig,
 )
@@ -144,6 +146,10 @@ def user_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("user")
     rows = "".join(f"text number {i},{'good' if i % 2 else 'bad'}\n" for i in range(30))
     (folder / "rows.csv").write_text("text,label\n" + rows)
+    numbers = "".join(f"text number {i},{i / 4}\n" for i in range(30))
+    (folder / "numbers.csv").write_text("text,label\n" + numbers)
+    tags = [{"text": f"Ann met {i}", "tags": [[0, 3, "name"]]} for i in range(30)]
+    (folder / "tags.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tags))
     (folder / "notes").mkdir()
     for i in range(3):
         (folder / "notes" / f"{i}.txt").write_text(f"Note {i}. " * 100, encoding="utf-8")
@@ -157,6 +163,8 @@ def build(name: str, root: Path, user_files: Path) -> Task:
         "recall": lambda: RecallTaskConfig(train_size=20, eval_size=5),
         "copy": lambda: CopyTaskConfig(train_size=20, eval_size=5),
         "classify": lambda: ClassifyTaskConfig(train=str(user_files / "rows.csv")),
+        "regress": lambda: RegressTaskConfig(train=str(user_files / "numbers.csv")),
+        "tag": lambda: TagTaskConfig(train=str(user_files / "tags.jsonl")),
         "lmtext": lambda: LMTextTaskConfig(text=(str(user_files / "notes"),), segment=50),
         "enwik8": lambda: Enwik8TaskConfig(data_dir=str(root), segment=64),
     }
@@ -204,9 +212,12 @@ def check_batch(task: Task, batch: Batch, examples: list[Example]) -> None:
         assert batch.mask.sum(1).tolist() == [len(example.inputs) for example in examples]
         assert bool(batch.mask[:, 0].all())
     assert (batch.second is not None) == (task.kind == "match")
-    if task.kind == "lm":
+    if task.kind in ("lm", "tag"):
         assert batch.targets.shape == batch.inputs.shape[:2]
         logits = torch.randn(*batch.targets.shape, task.classes)
+    elif task.labels is None and task.name == "regress":
+        assert batch.targets.shape == (rows,) and task.classes == 1
+        logits = torch.randn(rows, 1)
     else:
         assert batch.targets.shape == (rows,) and int(batch.targets.max()) < task.classes
         logits = torch.randn(rows, task.classes)
@@ -674,13 +685,14 @@ def test_a_part_of_the_rows_is_kept_back(tmp_path: Path) -> None:
 
 
 def test_bad_rows_are_counted_and_named(tmp_path: Path) -> None:
-    from seqboat.tasks.classify import ClassifyTask
+    from seqboat.tasks.own.task import OwnTask
 
     content = (
-        b"text,label\ngood,1\n,0\nno label,\ncaf\xe9,1\nshort\nfine,0\ntoo,many,1\nlast,1\n" + b"more,0\n" * 9
+        b"text,label\ngood,1\n,0\nno label,\ncaf\xe9,1\nshort\nfine,0\ntoo,many,1\nlast,1\n"
+        + b"caf\xc3\xa9,0\n" * 9
     )
     task = classify(tmp_path, content)
-    assert isinstance(task, ClassifyTask)
+    assert isinstance(task, OwnTask)
     assert len(task.dataset("train")) + len(task.dataset("val")) == 12
     found = [(skip["record"], skip["reason"]) for skip in task.skips.listed]
     assert found == [
@@ -697,7 +709,7 @@ def test_bad_rows_are_counted_and_named(tmp_path: Path) -> None:
         + b'{"text": "b", "label": 0}\n' * 4
     )
     task = classify(tmp_path, lines, "rows.jsonl")
-    assert isinstance(task, ClassifyTask)
+    assert isinstance(task, OwnTask)
     assert task.classes == 2
     assert [skip["record"] for skip in task.skips.listed] == ["line 2", "line 3", "line 4"]
 
@@ -708,16 +720,20 @@ def test_bad_rows_are_counted_and_named(tmp_path: Path) -> None:
         ("rows.csv", "review,stars\na,1\n", "has no column 'text'; its columns are 'review', 'stars'"),
         ("rows.csv", "text,label\na,1\nb,1\n", "must have from 2 to 1000 different labels, got 1"),
         ("rows.csv", "text,label\n", "rows.csv has no rows"),
-        ("rows.csv", "", "has no column 'text'; its columns are none"),
+        ("rows.csv", "", "rows.csv is empty"),
         ("rows.csv", "<!DOCTYPE html><html>404</html>", "rows.csv is a web page, not a table"),
-        ("rows.csv", "PK\x03\x04\0\0", "rows.csv is not text in UTF-8"),
+        (
+            "rows.csv",
+            "PK\x03\x04\0\0",
+            "rows.csv is a spreadsheet or an archive, not a table: export it as CSV",
+        ),
         ("rows.csv", "\x1b[31m" + "a" * 99 + ",b\n", r"its columns are '\\x1b\[31ma{35}\.\.\.', 'b'"),
         (
             "rows.jsonl",
             "[1]\n{]\n",
-            "2 of 2 records are bad; the first: rows.jsonl, line 1: no 'text' and 'label'",
+            "2 of 2 records are bad; the first: rows.jsonl, line 1: expected an object",
         ),
-        ("rows.txt", "text,label\na,1\n", r"the name must end in .csv, .tsv or .jsonl"),
+        ("rows.txt", "text,label\na,1\n", "no file to learn from: expected files that end in .txt"),
         ("rows.csv", "text,label\n" + "".join(f"a,{i}\n" for i in range(1001)), "different labels, got 1001"),
     ],
 )
@@ -733,7 +749,7 @@ def test_labels_that_training_never_saw_are_refused(tmp_path: Path) -> None:
         ValueError, match=r"val.csv, line 3: label 'ugly' is not among those of .*: bad, good"
     ):
         task.dataset("val")
-    with pytest.raises(ValueError, match="train must name a CSV, TSV or JSONL file"):
+    with pytest.raises(ValueError, match="train must name a table"):
         ClassifyTaskConfig().build()
 
 
@@ -805,7 +821,7 @@ def test_what_is_wrong_with_held_out_rows_is_said_before_training(
         *SHORT_RUN,
     ]
     for content, message in (
-        (None, f"{other} is not a file: expected a CSV, TSV or JSONL table"),
+        (None, f"{other} does not exist: expected a table, or a folder with a folder for each class"),
         ("text,label\nx,7\n", f"{other}, line 2: label '7' is not among those of {table}: 1, 2"),
     ):
         if content is not None:
@@ -844,7 +860,7 @@ def test_a_trained_run_is_scored_on_another_table_without_the_training_table(
 
     (tmp_path / "new.csv").write_text("text,label\nfine,3\n")
     for arguments, message in (
-        (["--split", "train"], f"{tmp_path / 'train.csv'} is not a file: expected a CSV, TSV or JSONL table"),
+        (["--split", "train"], f"{tmp_path / 'train.csv'} does not exist: expected a table, or a folder"),
         (["--data.test", str(tmp_path / "new.csv")], "line 2: label '3' is not among those of"),
         (
             ["--data.tset=a.csv"],

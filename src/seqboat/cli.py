@@ -27,6 +27,7 @@ COMMANDS = {
     "data": ("seqboat.commands.data", "list, prepare, verify and show data sets"),
     "train": ("seqboat.commands.train", "train a recipe, with any of its settings changed"),
     "eval": ("seqboat.commands.eval", "score a trained run on held-out data"),
+    "predict": ("seqboat.commands.predict", "answer new inputs with a run of classify, regress or tag"),
     "report": (
         "seqboat.commands.report",
         "write an HTML page: what a run did, token by token, or a comparison of runs",

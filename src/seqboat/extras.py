@@ -10,6 +10,7 @@ EXTRAS = {
     "matplotlib": ("matplotlib", "report"),
     "transformers": ("transformers", "hf"),
     "PIL": ("pillow", "image"),
+    "pyarrow": ("pyarrow", "parquet"),
     "tensorboard": ("tensorboard", "tensorboard"),
     "trackio": ("trackio", "trackio"),
     "wandb": ("wandb", "wandb"),
@@ -25,10 +26,10 @@ def missing(module: str, what: str) -> str:
         what: needs it.
 
     >>> missing("PIL", "--image")
-    "--image needs pillow: install seqboat with its extra 'image'"
+    "--image needs pillow: pip install 'seqboat[image]'"
     """
     library, extra = EXTRAS[module]
-    return f"{what} needs {library}: install seqboat with its extra '{extra}'"
+    return f"{what} needs {library}: pip install 'seqboat[{extra}]'"
 
 
 def check_installed(module: str, what: str) -> None:

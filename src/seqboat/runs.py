@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from seqboat.checks import check_choice, require
 from seqboat.data.console import printable
 from seqboat.data.files import read_json
-from seqboat.models.backbone import Classifier, LanguageModel, Matcher
+from seqboat.models.backbone import Classifier, LanguageModel, Matcher, Tagger
 from seqboat.models.limits import build_within
 from seqboat.tasks.base import BYTES, Split, Task
 from seqboat.training.checkpoint import (
@@ -51,7 +51,7 @@ from seqboat.training.parallel import World
 
 MODELS = Path(__file__).parent / "models"
 """Where models that come with the package are."""
-PACKED = ("config", "classes", "labels", "versions")
+PACKED = ("config", "classes", "labels", "facts", "versions")
 """What a packed checkpoint keeps of its state: what it takes to use the model."""
 ATTEMPTS = 20
 """How often to look for a checkpoint while a training run keeps replacing them."""
@@ -181,7 +181,10 @@ class Run:
     def task(self) -> Task:
         """The task it was trained on, with the changes of `fields`; its data may be elsewhere or missing."""
         task = override(self.config, self.fields).build_task()
-        if labels := self.checkpoint.state.get("labels"):
+        state = self.checkpoint.state
+        if facts := state.get("facts"):
+            task.facts = facts
+        elif labels := state.get("labels"):
             task.labels = tuple(labels)
         return task
 
@@ -191,7 +194,7 @@ class Run:
         path = self.checkpoint.path
         # the number of classes comes from the checkpoint: the training data may be elsewhere
         model = build_within(
-            lambda: self.config.build_model(classes=self.checkpoint.state.get("classes")),
+            lambda: self.config.build_model(self.task, classes=self.checkpoint.state.get("classes")),
             sum(value.numel() for value in self.weights.values()),
             self.config.model.num_layers,
             len(self.weights),
@@ -207,7 +210,8 @@ class Run:
     def language_model(self) -> LanguageModel:
         """The model, if it is a language model of bytes; a ValueError otherwise."""
         model = self.model
-        kind = {Classifier: "a classifier", Matcher: "a matcher of two sequences"}.get(type(model), "")
+        kinds = {Classifier: "a classifier", Tagger: "a tagger", Matcher: "a matcher of two sequences"}
+        kind = kinds.get(type(model), "")
         vocab = None if kind else model.backbone.config.vocab  # type: ignore[union-attr]
         found = kind or f"a language model of {vocab} token ids"
         if not isinstance(model, LanguageModel) or vocab != BYTES:

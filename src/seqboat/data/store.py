@@ -346,10 +346,10 @@ class Prepared(NamedTuple):
 
 
 class RaggedWriter:
-    """Byte sequences of different lengths, end to end, with their offsets."""
+    """Sequences of different lengths, end to end, with their offsets."""
 
-    def __init__(self, staging: Staging, name: str) -> None:
-        self.tokens = staging.array(f"{name}.tokens", np.uint8)
+    def __init__(self, staging: Staging, name: str, dtype: DTypeLike = np.uint8) -> None:
+        self.tokens = staging.array(f"{name}.tokens", dtype)
         self.offsets = staging.array(f"{name}.offsets", np.int64)
         self.offsets.append(np.zeros(1, np.int64))
         self._waiting = bytearray()

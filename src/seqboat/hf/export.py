@@ -16,7 +16,6 @@ from seqboat.hf.model import SeqBoatForCausalLM, SeqBoatForSequenceClassificatio
 from seqboat.hf.tokenizer import PAD, byte_tokenizer
 from seqboat.models.backbone import BackboneConfig, Classifier, LanguageModel, MixerConfig
 from seqboat.runs import Run
-from seqboat.tasks.classify import ClassifyTask
 from seqboat.training.checkpoint import Checkpoint
 from seqboat.training.config import RunConfig, to_dict
 
@@ -73,7 +72,7 @@ def export_run(run: Path | str, folder: Path | str, which: str = "best") -> Expo
     name = to_dict(config)["task"]["name"]
     readable = source.task.text_bytes
     settings: dict[str, Any] = {"pad_token_id": PAD}
-    labels = label_names(config, checkpoint)
+    labels = checkpoint.state.get("labels") or ()
     if labels and isinstance(core, Classifier):
         settings["id2label"] = dict(enumerate(labels))
         settings["label2id"] = {label: place for place, label in enumerate(labels)}
@@ -97,18 +96,6 @@ def export_run(run: Path | str, folder: Path | str, which: str = "best") -> Expo
     finally:
         shutil.rmtree(stage, ignore_errors=True)
     return Exported(model, folder, readable)
-
-
-def label_names(config: RunConfig, checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Names of the classes of a table, if the table still exists with the same number of labels."""
-    task = config.build_task()
-    if not isinstance(task, ClassifyTask):
-        return ()
-    try:
-        labels = task.labels
-    except (ValueError, OSError):
-        return ()
-    return labels if len(labels) == checkpoint.state["classes"] else ()
 
 
 def model_card(
@@ -149,7 +136,7 @@ A {"language model" if lm else "classifier"} of {backbone.num_layers} `{mixer["n
 {backbone.d_model}, {count:,} parameters, made with seqboat. {tokens}
 
 ```python
-import seqboat.hf  # seqboat with its extra 'hf'; tells transformers what this model is
+import seqboat.hf  # pip install 'seqboat[hf]'; tells transformers what this model is
 from transformers import {names}
 
 model = {auto}.from_pretrained("{{folder}}")

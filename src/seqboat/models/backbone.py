@@ -1,6 +1,7 @@
 """Models: an input layer, a stack of mixers, a head. No mixer is named here.
 
 - `Classifier`: mean over the real tokens, one hidden layer of width 2 d_model, class scores.
+- `Tagger`: class scores for every token, from the same head.
 - `Matcher`: two sequences through the same backbone, features [a, b, a * b, a - b].
 - `LanguageModel`: next-token scores, with tied embeddings; carries a recurrent state.
 """
@@ -369,10 +370,10 @@ def _recomputing(layer: nn.Module) -> tuple[AbstractContextManager[None], Abstra
 
 
 class ClassifierOutput(NamedTuple):
-    """What a classifier or a matcher returns."""
+    """What a classifier, a tagger or a matcher returns."""
 
     logits: Tensor
-    """(batch, classes)"""
+    """(batch, classes); of a tagger (batch, time, classes)"""
     routings: tuple[Routing | None, ...]
     """one per layer; of a matcher, those of the first sequence, then those of the second"""
 
@@ -419,6 +420,20 @@ class Classifier(nn.Module):
         """Class scores of token ids or real values (batch, time)."""
         out = self.backbone(inputs, mask)
         return ClassifierOutput(self.head(masked_mean(out.y, mask)), out.routings)
+
+
+class Tagger(nn.Module):
+    """One label for every token: with the tokens on both sides, or where the mixer is causal with those before."""
+
+    def __init__(self, config: BackboneConfig, classes: int) -> None:
+        super().__init__()
+        self.backbone = Backbone(config)
+        self.head = Head(config, 1, classes)
+
+    def forward(self, inputs: Tensor, mask: Tensor | None = None) -> ClassifierOutput:
+        """Class scores (batch, time, classes) of token ids or real values (batch, time)."""
+        out = self.backbone(inputs, mask)
+        return ClassifierOutput(self.head(out.y), out.routings)
 
 
 class Matcher(nn.Module):

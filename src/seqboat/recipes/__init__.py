@@ -37,6 +37,8 @@ RECIPES: dict[str, Recipe] = {
     "recall": diagnostics.recall,
     "copy": diagnostics.copy,
     "classify": your_data.classify,
+    "regress": your_data.regress,
+    "tag": your_data.tag,
     "lm": your_data.lm,
 }
 """Every recipe by the name that commands use; each can be given another mixer."""

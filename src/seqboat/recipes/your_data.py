@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from seqboat.core.routers import TemperedSoftmaxConfig
 from seqboat.mixers.seqboat.gau import GAUConfig
 from seqboat.mixers.seqboat.layer import SeqBoatConfig
 from seqboat.mixers.ssm.ema import EMAConfig
 from seqboat.models.backbone import BackboneConfig
 from seqboat.recipes.base import MixerChoice, choose
-from seqboat.tasks.classify import ClassifyTaskConfig
 from seqboat.tasks.lmtext import LMTextTaskConfig
+from seqboat.tasks.own.task import ClassifyTaskConfig, RegressTaskConfig, TagTaskConfig
 from seqboat.training.config import EvaluationConfig, RunConfig, TrainingConfig
 from seqboat.training.optim import OptimizerConfig, ScheduleConfig
 
@@ -43,6 +45,16 @@ def classify(mixer: MixerChoice = None) -> RunConfig:
         training=TrainingConfig(batch_size=32, bucketing=True, save_every=200),
         evaluation=EvaluationConfig(every=100, batch_size=32),
     )
+
+
+def regress(mixer: MixerChoice = None) -> RunConfig:
+    """A number for each text of a table (--data.train FILE): the model of `classify`."""
+    return replace(classify(mixer), task=RegressTaskConfig(max_length=1024))
+
+
+def tag(mixer: MixerChoice = None) -> RunConfig:
+    """A tag for each byte of texts (--data.train FILE): the model of `classify`, with answers for every token."""
+    return replace(classify(mixer), task=TagTaskConfig(max_length=1024))
 
 
 def lm(mixer: MixerChoice = None) -> RunConfig:

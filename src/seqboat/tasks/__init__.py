@@ -1,10 +1,10 @@
 """Tasks: one file each, which reads the published file format or makes the data itself."""
 
 from seqboat.tasks.base import IGNORE, SPLITS, Batch, Dataset, Example, Loss, Split, Task, TaskConfig
-from seqboat.tasks.classify import ClassifyTaskConfig
 from seqboat.tasks.enwik8 import Enwik8TaskConfig
 from seqboat.tasks.image import ImageTaskConfig
 from seqboat.tasks.lmtext import LMTextTaskConfig
+from seqboat.tasks.own.task import ClassifyTaskConfig, RegressTaskConfig, TagTaskConfig
 from seqboat.tasks.retrieval import RetrievalTaskConfig
 from seqboat.tasks.speech import SpeechTaskConfig
 from seqboat.tasks.synthetic.copy import CopyTaskConfig
@@ -27,6 +27,8 @@ TASKS = {
     "recall": RecallTaskConfig,
     "copy": CopyTaskConfig,
     "classify": ClassifyTaskConfig,
+    "regress": RegressTaskConfig,
+    "tag": TagTaskConfig,
     "lmtext": LMTextTaskConfig,
 }
 """Every task by the name that commands use: a configuration class with defaults for every field."""
@@ -48,10 +50,12 @@ __all__ = [
     "PathXTaskConfig",
     "PathfinderTaskConfig",
     "RecallTaskConfig",
+    "RegressTaskConfig",
     "RetrievalTaskConfig",
     "ShortListOpsTaskConfig",
     "SpeechTaskConfig",
     "Split",
+    "TagTaskConfig",
     "Task",
     "TaskConfig",
     "TextTaskConfig",

@@ -7,8 +7,8 @@
     task.score(output, batch) -> dict          sums and counts again: add them over batches and processes
     task.summarise(totals) -> dict             the final numbers
 
-Three kinds: "classify" (one label for a sequence), "match" (one label for a pair of sequences) and "lm" (a target
-for every token, `IGNORE` where there is none).
+Four kinds: "classify" (one answer for a sequence), "match" (one answer for a pair of sequences), "tag" (a class for
+every token) and "lm" (the next token for every token); `IGNORE` where a token has no target.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from seqboat.checks import check_choice, check_positive, require
 from seqboat.data.store import Skips
 
-Kind = Literal["classify", "match", "lm"]
+Kind = Literal["classify", "match", "tag", "lm"]
 Modality = Literal["bytes", "tokens", "image", "wave"]
 Split = Literal["train", "val", "test"]
 
@@ -69,7 +69,8 @@ class Example(NamedTuple):
     inputs: NDArray[Any]
     """(time,) token ids, or (time, channels) real values"""
     target: NDArray[Any] | int
-    """the class; for a language model (time,), the token to predict after each token, or IGNORE"""
+    """the class, or another target of the task; for a language model (time,), the token to predict after each token,
+    or IGNORE"""
     second: NDArray[Any] | None = None
     """the other sequence of a pair"""
 
@@ -82,7 +83,7 @@ class Batch(NamedTuple):
     mask: Tensor | None
     """(batch, time) bool, True on real tokens; None if nothing is padded"""
     targets: Tensor
-    """(batch,) int64 classes, or (batch, time) int64 tokens with IGNORE"""
+    """(batch,) int64 classes, (batch, time) int64 tokens or tags with IGNORE, or real values"""
     second: Tensor | None = None
     """(batch, other time): the other sequences of pairs"""
     second_mask: Tensor | None = None
@@ -169,6 +170,8 @@ class Task(ABC):
     """Whether token ids are the bytes of UTF-8 text."""
     labels: tuple[str, ...] | None = None
     """Names of the classes, if they have any; can be set to those of a trained model."""
+    facts: dict[str, Any] | None = None
+    """What a model must know about its training data, as plain values; can be set to those of a trained model."""
     max_length: int
     """Length of the longest possible sequence."""
     fixed_length: bool = False
@@ -202,21 +205,30 @@ class Task(ABC):
 
     def collate(self, examples: Sequence[Example]) -> Batch:
         """Stack examples into a batch."""
+        batch = self.collate_inputs(examples)
+        return batch._replace(targets=self.collate_targets(examples, batch.inputs.shape[1]))
+
+    def collate_inputs(self, examples: Sequence[Example]) -> Batch:
+        """Stack inputs into a batch without targets."""
         require(len(examples) > 0, "collate needs at least one example, got none")
         inputs, mask = self._pad([e.inputs for e in examples])
-        if self.kind == "lm":
-            targets = torch.full(inputs.shape[:2], IGNORE, dtype=torch.int64)
-            for row, example in zip(targets, examples, strict=True):
-                assert isinstance(example.target, np.ndarray)
-                row[: len(example.target)] = torch.from_numpy(example.target.astype(np.int64))
-        else:
-            targets = torch.tensor([int(e.target) for e in examples], dtype=torch.int64)
+        targets = torch.zeros(0, dtype=torch.int64)
         if self.kind != "match":
             return Batch(inputs, mask, targets)
         seconds = [e.second for e in examples if e.second is not None]
         require(len(seconds) == len(examples), "every example of a matching task needs a second sequence")
         second, second_mask = self._pad(seconds)
         return Batch(inputs, mask, targets, second, second_mask)
+
+    def collate_targets(self, examples: Sequence[Example], time: int) -> Tensor:
+        """The targets of a batch whose inputs are padded to `time` tokens."""
+        if self.kind != "lm":
+            return torch.tensor([int(e.target) for e in examples], dtype=torch.int64)
+        targets = torch.full((len(examples), time), IGNORE, dtype=torch.int64)
+        for row, example in zip(targets, examples, strict=True):
+            assert isinstance(example.target, np.ndarray)
+            row[: len(example.target)] = torch.from_numpy(example.target.astype(np.int64))
+        return targets
 
     def _pad(self, rows: Sequence[NDArray[Any]]) -> tuple[Tensor, Tensor | None]:
         dtype = torch.float32 if self.vocab is None else torch.int64
@@ -242,9 +254,9 @@ class Task(ABC):
         logits, targets = _flatten(output.logits, batch.targets)
         total, scored = self.loss(output, batch)
         right = ((logits.argmax(dim=-1) == targets) & (targets != IGNORE)).sum()
-        totals = {"loss": _ratio(total, scored), "accuracy": _ratio(right, scored)}
+        totals = {"loss": ratio(total, scored), "accuracy": ratio(right, scored)}
         if self.kind == "lm":
-            totals["bits"] = _ratio(total.double() / math.log(2), scored)
+            totals["bits"] = ratio(total.double() / math.log(2), scored)
         return totals
 
     def summarise(self, totals: Mapping[str, Tensor]) -> dict[str, float]:
@@ -341,7 +353,8 @@ def _flatten(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
 
 
-def _ratio(total: Tensor, count: Tensor) -> Tensor:
+def ratio(total: Tensor, count: Tensor) -> Tensor:
+    """A metric as `Task.score` gives it: a sum and a count."""
     return torch.stack([total.double(), count.double()])
 
 

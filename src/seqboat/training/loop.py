@@ -320,6 +320,7 @@ class Trainer:
             "config": to_dict(self.config),
             "classes": self.task.classes,
             "labels": self.task.labels,
+            "facts": self.task.facts,
             "versions": versions(),
             "processes": self.world.size,
             # both follow from the seed and the step, and are here for people

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from torch import nn
 
 from seqboat.checks import check_choice, check_positive, require
-from seqboat.models.backbone import BackboneConfig, Classifier, LanguageModel, Matcher
+from seqboat.models.backbone import BackboneConfig, Classifier, LanguageModel, Matcher, Tagger
 from seqboat.tasks.base import SPLITS, Split, Task, TaskConfig
 from seqboat.training.optim import OptimizerConfig, ScheduleConfig
 
@@ -151,7 +151,8 @@ class RunConfig:
         backbone = dataclasses.replace(self.model, vocab=want, channels=task.channels)
         if task.kind == "lm":
             return LanguageModel(backbone)
-        return (Matcher if task.kind == "match" else Classifier)(backbone, classes or task.classes)
+        heads: dict[str, type[Matcher | Tagger | Classifier]] = {"match": Matcher, "tag": Tagger}
+        return heads.get(task.kind, Classifier)(backbone, classes or task.classes)
 
     def replace(self, **changes: Any) -> RunConfig:
         """A copy in which fields, or fields of parts, are changed: `replace(seed=1, model=dict(num_layers=2))`."""

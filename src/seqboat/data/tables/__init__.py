@@ -1,0 +1,28 @@
+"""Tables in files: CSV with any delimiter, TSV, JSON lines, JSON arrays and Parquet, read in bounded memory.
+
+    for record in read_records(path, ("text", "label"), skips):
+        record.line, record.values["text"]
+
+Column names, encoding and delimiter are detected from the first megabyte. A warning says so if the file is not UTF-8,
+or not separated as its name suggests.
+"""
+
+from seqboat.data.tables.records import (
+    MAX_LABEL,
+    MAX_RECORD,
+    TABLE_SUFFIXES,
+    TableRecord,
+    bad_text,
+    is_table,
+    read_records,
+)
+
+__all__ = [
+    "MAX_LABEL",
+    "MAX_RECORD",
+    "TABLE_SUFFIXES",
+    "TableRecord",
+    "bad_text",
+    "is_table",
+    "read_records",
+]
