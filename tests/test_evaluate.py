@@ -92,7 +92,7 @@ def test_a_carried_state_reads_on() -> None:
             state = out.state
             score = task.score(out, batch)
             totals = score if totals is None else {k: totals[k] + v for k, v in score.items()}
-    assert scored.metrics == pytest.approx(task.summarise(totals), rel=1e-5)
+    assert scored.metrics == pytest.approx(task.summarize(totals), rel=1e-5)
     head = evaluate(model, task, "val", ALONE, batch_size=2, carry_state=True, limit=4)
     assert head.examples == 4
 

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+import re
 import shutil
 import struct
 import tracemalloc
@@ -96,8 +97,8 @@ def pair_table(folder: Path) -> list[str]:
 
 def number_table(folder: Path) -> list[str]:
     rows = [[f"text {i}", 1000 + 10 * i] for i in range(20)]
-    table = write_csv(folder / "rows.csv", ["text", "price"], rows)
-    return ["regress", f"--data.train={table}", "--data.label_column=price"]
+    table = write_csv(folder / "rows.csv", ["text", "weight"], rows)
+    return ["regress", f"--data.train={table}", "--data.label_column=weight"]
 
 
 def span_lines(folder: Path) -> list[str]:
@@ -234,6 +235,64 @@ def test_from_a_file_to_an_answer(
         assert all(sum(answer["probabilities"].values()) == pytest.approx(1) for answer in answers)
 
 
+@pytest.mark.parametrize(
+    "kind", [pair_table, label_table, number_table, span_lines, series_lines, image_folder]
+)
+def test_runs_are_reported_explained_and_exported(
+    kind: Callable[[Path], list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = kind(tmp_path)
+    run = str(tmp_path / "run")
+    assert main(["train", *arguments, *TINY, f"--out={run}"]) == 0, capsys.readouterr().err
+    capsys.readouterr()
+    assert main(["report", run, f"--out={tmp_path / 'report.html'}"]) == 0, capsys.readouterr().err
+    name = kind.__name__
+    text = {"pair_table": ["one", "two"], "series_lines": [], "image_folder": []}.get(name, ["Ann met 1"])
+    if text:
+        capsys.readouterr()
+        assert main(["explain", run, *(part for word in text for part in ("--text", word))]) == 0
+        said = {"label_table": "label|%", "number_table": "1", "span_lines": "tag|name on", "pair_table": "%"}
+        assert re.search(rf"prediction: .*({said[name]})", capsys.readouterr().out)
+    hf = pytest.importorskip("seqboat.hf")
+    transformers = pytest.importorskip("transformers")
+    capsys.readouterr()
+    code = main(["export-hf", run, str(tmp_path / "exported")])
+    if kind is pair_table:
+        assert code == 2 and "only language models, classifiers and taggers" in capsys.readouterr().err
+        return
+    assert code == 0, capsys.readouterr().err
+    auto = hf.AutoModelForTokenClassification if kind is span_lines else hf.AutoModelForSequenceClassification
+    model = auto.from_pretrained(tmp_path / "exported")
+    predictor = Predictor(run)
+    task = predictor.task
+    if task.vocab is None:
+        example = task.dataset("val")[0]
+        values = torch.from_numpy(example.inputs)[None]
+        wanted = predictor.model(values).logits
+        assert_same_numbers(model(input_values=values).logits, wanted)
+        assert model.config.input_facts["mean"] == task.facts["mean"]
+        with pytest.raises(ValueError, match="input_values must be given"):
+            model(torch.zeros(1, 3, dtype=torch.int64))
+        return
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
+    long = "Ann met 1 and a great many others on the way"
+    inputs = tokenizer([long, "Ann"], truncation=True, padding=True, return_tensors="pt")
+    assert inputs["input_ids"].shape == (2, 24)
+    logits = model(**inputs).logits
+    answers = predictor.predict([long, "Ann"])
+    if kind is number_table:
+        assert model.config.problem_type == "regression"
+        assert_same_numbers(logits[:, 0], torch.tensor([answer["value"] for answer in answers]), ulps=64)
+    elif kind is label_table:
+        assert model.config.problem_type == "multi_label_classification"
+        wanted = torch.tensor([list(answer["probabilities"].values()) for answer in answers])
+        assert_same_numbers(logits.sigmoid(), wanted)
+    else:
+        tags = [[model.config.id2label[int(tag)] for tag in row] for row in logits.argmax(-1)]
+        assert answers[0]["spans"] == find_spans(long, tags[0])
+        assert answers[1]["spans"] == find_spans("Ann", tags[1][:3])
+
+
 # targets
 
 
@@ -274,9 +333,9 @@ def test_several_labels_are_separate_questions(tmp_path: Path) -> None:
     assert_same_numbers(
         task.loss(Output(logits), batch).mean, binary_cross_entropy_with_logits(logits, wanted)
     )
-    scores = task.summarise(task.score(Output(wanted * 4 - 2), batch))
+    scores = task.summarize(task.score(Output(wanted * 4 - 2), batch))
     assert scores["f1"] == scores["exact"] == 1
-    scores = task.summarise(task.score(Output(torch.full((4, 3), 2.0)), batch))
+    scores = task.summarize(task.score(Output(torch.full((4, 3), 2.0)), batch))
     assert scores["f1"] == pytest.approx(2 * 5 / (12 + 5)) and scores["exact"] == 0
     assert task.answer(torch.tensor([2.0, -2, 3]))["labels"] == ["a", "c"]
     lists = write_lines(
@@ -293,7 +352,7 @@ def test_numbers_are_scored_in_their_own_units(tmp_path: Path) -> None:
     mean, std = np.mean(numbers), np.std(numbers)
     assert_same_numbers(batch.targets, torch.tensor((np.array(numbers) - mean) / std, dtype=torch.float32))
     said = torch.tensor([[0.0], [0.5], [-1.0], [1.0]], dtype=torch.float64)
-    scores = task.summarise(task.score(Output(said), batch))
+    scores = task.summarize(task.score(Output(said), batch))
     guess = said[:, 0].numpy() * std + mean
     assert scores["rmse"] == pytest.approx(np.sqrt(np.mean((guess - numbers) ** 2)), rel=1e-6)
     assert scores["mae"] == pytest.approx(np.mean(np.abs(guess - numbers)), rel=1e-6)
@@ -315,7 +374,7 @@ def test_spans_of_characters_become_tags_of_bytes(tmp_path: Path) -> None:
         {"start": 8, "end": 11, "label": "name", "text": "Åke"},
     ]
     perfect = torch.nn.functional.one_hot(batch.targets.clamp_min(0), 2).float()
-    assert task.summarise(task.score(Output(perfect), batch))["f1"] == 1
+    assert task.summarize(task.score(Output(perfect), batch))["f1"] == 1
     assert int(task.loss(Output(perfect), batch).scored) == 13 + 6
     bad: list[dict[str, Any]] = [
         {"text": "ab", "tags": [[0, 3, "x"]]},

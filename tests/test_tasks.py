@@ -222,7 +222,7 @@ def check_batch(task: Task, batch: Batch, examples: list[Example]) -> None:
         assert batch.targets.shape == (rows,) and int(batch.targets.max()) < task.classes
         logits = torch.randn(rows, task.classes)
     totals = task.score(SimpleNamespace(logits=logits), batch)
-    metrics = task.summarise(totals)
+    metrics = task.summarize(totals)
     assert task.metric in metrics and all(math.isfinite(value) for value in metrics.values())
 
 
@@ -246,7 +246,7 @@ def test_scores_add_up_over_uneven_batches(name: str, root: Path, user_files: Pa
         for key, value in task.score(SimpleNamespace(logits=part), batch).items():
             totals[key] = totals.get(key, torch.zeros(2, dtype=torch.float64)) + value
     together = task.score(SimpleNamespace(logits=logits), whole)
-    assert task.summarise(totals) == pytest.approx(task.summarise(together))
+    assert task.summarize(totals) == pytest.approx(task.summarize(together))
     mean = sum(float(loss.total) for loss in losses) / sum(int(loss.scored) for loss in losses)
     assert mean == pytest.approx(float(task.loss(SimpleNamespace(logits=logits), whole).mean))
 
@@ -259,7 +259,7 @@ def test_a_batch_without_targets_costs_nothing() -> None:
     assert float(loss.mean.detach()) == 0 and int(loss.scored) == 0
     loss.mean.backward()
     assert logits.grad is not None and not logits.grad.any()
-    assert math.isnan(task.summarise(task.score(SimpleNamespace(logits=logits), batch))["loss"])
+    assert math.isnan(task.summarize(task.score(SimpleNamespace(logits=logits), batch))["loss"])
 
 
 def test_half_precision_scores_are_summed_in_float32() -> None:
@@ -733,7 +733,7 @@ def test_bad_rows_are_counted_and_named(tmp_path: Path) -> None:
             "[1]\n{]\n",
             "2 of 2 records are bad; the first: rows.jsonl, line 1: expected an object",
         ),
-        ("rows.txt", "text,label\na,1\n", "no file to learn from: expected files that end in .txt"),
+        ("rows.txt", "text,label\na,1\n", "the name of a table must end in .csv, .tsv"),
         ("rows.csv", "text,label\n" + "".join(f"a,{i}\n" for i in range(1001)), "different labels, got 1001"),
     ],
 )

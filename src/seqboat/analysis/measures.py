@@ -352,7 +352,7 @@ def measure(
         examples=len(dataset),
         sequences=sequences,
         tokens=tokens,
-        metrics=task.summarise(totals),
+        metrics=task.summarize(totals),
         classes=classes,
         place_width=width,
         layers=tuple(None if mine is None else mine.measures() for mine in sums),

@@ -160,13 +160,16 @@ class SampleTrace(NamedTuple):
     sequences: tuple[SequenceTrace, ...]
     """one, or two for a pair"""
     label: int | Numbers
-    """the class; for a language model (length,) the target after each token, or IGNORE"""
+    """the class; for a language model or a tagger (length,) the target of each token, or IGNORE; IGNORE for targets
+    that are not classes"""
     ranked: Numbers
     """(classes,), most probable first; for a language model (length, at most RANKED)"""
     probs: Floats
     """their probabilities"""
     label_prob: float | Floats
-    """probability of the label; for a language model (length,), nan without a target"""
+    """probability of the label; for a language model or a tagger (length,), nan without a target"""
+    logits: Floats = np.zeros(0, np.float32)
+    """the model's output, for tasks whose answers are not classes"""
 
     @property
     def prediction(self) -> int | Numbers:
@@ -198,22 +201,26 @@ def traces_of(found: Sequence[Site | None], kind: Kind, batch: Batch, output: An
     """
     probs = torch.softmax(output.logits.float(), dim=-1)
     top = probs.topk(min(RANKED, probs.shape[-1]) if kind == "lm" else probs.shape[-1], dim=-1)
+    each = kind in ("lm", "tag")
     targets = batch.targets
+    if targets.is_floating_point():
+        targets = torch.full(targets.shape[:1], IGNORE, device=targets.device)
     chosen = probs.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
     label_probs = torch.where(targets == IGNORE, torch.nan, chosen)
     parts = list(halves(found, batch, output.routings))
     samples = []
     for row in range(len(batch.inputs)):
         sequences = tuple(sequence_trace(found, inputs, mask, half, row) for inputs, mask, half in parts)
-        cut: Any = slice(len(sequences[0].inputs)) if kind == "lm" else ...
+        cut: Any = slice(len(sequences[0].inputs)) if each else ...
         label, label_prob = to_array(targets[row][cut]), to_array(label_probs[row][cut])
         samples.append(
             SampleTrace(
                 sequences,
-                label if kind == "lm" else int(label),
+                label if each else int(label),
                 to_array(top.indices[row][cut]),
                 to_array(top.values[row][cut]),
-                label_prob if kind == "lm" else float(label_prob),
+                label_prob if each else float(label_prob),
+                np.zeros(0, np.float32) if kind == "lm" else to_array(output.logits[row][cut].float()),
             )
         )
     return samples

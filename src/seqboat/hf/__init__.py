@@ -21,19 +21,22 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     AutoTokenizer,
     PreTrainedTokenizerFast,
 )
 
 from seqboat.hf.cache import SeqBoatCache
 from seqboat.hf.configuration import SeqBoatModelConfig
-from seqboat.hf.model import SeqBoatForCausalLM, SeqBoatForSequenceClassification, SeqBoatModel
+from seqboat.hf.heads import SeqBoatForSequenceClassification, SeqBoatForTokenClassification
+from seqboat.hf.model import SeqBoatForCausalLM, SeqBoatModel
 from seqboat.hf.tokenizer import byte_tokenizer
 
 AutoConfig.register("seqboat", SeqBoatModelConfig)
 AutoModel.register(SeqBoatModelConfig, SeqBoatModel)
 AutoModelForCausalLM.register(SeqBoatModelConfig, SeqBoatForCausalLM)
 AutoModelForSequenceClassification.register(SeqBoatModelConfig, SeqBoatForSequenceClassification)
+AutoModelForTokenClassification.register(SeqBoatModelConfig, SeqBoatForTokenClassification)
 AutoTokenizer.register(SeqBoatModelConfig, fast_tokenizer_class=PreTrainedTokenizerFast)
 
 SeqBoatConfig = SeqBoatModelConfig
@@ -44,6 +47,7 @@ __all__ = [
     "SeqBoatConfig",
     "SeqBoatForCausalLM",
     "SeqBoatForSequenceClassification",
+    "SeqBoatForTokenClassification",
     "SeqBoatModel",
     "SeqBoatModelConfig",
     "byte_tokenizer",

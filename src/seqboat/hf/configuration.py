@@ -24,6 +24,10 @@ class SeqBoatModelConfig(PreTrainedConfig):
 
     vocab_size: int = 256
     """Number of token ids."""
+    channels: int | None = None
+    """Channels of real-valued inputs; None for models that read token ids."""
+    input_facts: dict[str, Any] | None = None
+    """How real-valued inputs were normalized before training: mean, std, gaps and the like."""
     hidden_size: int = 128
     """Width of the model."""
     num_hidden_layers: int = 4
@@ -69,16 +73,16 @@ class SeqBoatModelConfig(PreTrainedConfig):
 
     @classmethod
     def from_backbone(cls, config: BackboneConfig, **changes: Any) -> SeqBoatModelConfig:
-        """The configuration of a backbone that reads tokens.
+        """The configuration of a backbone.
 
         Args:
             config: of the backbone.
             changes: further fields, such as num_labels.
         """
-        if config.vocab is None:
-            raise ValueError("the model reads real values: transformers' text models read token ids")
+        real = config.vocab is None
         return cls(
-            vocab_size=config.vocab,
+            vocab_size=256 if config.vocab is None else config.vocab,
+            channels=config.channels if real else None,
             hidden_size=config.d_model,
             num_hidden_layers=config.num_layers,
             mixer=to_dict(config.mixer, MixerConfig),
@@ -99,7 +103,8 @@ class SeqBoatModelConfig(PreTrainedConfig):
             mixer=part_from_dict(MixerConfig, self.mixer or {}, "mixer"),
             d_model=self.hidden_size,
             num_layers=self.num_hidden_layers,
-            vocab=self.vocab_size,
+            vocab=self.vocab_size if self.channels is None else None,
+            channels=1 if self.channels is None else self.channels,
             scaled_embedding=self.scaled_embedding,
             absolute_positions=self.absolute_positions,
             dropout=self.dropout,

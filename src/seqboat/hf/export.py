@@ -7,15 +7,19 @@ import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from transformers import GenerationConfig
 
 from seqboat.checks import require
 from seqboat.hf.configuration import SeqBoatModelConfig
-from seqboat.hf.model import SeqBoatForCausalLM, SeqBoatForSequenceClassification, SeqBoatPreTrainedModel
+from seqboat.hf.heads import SeqBoatForSequenceClassification, SeqBoatForTokenClassification
+from seqboat.hf.model import SeqBoatForCausalLM, SeqBoatPreTrainedModel
 from seqboat.hf.tokenizer import PAD, byte_tokenizer
-from seqboat.models.backbone import BackboneConfig, Classifier, LanguageModel, MixerConfig
+from seqboat.models.backbone import BackboneConfig, Classifier, LanguageModel, MixerConfig, Tagger
 from seqboat.runs import Run
+from seqboat.tasks.own.targets import LabelsTarget, NumberTarget
+from seqboat.tasks.own.task import OwnTask
 from seqboat.training.checkpoint import Checkpoint
 from seqboat.training.config import RunConfig, to_dict
 
@@ -30,25 +34,26 @@ class Exported(NamedTuple):
 
 
 def to_transformers(model: nn.Module, **settings: Any) -> SeqBoatPreTrainedModel:
-    """A language model or classifier of the core as a model of transformers, with copies of its weights.
+    """A language model, classifier or tagger of the core as a model of transformers, with copies of its weights.
 
     Args:
-        model: reads token ids.
+        model: reads token ids or real values.
         settings: further fields of the configuration, such as pad_token_id or id2label.
     """
     require(
-        isinstance(model, LanguageModel | Classifier),
-        f"only language models and classifiers can be exported, not a {type(model).__name__}",
+        isinstance(model, LanguageModel | Classifier | Tagger),
+        f"only language models, classifiers and taggers can be exported, not a {type(model).__name__}",
     )
-    assert isinstance(model, LanguageModel | Classifier)
+    assert isinstance(model, LanguageModel | Classifier | Tagger)
     backbone = model.backbone.config
     if isinstance(model, LanguageModel):
         ours = SeqBoatForCausalLM(SeqBoatModelConfig.from_backbone(backbone, **settings))
     else:
         labels = {} if "id2label" in settings else {"num_labels": model.head.out.out_features}
-        ours = SeqBoatForSequenceClassification(
-            SeqBoatModelConfig.from_backbone(backbone, **labels, **settings)
+        kind = (
+            SeqBoatForTokenClassification if isinstance(model, Tagger) else SeqBoatForSequenceClassification
         )
+        ours = kind(SeqBoatModelConfig.from_backbone(backbone, **labels, **settings))
         ours.head.load_state_dict(model.head.state_dict())
     ours.to(model.backbone.embedding.weight.dtype)
     ours.model.backbone.load_state_dict(model.backbone.state_dict())
@@ -71,13 +76,10 @@ def export_run(run: Path | str, folder: Path | str, which: str = "best") -> Expo
     checkpoint, config, core = source.checkpoint, source.config, source.model
     name = to_dict(config)["task"]["name"]
     readable = source.task.text_bytes
-    settings: dict[str, Any] = {"pad_token_id": PAD}
-    labels = checkpoint.state.get("labels") or ()
-    if labels and isinstance(core, Classifier):
-        settings["id2label"] = dict(enumerate(labels))
-        settings["label2id"] = {label: place for place, label in enumerate(labels)}
     try:
-        model = to_transformers(core, **settings)
+        model = to_transformers(core, pad_token_id=PAD, **head_settings(source))
+        if isinstance(source.task, OwnTask) and isinstance(source.task.target, NumberTarget):
+            _in_own_units(model, source.task.facts)
     except ValueError as error:
         raise ValueError(f"{run} cannot be exported (task {name}): {error}") from error
     if isinstance(model, SeqBoatForCausalLM):
@@ -87,15 +89,42 @@ def export_run(run: Path | str, folder: Path | str, which: str = "best") -> Expo
     try:
         model.save_pretrained(stage)
         if readable:
-            byte_tokenizer("left" if isinstance(model, SeqBoatForCausalLM) else "right").save_pretrained(
-                stage
-            )
+            lm = isinstance(model, SeqBoatForCausalLM)
+            side, longest = ("left", None) if lm else ("right", source.task.max_length)
+            byte_tokenizer(side, longest).save_pretrained(stage)
         card = model_card(model, config, checkpoint, readable)
         (stage / "README.md").write_text(card, encoding="utf-8")
         os.rename(stage, folder)
     finally:
         shutil.rmtree(stage, ignore_errors=True)
     return Exported(model, folder, readable)
+
+
+def head_settings(run: Run) -> dict[str, Any]:
+    """Fields of the configuration that say what the outputs of a run's model mean, and what its inputs are."""
+    settings: dict[str, Any] = {}
+    labels = run.checkpoint.state.get("labels") or ()
+    if labels and isinstance(run.model, Classifier | Tagger):
+        settings["id2label"] = dict(enumerate(labels))
+        settings["label2id"] = {label: place for place, label in enumerate(labels)}
+    if isinstance(run.task, OwnTask):
+        if isinstance(run.task.target, NumberTarget):
+            settings["problem_type"] = "regression"
+        elif isinstance(run.task.target, LabelsTarget):
+            settings["problem_type"] = "multi_label_classification"
+        if run.task.vocab is None:
+            names = ("input", "mean", "std", "gaps", "rate")
+            settings["input_facts"] = {name: run.task.facts[name] for name in names if name in run.task.facts}
+    return settings
+
+
+def _in_own_units(model: SeqBoatPreTrainedModel, facts: dict[str, Any]) -> None:
+    """Let a regression model answer in the units of its targets, not in standard deviations from their mean."""
+    out = model.head.out
+    require(out.bias is not None, "a number needs a head with a bias (model.head_bias)")
+    with torch.no_grad():
+        out.weight.mul_(facts["target_std"])
+        out.bias.mul_(facts["target_std"]).add_(facts["target_mean"])
 
 
 def model_card(
@@ -109,7 +138,9 @@ def model_card(
     task = config.build_task()
     best = checkpoint.state.get("progress", {}).get("best")
     score = "" if best is None else f"; best {task.metric} on held-out data during training: {best:.4g}"
-    auto = "AutoModelForCausalLM" if lm else "AutoModelForSequenceClassification"
+    tagger = isinstance(model, SeqBoatForTokenClassification)
+    auto = "AutoModelForTokenClassification" if tagger else "AutoModelForSequenceClassification"
+    auto = "AutoModelForCausalLM" if lm else auto
     if readable:
         use = (
             'inputs = tokenizer("The history of", return_tensors="pt")\n'
@@ -120,20 +151,25 @@ def model_card(
         names = f"{auto}, AutoTokenizer"
         load = f'tokenizer = AutoTokenizer.from_pretrained("{{folder}}")\n{use}'
         tokens = "Token ids are the bytes of UTF-8."
+    elif backbone.vocab is None:
+        names, load = auto, "print(model(input_values=values).logits)  # (batch, time, channels)"
+        tokens = (
+            f"Inputs are real values, normalized as `input_facts` of the configuration says ({task.name})."
+        )
     else:
         names, load = auto, "print(model(input_ids).logits)  # token ids as the task numbers them"
         tokens = f"There is no tokenizer: token ids are those of the task `{task.name}`."
     return f"""---
 library_name: transformers
-pipeline_tag: {"text-generation" if lm else "text-classification"}
+pipeline_tag: {"text-generation" if lm else "token-classification" if tagger else "text-classification"}
 tags:
 - seqboat
 ---
 
 # {config.recipe or task.name}
 
-A {"language model" if lm else "classifier"} of {backbone.num_layers} `{mixer["name"]}` layers of width \
-{backbone.d_model}, {count:,} parameters, made with seqboat. {tokens}
+A {"language model" if lm else "tagger" if tagger else "classifier"} of {backbone.num_layers} `{mixer["name"]}` \
+layers of width {backbone.d_model}, {count:,} parameters, made with seqboat. {tokens}
 
 ```python
 import seqboat.hf  # pip install 'seqboat[hf]'; tells transformers what this model is

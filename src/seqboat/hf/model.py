@@ -1,10 +1,10 @@
 """The core's models as models of transformers: the same numbers behind the library's calling conventions.
 
-    SeqBoatModel                        the stack: last_hidden_state and a cache
-    SeqBoatForCausalLM                  scores of the next token; `generate`
-    SeqBoatForSequenceClassification    one label for a sequence
+    SeqBoatModel          the stack: last_hidden_state and a cache
+    SeqBoatForCausalLM    scores of the next token; `generate`
 
-For every mixer, padding may be anywhere (attention_mask marks it) and does not affect real tokens.
+`seqboat.hf.heads` has the models that answer for a sequence or for its tokens. For every mixer, padding may be
+anywhere (attention_mask marks it) and does not affect real tokens.
 """
 
 from __future__ import annotations
@@ -23,18 +23,16 @@ from transformers import initialization as init
 from transformers.modeling_outputs import (
     BaseModelOutputWithPast,
     CausalLMOutputWithPast,
-    SequenceClassifierOutput,
 )
 from transformers.utils.generic import can_return_tuple
 
 from seqboat.checks import check_dtype, require
-from seqboat.core.nn import masked_mean
 from seqboat.core.padding import align
 from seqboat.hf.cache import SeqBoatCache
 from seqboat.hf.configuration import SeqBoatModelConfig
 from seqboat.hf.weights import build_backbone, check_weights, loading, write_checksums
 from seqboat.mixers.base import MixerOutput
-from seqboat.models.backbone import Backbone, Head
+from seqboat.models.backbone import Backbone
 from seqboat.tasks.base import IGNORE
 
 
@@ -213,6 +211,7 @@ class SeqBoatModel(SeqBoatPreTrainedModel):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
+        input_values: Tensor | None = None,
     ) -> BaseModelOutputWithPast:
         """Run the stack.
 
@@ -224,17 +223,21 @@ class SeqBoatModel(SeqBoatPreTrainedModel):
             use_cache: whether to return a cache; only causal models have one.
             output_hidden_states: whether to return the inputs and outputs of all layers.
             output_attentions: not supported: no layer has a (time, time) matrix.
+            input_values: (batch, time, channels) instead of input_ids, for models that read real values.
         """
+        given = [x for x in (input_ids, inputs_embeds, input_values) if x is not None]
+        wanted = "input_ids and inputs_embeds" if self.config.channels is None else "input_values"
         require(
-            (input_ids is None) != (inputs_embeds is None),
-            "exactly one of input_ids and inputs_embeds must be given",
+            len(given) == 1 and (input_values is None) == (self.config.channels is None),
+            f"exactly one of {wanted} must be given"
+            if self.config.channels is None
+            else f"{wanted} must be given",
         )
         require(
             not (output_attentions or self.config.output_attentions),
             "output_attentions is not supported: there is no (time, time) matrix of attention",
         )
-        inputs = input_ids if inputs_embeds is None else inputs_embeds
-        assert inputs is not None
+        inputs = given[0]
         batch, time = inputs.shape[:2]
         hidden = (
             output_hidden_states if output_hidden_states is not None else self.config.output_hidden_states
@@ -383,44 +386,3 @@ class SeqBoatForCausalLM(SeqBoatPreTrainedModel, GenerationMixin):
             past_key_values=out.past_key_values,
             hidden_states=out.hidden_states,
         )
-
-
-class SeqBoatForSequenceClassification(SeqBoatPreTrainedModel):
-    """One label for a sequence: the mean over its real tokens through one hidden layer."""
-
-    def __init__(self, config: SeqBoatModelConfig) -> None:
-        super().__init__(config)
-        self.model = SeqBoatModel(config)
-        self.head = Head(config.backbone(), 1, config.num_labels)
-        self.post_init()
-
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        output_hidden_states: bool | None = None,
-        output_attentions: bool | None = None,
-    ) -> SequenceClassifierOutput:
-        """Score the labels of each sequence; see `SeqBoatModel.forward`.
-
-        Args:
-            labels: (batch,) classes or values, or (batch, num_labels) of 0 and 1, depending on `config.problem_type`.
-        """
-        out = self.model(
-            input_ids,
-            attention_mask=attention_mask,
-            inputs_embeds=inputs_embeds,
-            use_cache=False,
-            output_hidden_states=output_hidden_states,
-            output_attentions=output_attentions,
-            return_dict=True,
-        )
-        y = out.last_hidden_state
-        logits = self.head(masked_mean(y, read_mask(attention_mask, y.shape[1])))
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
-        return SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=out.hidden_states)

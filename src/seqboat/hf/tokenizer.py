@@ -24,11 +24,12 @@ def byte_names() -> list[str]:
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
-def byte_tokenizer(padding_side: str = "left") -> PreTrainedTokenizerFast:
+def byte_tokenizer(padding_side: str = "left", max_length: int | None = None) -> PreTrainedTokenizerFast:
     """A tokenizer whose ids are bytes.
 
     Args:
         padding_side: "left" for generation; either side for everything else.
+        max_length: bytes that `truncation=True` keeps; no limit by default.
     """
     names = byte_names()
     tokenizer = Tokenizer(models.BPE(vocab={name: byte for byte, name in enumerate(names)}, merges=[]))
@@ -40,6 +41,7 @@ def byte_tokenizer(padding_side: str = "left") -> PreTrainedTokenizerFast:
         pad_token=names[PAD],
         eos_token=names[PAD],
         padding_side=padding_side,
+        **({} if max_length is None else {"model_max_length": max_length}),
         split_special_tokens=True,
         clean_up_tokenization_spaces=False,
         model_input_names=["input_ids", "attention_mask"],

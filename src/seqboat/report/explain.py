@@ -11,7 +11,6 @@ tenths, and a dot means that it was not activated. Control characters in the inp
 
 from __future__ import annotations
 
-import math
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -90,6 +89,8 @@ def subject(
     target: NDArray[Any] | int = IGNORE
     if task.kind == "lm":
         target = np.append(parts[0][1:], IGNORE)
+    elif task.kind == "tag":
+        target = np.full(len(parts[0]), IGNORE)
     example = Example(parts[0], target, parts[1] if wanted == 2 else None)
     return Examples(source.model, source.config, task, Single(example), source.step)
 
@@ -116,11 +117,16 @@ def as_record(found: SampleTrace, task: Task, layers: Sequence[int] | None = Non
         layers: which to include, counted from 0; all by default.
     """
     last = (found.ranked[-1], found.probs[-1]) if task.kind == "lm" else (found.ranked, found.probs)
-    ranked = [
-        {"class": int(number), "name": name_of(task, int(number)), "probability": float(prob)}
-        for number, prob in zip(*last, strict=True)
-    ]
-    record: dict[str, Any] = {"prediction": ranked[0], "ranked": ranked}
+    said = None if task.kind == "lm" else task.say(found.logits)
+    ranked = (
+        []
+        if said is not None
+        else [
+            {"class": int(number), "name": name_of(task, int(number)), "probability": float(prob)}
+            for number, prob in zip(*last, strict=True)
+        ]
+    )
+    record: dict[str, Any] = {"prediction": ranked[0] if said is None else said, "ranked": ranked}
     if task.kind == "lm":
         record["bits_per_token"] = bits_per_token(found)
     record["sequences"] = [
@@ -197,8 +203,10 @@ def prediction_text(found: SampleTrace, task: Task) -> str:
     """The prediction, in a line or two."""
     record = as_record(found, task, [])
     lm = task.kind == "lm"
-    if not math.isfinite(record["ranked"][0]["probability"]):
+    if not np.isfinite(found.probs).all():
         return "no prediction: the output of the model is not finite"
+    if not record["ranked"]:
+        return f"prediction: {record['prediction']}"
     # quoted, so that a space is visible
     first, *others = [
         f"{repr(item['name']) if lm else item['name']} ({item['probability']:.1%})"

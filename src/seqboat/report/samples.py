@@ -390,6 +390,12 @@ def describe_sample(number: int, found: SampleTrace, task: Task) -> dict[str, An
         if wanted.any():
             facts.append(["bits per token", f"{-np.log2(probs).mean():.3f}"])
             facts.append(["next token right", f"{100 * hit.mean():.1f} %"])
+    elif (said := task.say(found.logits)) is not None:
+        facts.append(["predicted", visible(said)])
+        if isinstance(found.label, np.ndarray):
+            wanted = found.label != IGNORE
+            hit = np.asarray(found.prediction)[wanted] == found.label[wanted]
+            facts.append(["tags right", f"{100 * hit.mean():.1f} %" if wanted.any() else "no tags"])
     else:
         assert isinstance(found.label, int) and isinstance(found.prediction, int)
         guess = f"{label_name(task, found.prediction)} ({100 * float(found.probs[0]):.0f} %)"

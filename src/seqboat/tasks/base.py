@@ -5,7 +5,7 @@
     task.collate([example, ...]) -> Batch      tensors, padded on the right, with a mask of the real tokens
     task.loss(output, batch) -> Loss           a sum and a count, so that uneven batches average exactly
     task.score(output, batch) -> dict          sums and counts again: add them over batches and processes
-    task.summarise(totals) -> dict             the final numbers
+    task.summarize(totals) -> dict             the final numbers
 
 Four kinds: "classify" (one answer for a sequence), "match" (one answer for a pair of sequences), "tag" (a class for
 every token) and "lm" (the next token for every token); `IGNORE` where a token has no target.
@@ -187,6 +187,11 @@ class Task(ABC):
     better: Literal["higher", "lower"] = "higher"
     splits: tuple[Split, ...] = SPLITS
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "summarise" in cls.__dict__ and "summarize" not in cls.__dict__:
+            cls.summarize = cls.__dict__["summarise"]  # type: ignore[method-assign]
+
     @abstractmethod
     def dataset(self, split: Split) -> Dataset:
         """The examples of a split. If data is missing, a ValueError says how to prepare it."""
@@ -259,7 +264,7 @@ class Task(ABC):
             totals["bits"] = ratio(total.double() / math.log(2), scored)
         return totals
 
-    def summarise(self, totals: Mapping[str, Tensor]) -> dict[str, float]:
+    def summarize(self, totals: Mapping[str, Tensor]) -> dict[str, float]:
         """Metrics from summed scores; nan if nothing was counted."""
         return {
             name: float(total) / float(count) if float(count) else math.nan
@@ -274,6 +279,14 @@ class Task(ABC):
         if not isinstance(example.target, np.ndarray):
             parts.append(f"class {int(example.target)}")
         return "\n".join(parts)
+
+    def say(self, logits: NDArray[Any]) -> str | None:
+        """The answer of a model as text, for tasks whose answers are not single classes; None for others.
+
+        Args:
+            logits: the output for one sequence.
+        """
+        return None
 
     def _spell(self, inputs: NDArray[Any]) -> str:
         return " ".join(str(value) for value in inputs.reshape(-1).tolist())

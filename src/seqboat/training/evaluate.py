@@ -209,7 +209,7 @@ def evaluate(
     assert routed is not None
     totals = {name: world.sum(value.to(world.device)).cpu() for name, value in totals.items()}
     routed = world.sum(routed.to(world.device)).cpu()
-    return Evaluation(task.summarise(totals), rates(routed), len(dataset))
+    return Evaluation(task.summarize(totals), rates(routed), len(dataset))
 
 
 def first_rows(state: Any, count: int) -> Any:

@@ -171,7 +171,7 @@ class Stepper:
             activation = rates(world.sum(routed.to(world.device)).cpu())
             activated = world.sum(activated)
             summed = {name: world.sum(value.to(world.device)).cpu() for name, value in scores.items()}
-            final = self.task.summarise(summed)
+            final = self.task.summarize(summed)
             metrics |= {name: finite_or_none(value) for name, value in final.items() if name != "loss"}
         return StepResult(
             metrics, lr, norm, int(totals.tokens), totals.stop, activation, activated.tolist(), trouble

@@ -360,18 +360,25 @@ class Picture(Input):
         check_installed("PIL", "a folder of images")
         from PIL import Image, UnidentifiedImageError
 
-        side = self.config.image_size
         try:
             with Image.open(io.BytesIO(content)) as image:
                 require(
                     max(image.size) <= MAX_SIDE,
                     f"an image of {image.size[0]} x {image.size[1]} pixels is too large",
                 )
-                gray = image.convert("L")
-                small = gray if gray.size == (side, side) else gray.resize((side, side), Image.Resampling.BOX)
-                return np.asarray(small, np.uint8).reshape(-1)
+                return self.resize(np.asarray(image.convert("L"), np.uint8))
         except (UnidentifiedImageError, OSError, SyntaxError, Image.DecompressionBombError) as error:
             raise ValueError(f"not an image: {error}") from None
+
+    def resize(self, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """The stored form of a gray image (height, width)."""
+        from PIL import Image
+
+        side = self.config.image_size
+        if pixels.shape == (side, side):
+            return pixels.reshape(-1)
+        small = Image.fromarray(pixels).resize((side, side), Image.Resampling.BOX)
+        return np.asarray(small, np.uint8).reshape(-1)
 
     def measure(self, rows: Sequence[NDArray[Any]]) -> Facts:
         count, total, square = 0, 0.0, 0.0

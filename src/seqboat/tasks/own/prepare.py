@@ -16,7 +16,7 @@ from seqboat.checks import require
 from seqboat.data.console import Advance
 from seqboat.data.sources import Source, check_name, read_file
 from seqboat.data.store import Prepared, RaggedWriter, Skips, Staging
-from seqboat.data.tables import is_table, read_records
+from seqboat.data.tables import TABLE_SUFFIXES, is_table, read_records
 from seqboat.tasks.base import SPLITS
 from seqboat.tasks.own.inputs import INPUTS, Input
 
@@ -63,6 +63,10 @@ def input_name(config: OwnTaskConfig) -> str:
         return "text"
     require(
         path.exists(), f"{path} does not exist: expected a table, or a folder with a folder for each class"
+    )
+    require(
+        path.is_dir() or Source(path).kind() != "file",
+        f"{path}: the name of a table must end in {', '.join(TABLE_SUFFIXES)} (text may be .gz, .xz or .bz2)",
     )
     return _first_kind(member.name for member in Source(path).members(_is_known))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -95,6 +96,10 @@ class Target(ABC):
     @abstractmethod
     def answer(self, logits: Tensor, facts: Facts) -> dict[str, Any]:
         """What a model says about one sequence, in plain values."""
+
+    def say(self, answer: dict[str, Any]) -> str | None:
+        """An answer as text, unless it is a single class."""
+        return None
 
     @abstractmethod
     def spell(self, target: NDArray[Any] | int, facts: Facts) -> str:
@@ -305,6 +310,10 @@ class LabelsTarget(_Labeled):
             "probabilities": dict(zip(facts["labels"], probs, strict=True)),
         }
 
+    def say(self, answer: dict[str, Any]) -> str:
+        found = [f"{label} ({answer['probabilities'][label]:.0%})" for label in answer["labels"]]
+        return ", ".join(found) or "no label"
+
     def spell(self, target: NDArray[Any] | int, facts: Facts) -> str:
         found = [label for label, there in zip(facts["labels"], np.asarray(target), strict=True) if there]
         return ", ".join(found) or "no label"
@@ -380,6 +389,9 @@ class NumberTarget(Target):
     def answer(self, logits: Tensor, facts: Facts) -> dict[str, Any]:
         return {"value": float(logits[0].double()) * facts["target_std"] + facts["target_mean"]}
 
+    def say(self, answer: dict[str, Any]) -> str:
+        return f"{answer['value']:.6g}"
+
     def spell(self, target: NDArray[Any] | int, facts: Facts) -> str:
         return f"{float(target) * facts['target_std'] + facts['target_mean']:g}"
 
@@ -445,6 +457,11 @@ class TagTarget(_Labeled):
 
     def answer(self, logits: Tensor, facts: Facts) -> dict[str, Any]:
         return {"tags": [facts["labels"][int(tag)] for tag in logits.argmax(dim=-1)]}
+
+    def say(self, answer: dict[str, Any]) -> str:
+        counts = Counter(tag for tag in answer["tags"] if tag != OUTSIDE)
+        found = [f"{label} on {count} tokens" for label, count in counts.most_common(5)]
+        return ", ".join(found) or "no tag"
 
     def spell(self, target: NDArray[Any] | int, facts: Facts) -> str:
         return " ".join(facts["labels"][int(tag)] for tag in np.asarray(target))

@@ -38,7 +38,7 @@ from seqboat.tasks.base import (
     Task,
     ratio,
 )
-from seqboat.tasks.own.inputs import INPUTS, Facts, Input
+from seqboat.tasks.own.inputs import INPUTS, Facts, Input, Picture
 from seqboat.tasks.own.prepare import OwnRecord, input_name, prepare_own, read_own
 from seqboat.tasks.own.targets import ClassTarget, LabelsTarget, NumberTarget, TagTarget, Target
 from seqboat.tasks.stored import hold_out, ragged_lengths
@@ -404,12 +404,31 @@ class OwnTask(Task):
         total, scored = self.target.loss(logits, batch.targets, self.facts)
         return {"loss": ratio(total, scored), **self.target.score(logits, batch.targets, self.facts)}
 
-    def summarise(self, totals: Mapping[str, Tensor]) -> dict[str, float]:
-        return self.target.summarize(super().summarise(totals))
+    def summarize(self, totals: Mapping[str, Tensor]) -> dict[str, float]:
+        return self.target.summarize(super().summarize(totals))
 
     def answer(self, logits: Tensor) -> dict[str, Any]:
         """What a model says about one sequence, in plain values."""
         return self.target.answer(_wide(logits), self.facts)
+
+    def read_text(self, text: bytes) -> NDArray[Any]:
+        if self.source.name not in ("symbols", "tokens", "series"):
+            return super().read_text(text)
+        values = {self.config.text_column: text.decode("utf-8", "replace")}
+        return self.source.sequence(self.source.read(values), self.facts)
+
+    def read_wav(self, content: bytes) -> NDArray[Any]:
+        if self.source.name != "wav":
+            return super().read_wav(content)
+        return self.source.sequence(self.source.read_file(content), self.facts)
+
+    def read_image(self, pixels: NDArray[np.uint8]) -> NDArray[Any]:
+        if not isinstance(self.source, Picture):
+            return super().read_image(pixels)
+        return self.source.sequence(self.source.resize(pixels), self.facts)
+
+    def say(self, logits: NDArray[Any]) -> str | None:
+        return self.target.say(self.answer(torch.from_numpy(logits)))
 
     def show(self, example: Example) -> str:
         parts = [example.inputs] if example.second is None else [example.inputs, example.second]

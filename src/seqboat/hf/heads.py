@@ -1,0 +1,96 @@
+"""Models of transformers that answer for a sequence or for each of its tokens.
+
+    SeqBoatForSequenceClassification    a class, several labels or a number for a sequence
+    SeqBoatForTokenClassification       a class for every token
+
+Models trained on real values take `input_values` (batch, time, channels) instead of `input_ids`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    SequenceClassifierOutput,
+    TokenClassifierOutput,
+)
+from transformers.utils.generic import can_return_tuple
+
+from seqboat.core.nn import masked_mean
+from seqboat.hf.configuration import SeqBoatModelConfig
+from seqboat.hf.model import SeqBoatModel, SeqBoatPreTrainedModel, read_mask
+from seqboat.models.backbone import Head
+from seqboat.tasks.base import IGNORE
+
+
+class _WithHead(SeqBoatPreTrainedModel):
+    """The stack, and one hidden layer that scores the labels of a vector."""
+
+    def __init__(self, config: SeqBoatModelConfig) -> None:
+        super().__init__(config)
+        self.model = SeqBoatModel(config)
+        self.head = Head(config.backbone(), 1, config.num_labels)
+        self.post_init()
+
+    def _read(self, inputs: dict[str, Any]) -> BaseModelOutputWithPast:
+        out: BaseModelOutputWithPast = self.model(**inputs, use_cache=False, return_dict=True)
+        return out
+
+
+class SeqBoatForSequenceClassification(_WithHead):
+    """One answer for a sequence, from the mean over its real tokens."""
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        **inputs: Any,
+    ) -> SequenceClassifierOutput:
+        """Score the labels of each sequence; see `SeqBoatModel.forward` for all inputs.
+
+        Args:
+            labels: (batch,) classes or values, or (batch, num_labels) of 0 and 1, depending on `config.problem_type`.
+        """
+        inputs |= {"input_ids": input_ids, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
+        out = self._read(inputs)
+        y = out.last_hidden_state
+        assert y is not None
+        logits = self.head(masked_mean(y, read_mask(attention_mask, y.shape[1])))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
+        return SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=out.hidden_states)
+
+
+class SeqBoatForTokenClassification(_WithHead):
+    """One class for every token."""
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        **inputs: Any,
+    ) -> TokenClassifierOutput:
+        """Score the classes of each token; see `SeqBoatModel.forward` for all inputs.
+
+        Args:
+            labels: (batch, time) classes; -100 for tokens that are not scored. Padding never is.
+        """
+        inputs |= {"input_ids": input_ids, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
+        out = self._read(inputs)
+        logits = self.head(out.last_hidden_state)
+        loss = None
+        if labels is not None:
+            mask = read_mask(attention_mask, logits.shape[1])
+            wanted = labels if mask is None else labels.masked_fill(~mask, IGNORE)
+            loss = F.cross_entropy(logits.flatten(0, 1).float(), wanted.flatten(), ignore_index=IGNORE)
+        return TokenClassifierOutput(loss=loss, logits=logits, hidden_states=out.hidden_states)
