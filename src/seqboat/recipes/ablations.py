@@ -2,12 +2,19 @@
 
 A row changes the SeqBoat of a recipe of the Long Range Arena and nothing else (`mixers.seqboat.ablations`): the
 steps, the learning rate and the widths stay. The names are `ablations.TASK.ROW`: `ablations.listops.local` in full,
-`ablations.listops-small.local` its small variant. The first rows are the recipes themselves; their speed is
-compared with is MEGA in the same recipe, `ablations.TASK.mega`, with the widths of its SeqBoat.
+`ablations.listops-small.local` its small variant. The first row of the second table is the recipe itself. Speeds are
+multiples of that of MEGA in the same recipe, `ablations.TASK.mega`, with the widths of its SeqBoat.
+
+In full, two rows take the form of the published code: the Sigmoid router has SeqBoat's learned temperature, and S4D
+has 16 states, half inverse and half linear. The small variants have our defaults.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
+from seqboat.core.routers import SigmoidConfig
 from seqboat.mixers.attention.mega import MegaConfig
 from seqboat.mixers.carry import carry_over
 from seqboat.mixers.seqboat.ablations import (
@@ -24,6 +31,7 @@ from seqboat.mixers.seqboat.ablations import (
     SeqBoatThenFFNConfig,
 )
 from seqboat.mixers.seqboat.layer import SeqBoatConfig, SeqBoatFFNConfig
+from seqboat.mixers.ssm.s4d import S4DConfig
 from seqboat.recipes import lra
 from seqboat.recipes.base import MixerChoice, Recipe, choose
 from seqboat.training.config import RunConfig
@@ -58,11 +66,28 @@ TASKS: dict[str, Recipe] = {
 }
 
 
+PUBLISHED_S4D = S4DConfig(d_state=16, init="inv-lin", rule="bilinear", truncation=1024)
+"""The kernel of "SSM with S4D" in the published code."""
+
+
+def _as_published(variant: Any, base: Any) -> Any:
+    """The form of a variant in the published code."""
+    if isinstance(variant, SeqBoatFullS4DConfig):
+        return replace(variant, ssm=PUBLISHED_S4D)
+    if isinstance(variant, SeqBoatSigmoidConfig):
+        scale = base.router.temperature_scale
+        return replace(variant, router=SigmoidConfig(temperature_scale=scale))
+    return variant
+
+
 def _recipe(task: str, form: type, about: str) -> Recipe:
     base = TASKS[task]
 
     def recipe(mixer: MixerChoice = None) -> RunConfig:
-        own = carry_over(base().model.mixer, form).mixer
+        given = base().model.mixer
+        own = carry_over(given, form).mixer
+        if not task.endswith("-small"):
+            own = _as_published(own, given)
         return base(mixer=choose(mixer, own))
 
     recipe.__doc__ = f"{about} On the recipe lra.{task}."
