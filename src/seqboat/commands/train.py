@@ -18,6 +18,7 @@ Any field of the configuration can be set by its dotted name, as --a.b=value or 
 them all. Parts are chosen by name; another mixer keeps the settings of the recipe's own where it has them:
 
   seqboat train lra.listops-small --seed=1 --training.batch_size=16
+  seqboat train lra.image/mega-chunk                           (seqboat list rows)
   seqboat train lra.image-small --model.mixer NAME             (seqboat list mixers)
   seqboat train lra.image-small --model.mixer NAME --match-parameters
   seqboat train recall --model.mixer.router sigmoid            (seqboat list routers)
@@ -34,7 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
-    parser.add_argument("recipe", nargs="?", help="name of a recipe (seqboat list recipes)")
+    parser.add_argument(
+        "recipe", nargs="?", help="name of a recipe (seqboat list recipes, rows or ablations)"
+    )
     parser.add_argument(
         "--config", metavar="FILE", help="YAML file of settings, on top of the recipe or instead of one"
     )

@@ -1,4 +1,4 @@
-"""Synthetic tasks that take minutes: two that tell whether a model can look things up, and the demo."""
+"""Synthetic tasks that train in minutes: two tests of recall, and the demo."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def copy(mixer: MixerChoice = None) -> RunConfig:
 def demo(mixer: MixerChoice = None) -> RunConfig:
     """Short ListOps expressions, learned in about four minutes on two cores; three layers of width 64.
 
-    The temperature of the routers and the learning rate are the paper's for ListOps.
+    Router temperature and learning rate are the paper's for ListOps.
     """
     mixer = choose(
         mixer,
         SeqBoatConfig(
             init="paper",
-            # half of the usual block: most expressions are shorter than it
+            # half the default block: most expressions are shorter
             ssm=EMAConfig(d_state=8, block=32),
             router=TemperedSoftmaxConfig(temperature_scale=0.3),
             gau=GAUConfig(d_z=32, window=64, max_positions=100),

@@ -273,7 +273,7 @@ def text_small(mixer: MixerChoice = None) -> RunConfig:
     """Text with reviews cut to 512 bytes.
 
     Cut: 512 bytes instead of 4,096, 2 layers of width 64 instead of 4 of 128, 4 epochs instead of 50, working memory
-    64; 2,500 training reviews are kept back for validation, and the test is half of the test reviews.
+    64; 2,500 training reviews are held out for validation, and half of the test reviews are scored.
     """
     full = text()
     narrow = _resized(full, d_z=32, d_v=128, window=64, max_positions=512)
@@ -314,7 +314,7 @@ def image_small(mixer: MixerChoice = None) -> RunConfig:
     """Image at 16 x 16 pixels.
 
     Cut: squares of four pixels are averaged (256 tokens instead of 1,024), 4 layers of width 64 instead of 8 of 160,
-    two epochs instead of 200, working memory 64; half of the test images.
+    two epochs instead of 200, working memory 64; half of the test images are scored.
     """
     full = image()
     narrow = _resized(full, d_z=32, d_v=128, window=64, max_positions=256)
@@ -347,7 +347,7 @@ def pathfinder_small(mixer: MixerChoice = None) -> RunConfig:
 
 
 def pathx_small(mixer: MixerChoice = None) -> RunConfig:
-    """Path-X at full length in a narrow model: shows that 16,384 tokens train, not that they are learned.
+    """Path-X at full length in a narrow model: shows that training works at 16,384 tokens, not that it learns.
 
     Cut: 2 layers of width 32 instead of 6 of 128, 1,600 images seen instead of 16 million, working memory 64. The
     published task stays at chance for many epochs, and so does this one.

@@ -59,9 +59,9 @@ def speech(mixer: MixerChoice = None) -> RunConfig:
 def speech_small(mixer: MixerChoice = None) -> RunConfig:
     """Speech Commands at 2,000 averaged samples.
 
-    Cut: samples are averaged by eights, 22,000 clips seen instead of 5 million, 4 layers of width 48 instead of 8 of
-    60, working memory 64, no absolute positions. Changed: the data set's own split by speakers, so that no speaker of
-    the test is known.
+    Cut: averages of eight samples, 22,000 clips seen instead of 5 million, 4 layers of width 48 instead of 8 of
+    60, working memory 64, no absolute positions. Changed: the data set's own split by speaker, so that test speakers
+    are unseen.
     """
     return RunConfig(
         task=SpeechTaskConfig(pool=8, parts="speaker"),

@@ -58,7 +58,7 @@ def tag(mixer: MixerChoice = None) -> RunConfig:
 
 
 def lm(mixer: MixerChoice = None) -> RunConfig:
-    """The next byte of text files (--data.text FILES): three layers of width 128, state carried along the text."""
+    """The next byte of text files (--data.text FILES): three layers of width 128, with a carried state."""
     return RunConfig(
         task=LMTextTaskConfig(segment=512),
         model=BackboneConfig(

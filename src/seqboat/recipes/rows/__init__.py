@@ -1,7 +1,7 @@
 """Every row of tables 1, 2 and 3: a recipe for each model on each task.
 
     ROWS["lra"]["mega-chunk"].recipes["image"]()     the configuration of a run
-    find_row("lra.image/mega-chunk")                 the same, by the name that commands use
+    find_recipe("lra.image/mega-chunk")()            the same, by the name that commands use
 
 A row has the name of its mixer. `RECIPE/ROW` works with the small variants as well: the row's mixer, with the
 settings of the small recipe.
