@@ -43,7 +43,7 @@ def _lra(
     layers: int, width: int, d_v: int, d_z: int, alpha: float, attention: str, norm: str, *,
     before: bool = False, dropout: float = 0.0, lr: float, weight_decay: float, batch: int, update_freq: int = 1,
     gpus: int = 1, steps: int, warmup: int, chunk: int = 128, truncation: int = 1024, max_positions: int,
-    apos: bool = False, local_pos: bool = False, **more: Any,
+    apos: bool = False, local_pos: bool = False, more: dict[str, Any] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     return {
         **_CLASSIFIER,
@@ -67,7 +67,7 @@ def _lra(
         "--max-positions": max_positions,
         "--add-apos": apos,
         "--local-pos": local_pos,
-        **more,
+        **(more or {}),
     }
 
 
@@ -82,26 +82,26 @@ SCRIPTS: dict[str, dict[str, Any]] = {
     ),
     "lra.retrieval": _lra(
         6, 128, 256, 64, 0.3, "softmax", "scalenorm", dropout=0.1, lr=0.003, weight_decay=0.04, batch=8,
-        update_freq=8, steps=91_960, warmup=10_000, max_positions=4002, **{"--use-nli": True},
+        update_freq=8, steps=91_960, warmup=10_000, max_positions=4002, more={"--use-nli": True},
     ),
     "lra.image": _lra(
         8, 160, 320, 96, 0.4, "relu2", "batchnorm", before=True, lr=0.01, weight_decay=0.02, batch=50,
-        steps=180_000, warmup=9_000, max_positions=1024, apos=True, **{"--pixel-normalization": (0.48, 0.24)},
+        steps=180_000, warmup=9_000, max_positions=1024, apos=True, more={"--pixel-normalization": (0.48, 0.24)},
     ),
     "lra.pathfinder": _lra(
         6, 128, 256, 64, 1.0, "relu2", "batchnorm", before=True, lr=0.01, weight_decay=0.01, batch=128,
-        steps=250_000, warmup=50_000, max_positions=1024, apos=True, **{"--pixel-normalization": (0.5, 0.5)},
+        steps=250_000, warmup=50_000, max_positions=1024, apos=True, more={"--pixel-normalization": (0.5, 0.5)},
     ),
     "lra.pathx": _lra(
         4, 128, 256, 64, 1.0, "relu2", "syncbatchnorm", before=True, lr=0.01, weight_decay=0.01, batch=2,
         update_freq=8, gpus=8, steps=125_000, warmup=25_000, chunk=256, truncation=128 * 128,
         max_positions=128 * 128, apos=True,
-        **{"--pixel-normalization": (0.5, 0.5), "--warmup-power": 2},
+        more={"--pixel-normalization": (0.5, 0.5), "--warmup-power": 2},
     ),
     "speech": _lra(
         8, 60, 120, 30, 1.0, "relu2", "batchnorm", before=True, lr=0.01, weight_decay=0.01, batch=20,
         steps=250_000, warmup=10_000, truncation=4000, max_positions=16_000, apos=True, local_pos=True,
-        **{"split": "random"},
+        more={"split": "random"},
     ),
     "enwik8": {
         **COMMON,
