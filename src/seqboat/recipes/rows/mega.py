@@ -99,11 +99,12 @@ SPEECH = _in_chunks(
 def _language_model() -> Settings:
     given = _settings(
         12, 512, lr=0.005, weight_decay=0.1, steps=400_000, warmup=24_000, batch=8,
-        ema=EMAConfig(d_state=16, truncation=8192), d_z=128, positions="rotary",
+        ema=EMAConfig(d_state=16), d_z=128, positions="rotary",
         causal=True, norm="layer", prenorm=True, dropout=0.1,
     )  # fmt: skip
     return _in_chunks(given._replace(optimizer=replace(given.optimizer, clip=0.25)), 2048)
 
 
 ENWIK8 = _language_model()
-"""MEGA-chunk on enwik8, 39M parameters: always 8,192 bytes, where the script varies from two to four chunks."""
+"""MEGA-chunk on enwik8, 39M parameters: always 8,192 bytes, where the script varies from two to four chunks. The
+script cuts the moving average after 8,192 taps, which no segment exceeds: ours is whole and takes less memory."""
