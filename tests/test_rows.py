@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from seqboat.cli import main
+from seqboat.commands.train import default_folder
 from seqboat.mixers import MIXERS
 from seqboat.paper.published import ENWIK8, LRA, LRA_TASKS, SPEECH, published_parameters, published_score
 from seqboat.recipes import RECIPES, ROW_RECIPES, ROWS, SMALL_ROWS, find_recipe
@@ -127,6 +129,12 @@ def test_size_of_adaptive_span() -> None:
     name = "enwik8/adaptive-span"
     tables = count(name) - count(name, "distances")
     assert count(name) - tables * 11 // 12 == pytest.approx(39_000_000, rel=0.015)
+
+
+def test_runs_of_rows_stand_beside_those_of_their_recipe() -> None:
+    folders = [default_folder(name) for name in (*RECIPES, *ROW_RECIPES, *SMALL_ROWS, "")]
+    assert len(set(folders)) == len(folders)
+    assert {folder.parent for folder in folders} == {Path("runs")}
 
 
 def test_rows_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -81,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
     if options.print_config:
         print(to_yaml(config), end="")
         return 0
-    folder = Path(options.out or Path("runs") / (config.recipe or "run"))
+    folder = Path(options.out or default_folder(config.recipe))
     try:
         outcome = train(config, folder, resume=options.resume)
     except ValueError as error:
@@ -92,6 +92,15 @@ def run(options: argparse.Namespace) -> int:
         best = "" if outcome.best is None else f"; best {config.build_task().metric} {outcome.best:.4f}"
         print(f"{outcome.message}{best}; {folder}", file=sys.stderr if outcome.exit_code else sys.stdout)
     return outcome.exit_code
+
+
+def default_folder(recipe: str) -> Path:
+    """Where a run goes unless --out says: a row stands beside the recipe that it belongs to, not inside its run.
+
+    >>> default_folder("lra.image/mega").as_posix()
+    'runs/lra.image-mega'
+    """
+    return Path("runs") / (recipe.replace("/", "-") or "run")
 
 
 def _say(line: str) -> None:
