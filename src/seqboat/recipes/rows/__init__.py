@@ -87,7 +87,7 @@ ROWS: dict[str, dict[str, Row]] = {
         "linformer": _lra("Linformer", _XFORMERS, attention.LINFORMER),
         "luna": _lra("Luna-256", "the published scripts of Luna; Path-X: ours", attention.LUNA),
         "s4": _lra("S4", "the published experiments of S4", ssm.S4),
-        "s4d": _lra("S4D-LegS", "those of S4, as in its paper", ssm.S4D),
+        "s4d": _lra("S4D-LegS", "the experiments of S4, which its authors run with this layer", ssm.S4D),
         "s5": _lra("S5", "the published scripts of S5", ssm.S5),
         "liquid-s4": _lra("Liquid-S4", "its published experiments; ours: order 2", ssm.LIQUID_S4),
         "h3": _lra("H3", "ours, after S4D: none were found", ssm.H3),

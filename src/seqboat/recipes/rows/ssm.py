@@ -1,7 +1,7 @@
 """State-space models: S4, S4D-LegS, S5, Liquid-S4 and H3 with the settings that their authors published.
 
 - S4: the experiments `s4-lra-*-new` and `s4-sc` of HazyResearch/state-spaces. Image ties its matrices to two systems.
-- S4D-LegS: those of S4, as its paper does.
+- S4D-LegS: the same, which its authors run with this layer.
 - S5: the scripts of lindermanlab/S5. Its input matrix sometimes decays or has the global learning rate; ours always
   has the learning rate of the state space, without decay.
 - Liquid-S4: the experiments of raminmh/liquid-s4, with kernel "pb" of order 2. Seven states there are three conjugate
