@@ -46,7 +46,7 @@ class Examples(NamedTuple):
     """A trained model and examples to run it on."""
 
     model: nn.Module
-    """in eval mode, on the CPU"""
+    """in eval mode"""
     config: RunConfig
     task: Task
     dataset: Dataset
@@ -55,8 +55,9 @@ class Examples(NamedTuple):
     """of the checkpoint"""
 
     def batch(self, numbers: Sequence[int]) -> Batch:
-        """Some of the examples as a batch."""
-        return self.task.collate([self.dataset[i] for i in numbers])
+        """Some of the examples as a batch, on the model's device."""
+        device = next(self.model.parameters()).device
+        return self.task.collate([self.dataset[i] for i in numbers]).to(device)
 
 
 def load_examples(

@@ -7,6 +7,10 @@ import dataclasses
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from seqboat.training.config import RunConfig
 
 TAKES_FIELDS = True
 """Arguments that argparse does not know are fields of the configuration."""
@@ -24,6 +28,9 @@ them all. Parts are chosen by name; another mixer keeps the settings of the reci
   seqboat train recall --model.mixer.router sigmoid            (seqboat list routers)
   seqboat train classify --data.train reviews.csv
   seqboat train lm --data.text notes/*.txt
+  seqboat train lra.pathx --dry-run --gpu a10                  (memory and time, without data)
+  seqboat train lra.pathx --fit 24 --training.precision bf16   (micro-batches that fit in 24 GB)
+  seqboat train enwik8 --training.processes 8                  (eight GPUs of this machine)
   torchrun --nproc-per-node 2 -m seqboat train recall --training.distributed=fsdp
 
 Exit codes: 0 finished, 1 failure, 2 wrong usage, 3 diverged, 129, 130 and 143 stopped by SIGHUP,
@@ -49,6 +56,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="give the model as many parameters as the recipe's own, by its width",
     )
     parser.add_argument(
+        "--dry-run", action="store_true", help="print an estimate of memory and time, and stop; reads no data"
+    )
+    parser.add_argument(
+        "--fit",
+        type=float,
+        metavar="GB",
+        help="make micro-batches small enough for this much memory (sets training.max_micro_batch)",
+    )
+    parser.add_argument(
+        "--gpu", metavar="NAME", help="for --dry-run: rates and memory of this GPU (default: this machine's)"
+    )
+    parser.add_argument(
         "--print-config", "--print_config", action="store_true", help="print the configuration and stop"
     )
 
@@ -57,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
     """Run the command."""
     from seqboat.checks import require
     from seqboat.recipes import find_recipe
-    from seqboat.training.config import RunConfig, from_yaml, override, to_yaml
+    from seqboat.training.config import from_yaml, override, to_yaml
     from seqboat.training.loop import train
 
     config: RunConfig | None = None
@@ -78,6 +97,11 @@ def run(options: argparse.Namespace) -> int:
         require(bool(config.recipe), "--match-parameters needs a recipe whose model is to be matched")
         config, found = match_parameters(config, find_recipe(config.recipe)())
         print(found.report(), file=sys.stderr)
+    if options.fit is not None:
+        config = _fitted(config, options.fit)
+    if options.dry_run:
+        print(_plan(config, options.gpu, options.fit))
+        return 0
     if options.print_config:
         print(to_yaml(config), end="")
         return 0
@@ -107,3 +131,44 @@ def _say(line: str) -> None:
     """Tell the user, once for all processes."""
     if os.environ.get("RANK", "0") == "0":
         print(line, file=sys.stderr)
+
+
+def _processes(config: RunConfig) -> int:
+    """Of the run: those that torchrun started, or those that it will start itself."""
+    return int(os.environ.get("WORLD_SIZE", config.training.processes))
+
+
+def _fitted(config: RunConfig, gb: float) -> RunConfig:
+    """The configuration with the largest micro-batches that fit in this much memory."""
+    from seqboat.checks import require
+    from seqboat.training.planning.estimate import GB, estimate
+
+    require(gb > 0, f"--fit must be positive, got {gb:g}")
+    found = estimate(config, processes=_processes(config), memory=gb * GB)
+    require(
+        found.fits,
+        f"--fit {gb:g}: one example at a time takes {found.memory / GB:.1f} GB; use --training.precision=bf16, "
+        "--training.gradient_checkpointing=true or more memory",
+    )
+    return config.replace(training={"max_micro_batch": found.micro_batch})
+
+
+def _plan(config: RunConfig, gpu: str | None, fit: float | None) -> str:
+    """Memory and time of a run, on a named GPU or on the device that it would use."""
+    from seqboat.training.parallel import choose_device
+    from seqboat.training.planning.estimate import GB, GPUS, estimate, measure_rates, named_rates
+
+    device = named_rates(gpu) if gpu else measure_rates(choose_device(config.training.device))
+    limit = device.memory if fit is None else fit * GB
+    found = estimate(config, processes=_processes(config), device=device)
+    lines = [found._replace(limit=None if limit is None else round(limit)).report()]
+    if limit is not None:
+        best = estimate(config, processes=_processes(config), memory=limit)
+        if best.fits and best.micro_batch < found.micro_batch:
+            lines.append(
+                f"advice          --fit {limit / GB:g}: {best.micro_batches} micro-batches of {best.micro_batch}"
+            )
+    if device.name in GPUS:
+        lines.append("the time is a lower bound: it assumes the peak rates of the GPU's data sheet")
+    lines.append("every example counts with its maximum length, and all tokens as active")
+    return "\n".join(lines)

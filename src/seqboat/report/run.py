@@ -83,9 +83,7 @@ def collect(
         measures, run=str(run), training=tuple(activation_curve(Run(run).folder))
     ).to_record()
     routed = any(layer is not None for layer in measures.layers)
-    some = examples._replace(
-        model=examples.model.cpu(), dataset=draw_subset(examples.dataset, max(samples, 1))
-    )
+    some = examples._replace(dataset=draw_subset(examples.dataset, max(samples, 1)))
     return Collected(numbers, collect_samples(some, samples) if routed else [], examples.task)
 
 

@@ -82,12 +82,12 @@ def routed_modules(model: nn.Module) -> list[tuple[int, str | None]]:
     return found
 
 
-def activated_tokens(routings: Sequence[Routing | None], layers: int) -> Tensor:
+def activated_tokens(routings: Sequence[Routing | None], layers: int, device: torch.device) -> Tensor:
     """How many tokens each module of each routed layer activated; both sequences of a pair count."""
     # padding is never active: no masks are needed
     counts = count_layers(routings, [None] * (len(routings) // max(layers, 1)))
     found = [layer.active for layer in counts if layer is not None]
-    return torch.cat(found) if found else torch.zeros(0, dtype=torch.int64)
+    return torch.cat(found) if found else torch.zeros(0, dtype=torch.int64, device=device)
 
 
 def watch_routers(

@@ -17,8 +17,9 @@ from seqboat.core.sma import Routing
 from seqboat.core.state import map_state
 from seqboat.tasks.base import Batch, Dataset, Split, Task, apply_model, draw_subset
 from seqboat.tasks.segments import SegmentDataset, check_window
-from seqboat.training.loader import TIMEOUT, Part, batches, micro_batches, split_batch
+from seqboat.training.loader import TIMEOUT, Part, batches, micro_batches, pins, split_batch
 from seqboat.training.parallel import World
+from seqboat.training.precision import autocast
 
 
 @torch.no_grad()
@@ -32,7 +33,7 @@ def activation_sums(
     """
     masks = [batch.mask] if batch.second is None else [batch.mask, batch.second_mask]
     layers = count_layers(routings, masks)
-    sums = torch.zeros(len(layers), 2, dtype=torch.float64)
+    sums = torch.zeros(len(layers), 2, dtype=torch.float64, device=batch.inputs.device)
     for number, counts in enumerate(layers):
         if counts is not None:
             place = None if modules is None else modules[number]
@@ -137,7 +138,7 @@ def evaluate(
     batch_size: int = 32,
     limit: int | None = None,
     workers: int = 0,
-    bf16: bool = False,
+    precision: str = "fp32",
     carry_state: bool = False,
     reading: Windows | Streaming | None = None,
     progress: Callable[[int, int], None] | None = None,
@@ -156,7 +157,7 @@ def evaluate(
         batch_size: over all processes.
         limit: score at most this many examples, drawn at random but always the same; for contiguous text, the first.
         workers: processes that read data.
-        bf16: whether to run in bf16 where it is safe.
+        precision: as in `TrainingConfig`.
         carry_state: whether a language model keeps its state along the text.
         reading: how to cut a long text instead of as the task does and `carry_state` says; a limit then counts
             tokens at its beginning. Several sequences of a `Streaming` read parts of the text side by side.
@@ -186,19 +187,20 @@ def evaluate(
     model.eval()
     try:
         for done, (part, batch) in enumerate(
-            batches(task, dataset, split, iter(parts), workers, timeout), start=1
+            batches(task, dataset, split, iter(parts), workers, timeout, pin_memory=pins(world.device)),
+            start=1,
         ):
-            batch = batch.to(world.device)
+            batch = batch.to(world.device, non_blocking=True)
             if state is not None:
                 state = first_rows(state, len(part.examples))
-            with torch.autocast(world.device.type, torch.bfloat16, enabled=bf16):
+            with autocast(world.device, precision):
                 output = apply_model(model, task.kind, batch, state)
             if carry_state:
                 state = output.state
             sums = activation_sums(output.routings, batch, modules) * part.counted
             routed = sums if routed is None else routed + sums
             for name, value in task.score(output, batch).items():
-                value = value.cpu() * part.counted
+                value = value * part.counted
                 totals[name] = totals[name] + value if name in totals else value
             if progress is not None:
                 progress(done, len(parts))
@@ -207,8 +209,8 @@ def evaluate(
     finally:
         model.train(was_training)
     assert routed is not None
-    totals = {name: world.sum(value.to(world.device)).cpu() for name, value in totals.items()}
-    routed = world.sum(routed.to(world.device)).cpu()
+    totals = {name: world.sum(value).cpu() for name, value in totals.items()}
+    routed = world.sum(routed).cpu()
     return Evaluation(task.summarize(totals), rates(routed), len(dataset))
 
 

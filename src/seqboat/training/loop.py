@@ -16,6 +16,7 @@ import contextlib
 import json
 import math
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -35,9 +36,10 @@ from seqboat.training.config import RunConfig, difference, to_dict, to_yaml
 from seqboat.training.diagnosis import watch_routers
 from seqboat.training.display import Display, make_display
 from seqboat.training.evaluate import EvaluationInterrupted, evaluate
-from seqboat.training.loader import Part, Plan, batches, check_lengths, micro_batches
+from seqboat.training.loader import Part, Plan, batches, check_lengths, micro_batches, pins
 from seqboat.training.metrics import MemoryMeter, MetricsWriter
-from seqboat.training.parallel import World, join, parallelize
+from seqboat.training.parallel import ProcessesError, World, join, launch, launched, parallelize
+from seqboat.training.precision import LossScale, matrix_products
 from seqboat.training.provenance import commit, versions
 from seqboat.training.signals import StopSignals, exit_code
 from seqboat.training.step import Stepper, StepResult, StepTotals, finite_or_none, signal_flags
@@ -80,6 +82,8 @@ class TrainingProgress(NamedTuple):
     """modules without an activated token: the step since when; 0 once that was reported"""
     evaluation_due: bool = False
     """whether the evaluation after this step was interrupted and must still happen"""
+    loss_scale: tuple[float, int] | None = None
+    """of fp16 training: the scale, and the steps since it changed"""
 
 
 def read_progress(found: ck.Checkpoint, steps: int) -> TrainingProgress:
@@ -94,6 +98,7 @@ def read_progress(found: ck.Checkpoint, steps: int) -> TrainingProgress:
             and (progress.best_step is None or 0 <= progress.best_step <= progress.step)
             and all(type(count) is int and count >= 0 for count in counts)
             and all(math.isfinite(s) and s >= 0 for s in (progress.elapsed, progress.processor))
+            and (progress.loss_scale is None or LossScale(*progress.loss_scale).scale > 0)
         )
     except (KeyError, TypeError) as error:
         raise ck.CheckpointError(f"{found.path}: its progress does not fit: {error}") from error
@@ -124,6 +129,10 @@ def train(
         on_step: called with the number of steps taken and the model after every step.
     """
     folder = Path(folder)
+    if config.training.processes > 1 and not launched():
+        if on_step is not None or on_phase is not None:
+            raise ValueError("callbacks need training.processes=1, or torchrun to start the processes")
+        return _train_in_processes(config, folder, resume)
     with join(config.training.device, config.training.timeout) as world:
         display = display or make_display(world.first)
         with contextlib.ExitStack() as stack:
@@ -141,6 +150,21 @@ def train(
             world.agree(error)
             stack.callback(display.close)
             return Trainer(config, folder, world, display, resume, lock, on_phase, on_step).run()
+
+
+def _train_in_processes(config: RunConfig, folder: Path, resume: bool) -> RunOutcome:
+    """Start the processes of a run on this machine; they train, and their checkpoints say how it went."""
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "config.yaml"
+        write_text(path, to_yaml(config))
+        command = [sys.executable, "-m", "seqboat", "train", "--config", str(path), "--out", str(folder)]
+        code = launch([*command, *(["--resume"] if resume else [])], config.training.processes)
+    found = ck.CheckpointStore(folder).newest()
+    if found is None:
+        raise ProcessesError(f"a process of the run ended with exit code {code}; its own message says why")
+    progress = read_progress(found, config.schedule.steps)
+    message = "finished" if code == 0 else f"stopped with exit code {code} after step {progress.step}"
+    return RunOutcome(code, progress.step, progress.best, message)
 
 
 def prepare_folder(folder: Path, resume: bool) -> None:
@@ -223,10 +247,10 @@ class Trainer:
     def _check_batches(self) -> None:
         """Refuse batches that cannot be divided among processes and micro-batches."""
         training = self.config.training
-        parts = self.world.size * training.accumulation
+        parts = self.world.size * training.micro_batches(self.world.size)
         if training.batch_size < parts:
             raise ValueError(
-                f"training.batch_size must be at least processes x training.accumulation = {parts}, "
+                f"training.batch_size must be at least processes x micro-batches = {parts}, "
                 f"got {training.batch_size}"
             )
         if training.carry_state and self.task.kind != "lm":
@@ -234,7 +258,7 @@ class Trainer:
         if training.carry_state and training.batch_size % parts:
             raise ValueError(
                 f"with training.carry_state, training.batch_size must be a multiple of processes x "
-                f"training.accumulation = {parts}, got {training.batch_size}"
+                f"micro-batches = {parts}, got {training.batch_size}"
             )
         if training.carry_state and getattr(self.config.task, "context", None):
             raise ValueError(
@@ -282,6 +306,8 @@ class Trainer:
         ck.load_model_tensors(self.module, found.tensors(ck.MODEL))
         ck.load_optimizer_tensors(self.stepper.optimizer, found.tensors(ck.OPTIM))
         self.progress = read_progress(found, self.config.schedule.steps)
+        if self.progress.loss_scale is not None:
+            self.stepper.loss_scale = LossScale(*self.progress.loss_scale)
         if CARRY in found.state["files"]:
             self.stepper.load_carried(found.tensors(CARRY))
         if self.world.first:
@@ -350,7 +376,7 @@ class Trainer:
             skips = self.task.skips
             self.display.tell(f"{skips.count} records of the data were left out; the first: {skips.first}")
         try:
-            with self.signals:
+            with self.signals, matrix_products(self.config.training.precision):
                 return self._loop()
         finally:
             for tracker in self.trackers:
@@ -365,7 +391,11 @@ class Trainer:
         """The micro-batches of this process in one step."""
         training = self.config.training
         of_processes = micro_batches(
-            self.plan.batch(step), self.world.size, training.accumulation, self.lengths, training.max_tokens
+            self.plan.batch(step),
+            self.world.size,
+            training.micro_batches(self.world.size),
+            self.lengths,
+            training.max_tokens,
         )
         return of_processes[self.world.rank]
 
@@ -388,7 +418,8 @@ class Trainer:
             self._all_parts(),
             training.workers,
             training.timeout,
-            pin_memory=self.world.device.type == "cuda",
+            pin_memory=training.pin_memory and pins(self.world.device),
+            prefetch=training.prefetch,
         )
         clock, tokens = time.monotonic(), 0
         with contextlib.closing(source):
@@ -420,7 +451,7 @@ class Trainer:
 
     def _advance(self, result: StepResult) -> None:
         """Count a step, and report it if it was not applied."""
-        progress = self.progress
+        progress, training = self.progress, self.config.training
         step = progress.step + 1
         due = step % self.config.evaluation.every == 0 or step == self.config.schedule.steps
         skipped = progress.skipped + 1 if result.trouble else 0
@@ -429,6 +460,7 @@ class Trainer:
             tokens=progress.tokens + result.tokens,
             skipped=skipped,
             skipped_in_all=progress.skipped_in_all + bool(result.trouble),
+            loss_scale=self.stepper.loss_scale if training.precision == "fp16" else None,
             evaluation_due=due,
         )
         if result.trouble:
@@ -454,6 +486,8 @@ class Trainer:
             **self.memory.read(),
             "activation": result.activation,
         }
+        if self.config.training.precision == "fp16":
+            record["loss_scale"] = self.stepper.loss_scale.scale
         self._record(record)
         self.display.log(record)
         dead = watch_routers(
@@ -518,7 +552,7 @@ class Trainer:
             batch_size=evaluation.batch_size,
             limit=evaluation.limit,
             workers=self.config.training.workers,
-            bf16=self.config.training.precision == "bf16",
+            precision=self.config.training.precision,
             carry_state=self.config.training.carry_state,
             max_tokens=self.config.training.max_tokens,
             timeout=self.config.training.timeout,

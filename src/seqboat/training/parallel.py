@@ -1,16 +1,19 @@
 """Several processes as one: the rank of this process, sums over all of them, and models spread over them.
 
-Processes are started by `torchrun` or `accelerate launch`; both say in the environment how many there are. With one
-process every function here does nothing.
+Processes are started by `torchrun`, `accelerate launch` or `launch`, which say in the environment how many there are.
+With one process every function here does nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import socket
+import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -20,6 +23,7 @@ from torch import Tensor, nn
 
 from seqboat.checks import require
 from seqboat.core.nn import batch_norms
+from seqboat.training.signals import STOP_SIGNALS
 
 T = TypeVar("T")
 
@@ -188,6 +192,72 @@ def _silent_ranks(store: dist.Store, rank: int, size: int, patience: float) -> l
             time.sleep(0.2)
     except RuntimeError:
         return [0]
+
+
+def launched() -> bool:
+    """Whether this process is one of several that were started together."""
+    return "WORLD_SIZE" in os.environ
+
+
+def launch(command: Sequence[str], processes: int, poll: float = 0.1) -> int:
+    """Run a command in several processes of this machine, as ranks of one run, and return its exit code.
+
+    Signals that stop a run are passed on to all of them. When one fails, the others are ended too.
+
+    Args:
+        command: of every process.
+        processes: how many to start.
+        poll: seconds between looks at them.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    # several processes that take all cores each would slow one another down
+    threads = {"OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // processes, 1))}
+    ranks: list[subprocess.Popen[bytes]] = []
+
+    def pass_on(number: int, frame: object) -> None:
+        for process in ranks:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    old = {}
+    with contextlib.suppress(ValueError):  # not in the main thread
+        old = {number: signal.signal(number, pass_on) for number in STOP_SIGNALS}
+    try:
+        for rank in range(processes):
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            # a separate session: a Ctrl-C of the terminal arrives once, through this process
+            ranks.append(
+                subprocess.Popen(
+                    list(command), env={**threads, **os.environ, **shared, **place}, start_new_session=True
+                )
+            )
+        while any(process.poll() is None for process in ranks) and not any(p.returncode for p in ranks):
+            time.sleep(poll)
+        return _end(ranks)
+    finally:
+        for process in ranks:
+            if process.poll() is None:
+                process.kill()
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+def _end(ranks: list[subprocess.Popen[bytes]], patience: float = 30.0) -> int:
+    """Wait for processes of which one has ended, and return the exit code of the run."""
+    ends = time.monotonic() + patience
+    for process in ranks:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(ends - time.monotonic(), 0))
+    for process in ranks:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+    codes = [process.returncode for process in ranks]
+    # rank 0 knows how the run ended, unless it was only ended for lack of another
+    return codes[0] or next((code for code in codes if code), 0)
 
 
 class ParallelModel(NamedTuple):

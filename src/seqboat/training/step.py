@@ -28,6 +28,7 @@ from seqboat.training.evaluate import activation_sums, rates
 from seqboat.training.loader import Loaded
 from seqboat.training.optim import build_optimizer, learning_rate, set_learning_rate
 from seqboat.training.parallel import ParallelModel, World, gather_shards
+from seqboat.training.precision import SMALLEST, LossScale, autocast
 from seqboat.training.signals import STOP_SIGNALS
 
 
@@ -51,17 +52,21 @@ class StepResult(NamedTuple):
 class StepTotals(NamedTuple):
     """What is summed over the micro-batches and processes of a step."""
 
+    sums: Tensor | None = None
+    """loss and number of targets, on the device"""
+    tokens: float = 0.0
     loss: float = 0.0
     targets: float = 0.0
-    tokens: float = 0.0
     signals: tuple[float, ...] = (0.0,) * len(STOP_SIGNALS)
     """how many processes received each of STOP_SIGNALS"""
 
     def over(self, world: World) -> StepTotals:
         """The totals of all processes; every process must call this."""
-        mine = torch.tensor([self.loss, self.targets, self.tokens, *self.signals], dtype=torch.float64)
-        loss, targets, tokens, *signals = world.sum(mine.to(world.device)).tolist()
-        return StepTotals(loss, targets, tokens, tuple(signals))
+        mine = torch.tensor([self.tokens, *self.signals], dtype=torch.float64).to(world.device)
+        sums = mine.new_zeros(2) if self.sums is None else self.sums
+        # the one place where the host waits for the loss of a step
+        loss, targets, tokens, *signals = world.sum(torch.cat([sums, mine])).tolist()
+        return StepTotals(None, tokens, loss, targets, tuple(signals))
 
     @property
     def stop(self) -> int:
@@ -101,7 +106,8 @@ class Stepper:
         self.modules = routed_modules(self.module)
         for watch in watches(self.module).values():
             watch.warns = False  # the training loop reports dead routers itself
-        self.carried: list[Any] = [None] * config.training.accumulation
+        self.carried: list[Any] = [None] * config.training.micro_batches(world.size)
+        self.loss_scale = LossScale()
 
     def step(self, step: int, micro: list[Loaded], received: int, logged: bool) -> StepResult:
         """Take one step.
@@ -135,30 +141,35 @@ class Stepper:
                     output = apply_model(self.model.run, self.task.kind, batch, carried[number])
                 loss = self.task.loss(output, batch)
                 objective = self._with_budget(loss, output.routings, batch)
-                (objective if part.counted else 0 * objective).backward()
+                self._scaled(objective if part.counted else 0 * objective).backward()
             if config.training.carry_state:
                 self.carried[number] = detach_state(output.state)
             if part.counted:
+                sums = torch.stack([loss.total.detach().double(), loss.scored.double()])
                 totals = totals._replace(
-                    loss=totals.loss + float(loss.total.detach().double()),
-                    targets=totals.targets + float(loss.scored),
+                    sums=sums if totals.sums is None else totals.sums + sums,
                     tokens=totals.tokens + batch.tokens,
                 )
             if logged:
                 counts = activation_sums(output.routings, batch) * part.counted
                 routed = counts if routed is None else routed + counts
-                activated = activated + activated_tokens(output.routings, len(counts)) * part.counted
+                active = activated_tokens(output.routings, len(counts), world.device)
+                activated = activated + active * part.counted
                 for name, value in self.task.score(output, batch).items():
-                    value = value.cpu() * part.counted
+                    value = value * part.counted
                     scores[name] = scores[name] + value if name in scores else value
         totals = totals.over(world)
-        norm = self._finish_gradients(world.size / max(totals.targets, 1.0))
+        norm = self._finish_gradients(world.size / max(totals.targets, 1.0) / self._scale)
         trouble = ""
+        overflow = self._half and not math.isfinite(norm) and self._scale > SMALLEST
+        self.loss_scale = self.loss_scale.after(not math.isfinite(norm)) if self._half else self.loss_scale
         if math.isfinite(totals.loss) and math.isfinite(norm):
             self.optimizer.step()
             update_budgets(self.module)
         else:
-            trouble = self._diagnose(step, micro, carried)
+            # an overflow of fp16 is expected now and then, and costs a step
+            if not (overflow and math.isfinite(totals.loss)):
+                trouble = self._diagnose(step, micro, carried)
             with torch.no_grad():
                 for buffer, value in zip(self.module.buffers(), buffers, strict=True):
                     buffer.copy_(value)
@@ -168,9 +179,9 @@ class Stepper:
         activation: list[float | None] = []
         if logged:
             assert routed is not None
-            activation = rates(world.sum(routed.to(world.device)).cpu())
+            activation = rates(world.sum(routed).cpu())
             activated = world.sum(activated)
-            summed = {name: world.sum(value.to(world.device)).cpu() for name, value in scores.items()}
+            summed = {name: world.sum(value).cpu() for name, value in scores.items()}
             final = self.task.summarize(summed)
             metrics |= {name: finite_or_none(value) for name, value in final.items() if name != "loss"}
         return StepResult(
@@ -193,8 +204,19 @@ class Stepper:
         return batch if loaded.part.counted else batch.hidden()
 
     def _autocast(self) -> torch.autocast:
-        bf16 = self.config.training.precision == "bf16"
-        return torch.autocast(self.world.device.type, torch.bfloat16, enabled=bf16)
+        return autocast(self.world.device, self.config.training.precision)
+
+    @property
+    def _half(self) -> bool:
+        """Whether gradients may overflow."""
+        return self.config.training.precision == "fp16"
+
+    @property
+    def _scale(self) -> float:
+        return self.loss_scale.scale if self._half else 1.0
+
+    def _scaled(self, objective: Tensor) -> Tensor:
+        return objective * self._scale if self._half else objective
 
     def _finish_gradients(self, scale: float) -> float:
         """Turn averages over processes of sums into the average over all targets, clip, and return the norm."""
@@ -232,7 +254,7 @@ class Stepper:
 
     def load_carried(self, saved: dict[str, Tensor]) -> None:
         """Give every process and micro-batch its states back."""
-        parts = self.config.training.accumulation
+        parts = self.config.training.micro_batches(self.world.size)
         size = self.config.training.batch_size // (self.world.size * parts)
         for part in range(parts if saved else 0):
             start = (self.world.rank * parts + part) * size

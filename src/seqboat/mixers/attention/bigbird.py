@@ -172,7 +172,8 @@ class BigBird(Mixer):
         batch, heads, blocks, size, d_head = query.shape
         own = torch.arange(blocks, device=query.device)
         back = number[:, None] - 1 - torch.arange(self.back, device=query.device)
-        chosen = torch.cat([own.new_tensor(range(self.front)).expand(len(number), -1), back], dim=1)
+        front = torch.arange(self.front, device=query.device)
+        chosen = torch.cat([front.expand(len(number), -1), back], dim=1)
         chosen = chosen.clamp(0, blocks - 1).expand(batch, -1)  # (batch, global blocks)
         index = chosen[:, None, :, None, None].expand(-1, heads, -1, size, d_head)
         queries = query.gather(2, index).flatten(2, 3)

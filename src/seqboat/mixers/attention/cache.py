@@ -35,13 +35,14 @@ def make_cache(
     )
 
 
-def extend(cache: Cache, keys: Tensor, values: Tensor, counts: Tensor) -> Cache:
+def extend(cache: Cache, keys: Tensor, values: Tensor, counts: Tensor, slots: int | None = None) -> Cache:
     """Add the first `counts` of (batch, heads, time, d) keys and values to each sequence.
 
-    The result has the slots that its longest sequence needs.
+    The result has the slots that its longest sequence needs: `slots` of them, where that is known.
     """
     before, total = cache.total, cache.total + counts
-    slots = int(total.max()) if total.numel() else 0
+    if slots is None:
+        slots = int(total.max()) if total.numel() else 0
     slot = torch.arange(slots, device=total.device)
     fresh = (slot >= before[:, None]) & (slot < total[:, None])
     source = (slot - before[:, None]).clamp(0, max(keys.shape[2] - 1, 0))

@@ -341,7 +341,13 @@ def _extend(
 ) -> ReformerState:
     """The state with the first `counts` of (batch, heads, time, ...) after what each sequence has."""
     held = extend(Cache(*state[:2], state.total), keys, values, counts)
-    codes = extend(Cache(state.chunks, state.chunks[..., :0], state.total), chunks, chunks[..., :0], counts)
+    codes = extend(
+        Cache(state.chunks, state.chunks[..., :0], state.total),
+        chunks,
+        chunks[..., :0],
+        counts,
+        held.keys.shape[2],
+    )
     return ReformerState(held.keys, held.values, codes.keys, held.total)
 
 

@@ -136,14 +136,18 @@ class Span(ABC):
         """(batch, places): the places that a query at the next slot does not see."""
         return torch.arange(places, device=slot.device) >= slot[:, None]
 
-    def make_room(self, state: WorkingMemory, total: Tensor, more: int = 0) -> WorkingMemory:
-        """The memory with room for `total + more` tokens per sequence."""
+    def make_room(
+        self, state: WorkingMemory, total: Tensor, more: int = 0, most: int | None = None
+    ) -> WorkingMemory:
+        """The memory with room for `total + more` tokens per sequence; `most` is the largest total if known."""
         return state
 
     def remember(self, key: Tensor, value: Tensor, packed: Packed, state: WorkingMemory) -> WorkingMemory:
         """The memory after all packed tokens."""
         total = state.total + packed.offsets.diff()
-        state = self.make_room(state, total)
+        # what an empty memory must hold is known from packing
+        most = packed.longest if self.places == 0 and state.keys.shape[1] == 0 else None
+        state = self.make_room(state, total, most=most)
         slot = self.held(total, state.keys.shape[1])
         fresh = (slot >= state.total[:, None]) & (slot < total[:, None])
         source = packed.offsets[:-1, None] + slot - state.total[:, None]
@@ -360,9 +364,12 @@ class FullSpan(PaddedSpan):
     def held(self, total: Tensor, places: int) -> Tensor:
         return torch.arange(places, device=total.device).expand(total.shape[0], -1)
 
-    def make_room(self, state: WorkingMemory, total: Tensor, more: int = 0) -> WorkingMemory:
-        most = int(total.max()) + more if len(total) else 0
-        missing = max(0, most - state.keys.shape[1])
+    def make_room(
+        self, state: WorkingMemory, total: Tensor, more: int = 0, most: int | None = None
+    ) -> WorkingMemory:
+        if most is None:
+            most = int(total.max()) if len(total) else 0
+        missing = max(0, most + more * bool(len(total)) - state.keys.shape[1])
         keys, values = (F.pad(part, (0, 0, 0, missing)) for part in (state.keys, state.values))
         return WorkingMemory(keys, values, F.pad(state.positions, (0, missing)), state.total)
 

@@ -15,8 +15,8 @@ from seqboat.checks import check_choice, check_positive, require
 from seqboat.models.backbone import BackboneConfig, Classifier, LanguageModel, Matcher, Tagger
 from seqboat.tasks.base import SPLITS, Split, Task, TaskConfig
 from seqboat.training.optim import OptimizerConfig, ScheduleConfig
+from seqboat.training.precision import PRECISIONS, Precision
 
-Precision = Literal["fp32", "bf16"]
 Distributed = Literal["ddp", "fsdp"]
 TrackerName = Literal["tensorboard", "trackio", "wandb"]
 
@@ -28,19 +28,27 @@ class TrainingConfig:
     batch_size: int = 32
     """Examples per step, over all processes and micro-batches."""
     accumulation: int = 1
-    """Micro-batches per step and process."""
+    """Micro-batches per step and process, at least."""
+    max_micro_batch: int | None = None
+    """Examples of a micro-batch at most: a process takes as many micro-batches as its part of the batch needs."""
     bucketing: bool = False
     """Whether examples of similar length share a batch."""
     carry_state: bool = False
     """Whether a language model reads contiguous text and keeps its state from batch to batch, without gradient."""
     workers: int = 0
     """Processes that read data; 0 reads between the steps."""
+    prefetch: int = 2
+    """Batches that each of them reads ahead."""
+    pin_memory: bool = True
+    """Whether batches for a GPU are read into pinned memory, from where copies overlap with work."""
     precision: Precision = "fp32"
-    """Full precision, or bf16 where it is safe (the parameters stay in full precision)."""
+    """fp32; tf32 for matrix products on NVIDIA GPUs; or bf16 or fp16 where it is safe. Parameters stay in fp32."""
     compile: bool = False
     """Whether the model runs through torch.compile."""
     gradient_checkpointing: bool = False
     """Whether activations are recomputed in the backward pass instead of kept."""
+    processes: int = 1
+    """Processes to start on this machine, one per GPU; torchrun and Slurm start them themselves."""
     distributed: Distributed = "ddp"
     """With several processes: copies of the model (ddp), or one model sharded over them (fsdp)."""
     device: str = "auto"
@@ -64,6 +72,8 @@ class TrainingConfig:
         for name in (
             "batch_size",
             "accumulation",
+            "prefetch",
+            "processes",
             "log_every",
             "save_every",
             "keep",
@@ -73,7 +83,9 @@ class TrainingConfig:
             check_positive(f"training.{name}", getattr(self, name))
         check_positive("training.workers", self.workers, least=0)
         require(self.timeout > 0, f"training.timeout must be positive, got {self.timeout!r}")
-        check_choice("training.precision", self.precision, ("fp32", "bf16"))
+        if self.max_micro_batch is not None:
+            check_positive("training.max_micro_batch", self.max_micro_batch)
+        check_choice("training.precision", self.precision, PRECISIONS)
         check_choice("training.distributed", self.distributed, ("ddp", "fsdp"))
         require(
             self.accumulation <= self.batch_size,
@@ -86,6 +98,18 @@ class TrainingConfig:
         )
         for tracker in self.trackers:
             check_choice("training.trackers", tracker, ("tensorboard", "trackio", "wandb"))
+
+    def micro_batches(self, processes: int) -> int:
+        """Micro-batches per step and process, from `accumulation` and `max_micro_batch`."""
+        count = self.accumulation
+        if self.max_micro_batch is not None:
+            count = max(count, -(-self.batch_size // (processes * self.max_micro_batch)))
+        # carried states belong to sequences: every micro-batch has as many
+        while (
+            self.carry_state and self.batch_size % (processes * count) and processes * count < self.batch_size
+        ):
+            count += 1
+        return count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +193,12 @@ FREE_TO_CHANGE = (
     "recipe",
     "task.data_dir",
     "training.workers",
+    "training.prefetch",
+    "training.pin_memory",
+    "training.gradient_checkpointing",
+    "training.max_micro_batch",
     "training.device",
+    "training.processes",
     "training.distributed",
     "training.log_every",
     "training.save_every",

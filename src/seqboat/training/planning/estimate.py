@@ -62,6 +62,12 @@ GPUS = {
 """Peak rates of the makers' data sheets, without sparsity. No run reaches them: times from them are lower bounds."""
 
 
+def named_rates(name: str) -> Rates:
+    """The rates of a GPU by its name."""
+    check_choice("gpu", name, tuple(GPUS))
+    return GPUS[name]
+
+
 class Cost(NamedTuple):
     """One micro-batch, forward and backward."""
 
@@ -155,16 +161,12 @@ def estimate(
         processes: devices; those of the configuration by default.
         memory: bytes of a device; the largest micro-batch that fits is chosen. By default the micro-batches are those
             of the configuration.
-        device: its rates, or a name from GPUS, for the time; its memory is the limit unless `memory` is given.
+        device: its rates, or a name from GPUS, for the time.
         activation: fraction of tokens that routers activate.
-
-    Raises:
-        ValueError: if not even one example at a time fits.
     """
     if isinstance(device, str):
-        check_choice("device", device, tuple(GPUS))
-        device = GPUS[device]
-    processes = processes or 1
+        device = named_rates(device)
+    processes = processes or config.training.processes
     check_positive("processes", processes)
     require(0 <= activation <= 1, f"activation must be from 0 to 1, got {activation!r}")
     task = config.build_task()
@@ -178,8 +180,7 @@ def estimate(
     fixed = weights + gradients + optimizer
     per_process = -(-config.training.batch_size // processes)
     largest = micro_batch_of(config, processes)
-    limit = memory if memory is not None else device.memory if device is not None else None
-    size = largest
+    limit, size = memory, largest
     cost = _cost(config, task, size, activation)
     if limit is not None:
         room = limit * (1 - SPARE) - fixed
@@ -214,7 +215,7 @@ def estimate(
 def micro_batch_of(config: RunConfig, processes: int) -> int:
     """The largest micro-batch that the settings of a run lead to, in examples."""
     training, task = config.training, config.build_task()
-    parts = processes * training.accumulation
+    parts = processes * training.micro_batches(processes)
     size = -(-training.batch_size // parts)
     tokens = task.max_length * (2 if task.kind == "match" else 1)
     if not task.fixed_length and not training.carry_state:
