@@ -250,7 +250,7 @@ class Trainer:
         parts = self.world.size * training.micro_batches(self.world.size)
         if training.batch_size < parts:
             raise ValueError(
-                f"training.batch_size must be at least processes x micro-batches = {parts}, "
+                f"training.batch_size must be at least processes x training.accumulation = {parts}, "
                 f"got {training.batch_size}"
             )
         if training.carry_state and self.task.kind != "lm":
@@ -258,7 +258,7 @@ class Trainer:
         if training.carry_state and training.batch_size % parts:
             raise ValueError(
                 f"with training.carry_state, training.batch_size must be a multiple of processes x "
-                f"micro-batches = {parts}, got {training.batch_size}"
+                f"training.accumulation = {parts}, got {training.batch_size}"
             )
         if training.carry_state and getattr(self.config.task, "context", None):
             raise ValueError(

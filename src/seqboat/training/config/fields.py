@@ -105,9 +105,9 @@ class TrainingConfig:
         if self.max_micro_batch is not None:
             count = max(count, -(-self.batch_size // (processes * self.max_micro_batch)))
         # carried states belong to sequences: every micro-batch has as many
-        while (
-            self.carry_state and self.batch_size % (processes * count) and processes * count < self.batch_size
-        ):
+        while self.carry_state and self.accumulation < count < self.batch_size // processes:
+            if self.batch_size % (processes * count) == 0:
+                break
             count += 1
         return count
 
