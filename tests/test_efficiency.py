@@ -15,12 +15,14 @@ from seqboat.mixers import MIXERS
 from seqboat.models.cost import count_parameters
 from seqboat.paper import published
 from seqboat.paper.published import EFFICIENCY_MODELS as MODELS
+from seqboat.paper.reproduce import plan, run_job
 from seqboat.paper.results import add_records, read_records
-from seqboat.paper.targets import efficiency
+from seqboat.paper.targets import layer_efficiency
 from seqboat.paper.targets.base import MeasuredTarget
-from seqboat.paper.targets.efficiency import EFFICIENCY, rate_of, task_setting
+from seqboat.paper.targets.efficiency import BLOCKS, EFFICIENCY, measured_ratio
+from seqboat.paper.targets.layer_efficiency import LAYER_EFFICIENCY, rate_of, task_setting
 from seqboat.paper.targets.mixer_efficiency import MIXER_EFFICIENCY, mixer_candidates
-from seqboat.paper.trials import Bench
+from seqboat.paper.trials import Bench, Trial
 from seqboat.training.loop import train
 from small_runs import Spy, ToyConfig, small_run
 
@@ -30,13 +32,13 @@ FAST: dict[str, Any] = {"rounds": 1, "warmup": 0, "memory": False}
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches of 64 tokens in sequences of 32."""
-    monkeypatch.setattr(efficiency, "TOKENS", 64)
+    monkeypatch.setattr(layer_efficiency, "TOKENS", 64)
     for name, task in published.EFFICIENCY.items():
         monkeypatch.setitem(published.EFFICIENCY, name, task._replace(length=32))
 
 
 def test_published_numbers_are_complete() -> None:
-    assert published.LRA.keys() <= MIXERS.keys()
+    assert published.LRA.keys() <= MIXERS.keys() <= published.MIXER_TITLES.keys()
     assert (published.LRA["transformer"].speed, published.LRA["transformer"].memory) == (1.0, 1.0)
     for name, row in published.LRA.items():
         scores = [score for score in row.accuracy.values() if score is not None]
@@ -80,9 +82,9 @@ def test_equal_parameters() -> None:
 
 
 @pytest.mark.usefixtures("tiny")
-def test_table_6(tmp_path: Path) -> None:
+def test_layers_at_the_sizes_of_table_6(tmp_path: Path) -> None:
     page = tmp_path / "results.md"
-    record = EFFICIENCY.measure(EFFICIENCY.small_benches[0], "small", tmp_path, **FAST)
+    record = LAYER_EFFICIENCY.measure(LAYER_EFFICIENCY.small_benches[0], "small", tmp_path, **FAST)
     assert list(record["parts"]) == list(published.EFFICIENCY)
     for task, part in record["parts"].items():
         assert [(row["candidate"], row["mode"]) for row in part["rows"]] == [
@@ -104,6 +106,29 @@ def test_table_6(tmp_path: Path) -> None:
     assert line.split(" | ")[2] == "4.00x (3.61x)"
     assert "0.12x (0.16x)" in text and "left out (1.00x)" in text
     assert "- Left out: mega would take too long." in text and "50%, assumed" in text
+    assert (tmp_path / "images" / "results-layer-efficiency-small.svg").stat().st_size > 5000
+
+
+def test_table_6_is_of_whole_training_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(tasks.TASKS, "toy", ToyConfig)
+    config = small_run(training={"log_every": 6})
+    monkeypatch.setattr(Trial, "config", lambda trial, seed: config)
+    jobs = plan(EFFICIENCY, "small", tmp_path, rows=["mega", "seqboat"], tasks=["text"])
+    assert [job.trial.row for job in jobs] == ["mega", "seqboat"]
+    for job in jobs:
+        run_job(job, Spy())
+    base, own = (EFFICIENCY.collect(job) for job in jobs)
+    assert own["step_seconds"] > 0 and own["examples_per_second"] > 0 and own["step_memory_mb"] is None
+    base |= {"step_seconds": 0.4, "step_memory_mb": 100.0, "examples_per_second": 50.0}
+    own |= {"step_seconds": 0.1, "step_memory_mb": 20.0, "examples_per_second": 150.0}
+    assert [measured_ratio(block, [own], [base]) for block in BLOCKS] == pytest.approx([4.0, 0.2, 3.0])
+    other = {**own, "device": "A100"}
+    assert measured_ratio(BLOCKS[0], [other], [base]) is None, "other hardware is no comparison"
+    add_records(tmp_path / "results.md", [base, own])
+    text = (tmp_path / "results.md").read_text()
+    line = next(line for line in text.splitlines() if line.startswith("| SeqBoat |"))
+    assert line.split(" | ")[2] == "4.00x (3.61x)" and "0.20x (0.16x)" in text and "3.00x (3.55x)" in text
+    assert "100 / 20 / 150" in text and "not run" in text
     assert (tmp_path / "images" / "results-efficiency-small.svg").stat().st_size > 5000
 
 

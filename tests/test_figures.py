@@ -18,6 +18,7 @@ from seqboat.figures import (
     Point,
     activation_figure,
     confidence_maps_figure,
+    curves_figure,
     histogram_figure,
     intervention_figure,
     pareto_front,
@@ -41,11 +42,13 @@ CURVE = [
 ]
 
 FIGURES: dict[str, Callable[..., Any]] = {
-    "activation": lambda theme: activation_figure(TASKS, theme=theme),
+    "activation": lambda theme: activation_figure({"SeqBoat": TASKS}, theme=theme),
     "maps": lambda theme: confidence_maps_figure([MAP, MAP], {"layer 2": [MAP, MAP]}, theme=theme),
     "tradeoff": lambda theme: tradeoff_figure({"Image": POINTS}, speed="s", score="a", theme=theme),
     "span": lambda theme: span_figure(
-        {"Pathfinder": {16: [8.0, None, 90.0], 32: [4.0, 5.0]}}, local={16: 8}, theme=theme
+        {"Pathfinder": {16: ([8.0, None, 90.0], [1.0, None, 20.0]), 32: ([4.0, 5.0], [0.5, 9.0])}},
+        local={16: 8},
+        theme=theme,
     ),
     "histogram": lambda theme: histogram_figure({"layer 1": ([0, 3], [5, 3]), "layer 2": None}, theme=theme),
     "training": lambda theme: training_figure(CURVE, theme=theme),
@@ -79,7 +82,11 @@ def test_every_figure_in_both_themes(name: str, tmp_path: Path) -> None:
 
 
 def test_activation_draws_error_bars_within_the_axis() -> None:
-    axes: Any = activation_figure(TASKS).axes[0]
+    panels: Any = activation_figure({"SeqBoat-full": {"Text": ([0.5], [0.0])}, "SeqBoat": TASKS}).axes
+    other, axes = panels
+    assert other.get_title() == "SeqBoat-full" and other.get_legend() is None
+    # a task has the same look in every panel
+    assert other.containers[0].lines[0].get_color() == axes.containers[1].lines[0].get_color()
     lines = [container.lines[0] for container in axes.containers]
     np.testing.assert_array_equal(lines[0].get_ydata(), [0.0, 0.3, math.nan])
     np.testing.assert_array_equal(lines[1].get_ydata(), [0.9, 0.2])
@@ -89,7 +96,7 @@ def test_activation_draws_error_bars_within_the_axis() -> None:
     np.testing.assert_allclose([sorted(segment[:, 1]) for segment in bars], [[0.6, 1.0], [0.1, 0.3]])
     low = axes.containers[0].lines[2][0].get_segments()[1][:, 1]
     assert sorted(low) == [0.0, pytest.approx(0.7)]
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["ListOps", "Text"]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["Text", "ListOps"]
 
 
 def test_maps_are_white_where_nothing_is_active() -> None:
@@ -121,9 +128,42 @@ def test_tradeoff_names_sizes_and_turns_seconds_around() -> None:
 
 def test_spans_leave_gaps_and_show_sliding_windows() -> None:
     axes = FIGURES["span"]("light").axes[0]
-    data = [line.get_ydata() for line in axes.get_lines()]
-    np.testing.assert_array_equal(data[0], [8.0, math.nan, 90.0])
-    assert list(data[1]) == [8, 8] and len(data) == 3
+    spans = [container.lines[0].get_ydata() for container in axes.containers]
+    np.testing.assert_array_equal(spans[0], [8.0, math.nan, 90.0])
+    np.testing.assert_array_equal(spans[1], [4.0, 5.0])
+    lines = [list(line.get_ydata()) for line in axes.get_lines()]
+    assert [8, 8] in lines, "the sliding window"
+    assert [0.02] in lines, "a mark where nothing attends"
+    bars = axes.containers[1].lines[2][0].get_segments()
+    np.testing.assert_allclose([segment[:, 1] for segment in bars], [[3.5, 4.5], [0.5, 14.0]])
+
+
+def test_labels_of_near_points_do_not_overlap() -> None:
+    from matplotlib.text import Text
+
+    near = {"SeqBoat": [Point(16 * 2**i, 5.0 + 0.02 * i, 0.5 + 0.01 * i) for i in range(5)]}
+    near["MEGA-chunk"] = [Point(512, 5.05, 0.53), Point(16, 20.0, 0.9)]
+    figure = tradeoff_figure({"Image": near}, speed="s", score="accuracy", chance={"Image": 0.1})
+    figure.draw_without_rendering()
+    axes = figure.axes[0]
+    # without the lines that lead to them
+    boxes = [Text.get_window_extent(text) for text in axes.texts if text.get_text() != "chance"]
+    assert len(boxes) == 7
+    for i, box in enumerate(boxes):
+        assert not any(box.overlaps(other) for other in boxes[:i])
+    assert axes.get_ylim()[0] < 0.1, "an axis that begins at the scores would dramatize them"
+
+
+def test_accuracies_have_a_whole_axis() -> None:
+    run = {"metric": "accuracy", "label": "SeqBoat", "curve": [[10, 0.52], [20, 0.53]]}
+    bits = {**run, "metric": "bits", "curve": [[10, 5.2], [20, 5.1]]}
+    figure = curves_figure(
+        {"Path-X": [run, {**run, "label": "MEGA"}], "enwik8": [bits]}, chance={"Path-X": 0.5}
+    )
+    accuracy, other = figure.axes
+    assert accuracy.get_ylim() == (0, 1) and other.get_ylim()[0] > 5
+    assert [text.get_text() for text in accuracy.texts] == ["chance"] and not other.texts
+    assert [text.get_text() for text in accuracy.get_legend().get_texts()] == ["SeqBoat", "MEGA"]  # type: ignore[union-attr]
 
 
 def test_histograms_stack_active_and_not() -> None:
@@ -142,10 +182,10 @@ def test_training_draws_lines_of_training_and_marks_of_evaluations() -> None:
 @pytest.mark.parametrize(
     ("draw", "message"),
     [
-        (lambda: activation_figure({}), "tasks must not be empty"),
-        (lambda: activation_figure({"a": ([0.1], [0.1, 0.2])}), r"stds of a must have the shape"),
-        (lambda: activation_figure({"a": ([], [])}), r"rates of a must have shape \(layers,\)"),
-        (lambda: activation_figure(TASKS, theme="blue"), "theme must be one of"),  # type: ignore[arg-type]
+        (lambda: activation_figure({}), "panels must not be empty"),
+        (lambda: activation_figure({"x": {"a": ([0.1], [0.1, 0.2])}}), r"stds of a must have the shape"),
+        (lambda: activation_figure({"x": {"a": ([], [])}}), r"rates of a must have shape \(layers,\)"),
+        (lambda: activation_figure({"x": TASKS}, theme="blue"), "theme must be one of"),  # type: ignore[arg-type]
         (lambda: confidence_maps_figure([MAP], {"x": [MAP, MAP]}), "x must hold 1 maps"),
         (lambda: confidence_maps_figure([MAP], {"x": [MAP[:1]]}), r"shape of their image, \(2, 2\), got"),
         (lambda: confidence_maps_figure([], {}), "must not be empty"),

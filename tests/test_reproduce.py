@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import multiprocessing
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,21 +20,23 @@ from seqboat.cli import main
 from seqboat.data.files import Lock
 from seqboat.mixers import MIXERS
 from seqboat.mixers.base import directions_of
+from seqboat.paper.machine import Machine
 from seqboat.paper.matching import count_of_run
 from seqboat.paper.reproduce import estimate, plan, run_job
 from seqboat.paper.results import add_records, read_records
-from seqboat.paper.targets import TARGETS, base
+from seqboat.paper.targets import GROUPS, TARGETS, base
 from seqboat.paper.targets.activation import ActivationTarget
-from seqboat.paper.targets.base import Job, Target, step_seconds
+from seqboat.paper.targets.base import Job, Target, per_step, step_memory
 from seqboat.paper.targets.confidence import ConfidenceTarget
 from seqboat.paper.targets.mixers import READ_LISTOPS
-from seqboat.paper.targets.scores import ScoresTarget
+from seqboat.paper.targets.scores import RunsTarget, TableTarget
 from seqboat.paper.targets.span import SpanTarget
 from seqboat.paper.trials import Trial
 from seqboat.recipes import RECIPES
 from seqboat.runs import Run
 from seqboat.tasks import TASKS
-from seqboat.training.config import RunConfig, override
+from seqboat.training.config import RunConfig, from_yaml, override
+from seqboat.training.loop import train
 from small_runs import Spy, Toy, ToyConfig, small_run
 
 
@@ -50,7 +54,7 @@ def target(monkeypatch: pytest.MonkeyPatch) -> Target:
     """A target of two runs that take a second, known by name."""
     monkeypatch.setitem(TASKS, "toy", ToyConfig)
     monkeypatch.setitem(RECIPES, "toy-small", toy_small)
-    made = ScoresTarget(
+    made = RunsTarget(
         name="toys",
         title="Toys",
         where="table 0",
@@ -77,9 +81,7 @@ def test_every_trial_has_a_configuration(name: str) -> None:
             config = dataclasses.replace(trial, match=False).config(3)
             assert config.seed == 3 and config.schedule.steps == trial.steps
             assert trial.baseline is None or trial.baseline in {other.name for other in trials}
-            assert (trial.minutes is None) == (scale == "paper"), (
-                "only small runs are estimated for two cores"
-            )
+            assert trial.minutes is None or scale == "small", "only small runs are estimated for two cores"
 
 
 def test_trials_of_one_name_are_one_run() -> None:
@@ -119,7 +121,7 @@ def test_sizes_of_memory_and_chunk_differ_in_nothing_else() -> None:
             for trial in group:
                 config = trial.config(0)
                 mixer: Any = config.model.mixer
-                assert (mixer.chunk if field == "chunk" else mixer.gau.window) == trial.size
+                assert (mixer.chunk if field == "chunk" else mixer.gau.window) == trial.size, trial.name
                 assert override(config, [f"--model.mixer.{field}=7"]).model == first.model
 
 
@@ -131,17 +133,17 @@ def test_the_ablations_hold_both_tables() -> None:
             for t in trials
         }
         assert {key: len(titles) for key, titles in rows.items()} == {
-            ("SeqBoat-full", "Image"): 4,
-            ("SeqBoat-full", "ListOps"): 4,
-            ("SeqBoat", "Image"): 9,
-            ("SeqBoat", "ListOps"): 9,
-            ("SeqBoat", "Pathfinder"): 9,
-            ("", "Image"): 1,
-            ("", "ListOps"): 1,
-            ("", "Pathfinder"): 1,
+            ("SeqBoat-full", "image"): 4,
+            ("SeqBoat-full", "listops"): 4,
+            ("SeqBoat", "image"): 9,
+            ("SeqBoat", "listops"): 9,
+            ("SeqBoat", "pathfinder"): 9,
+            ("", "image"): 1,
+            ("", "listops"): 1,
+            ("", "pathfinder"): 1,
         }
         seeds = {(trial.task, trial.seeds) for trial in trials}
-        assert seeds == {("Image", 1), ("ListOps", 3 if scale == "small" else 1), ("Pathfinder", 1)}
+        assert seeds == {("image", 1), ("listops", 3 if scale == "small" else 1), ("pathfinder", 1)}
 
 
 def test_seconds_of_a_step_leave_evaluations_out() -> None:
@@ -153,9 +155,19 @@ def test_seconds_of_a_step_leave_evaluations_out() -> None:
         {"step": 30, "split": "train", "processor": 11.0},
         {"step": 30, "split": "val", "processor": 12.0},
     ]
-    assert step_seconds(records) == pytest.approx(0.2)
-    assert step_seconds([{"step": 10, "split": "train"}, *records]) is None
-    assert step_seconds([]) is None
+    assert per_step(records, "processor") == pytest.approx(0.2)
+    assert per_step([{"step": 10, "split": "train"}, *records], "processor") is None
+    assert per_step([], "processor") is None and per_step(records, "elapsed") is None
+
+
+def test_memory_of_a_step_is_averaged_over_all_steps() -> None:
+    records = [
+        {"step": 10, "split": "train", "step_memory_mb": 1.0},
+        {"step": 10, "split": "val"},
+        {"step": 40, "split": "train", "step_memory_mb": 5.0},
+    ]
+    assert step_memory(records) == pytest.approx(4.0)
+    assert step_memory([{"step": 1, "split": "train"}]) is None and step_memory([]) is None
 
 
 def test_runs_are_planned_run_and_collected(target: Target, tmp_path: Path) -> None:
@@ -252,22 +264,25 @@ def test_figures_are_drawn_again_only_for_new_records(target: Target, tmp_path: 
 def test_layers_of_runs_are_observed(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trials = tuple(dataclasses.replace(trial, task="Toys", size=8, seeds=1) for trial in target.small)
+    trials = tuple(
+        dataclasses.replace(trial, title="Toy", task=f"toys {trial.name}", size=8, seeds=1)
+        for trial in target.small
+    )
     for name, kind in (("activation", ActivationTarget), ("span", SpanTarget)):
         made = kind(name=name, title="Toys", where="table 0", about="Toys.", small=trials)
         monkeypatch.setitem(TARGETS, name, made)
     out = ["--out", str(tmp_path), "--only", "toy"]
     assert main(["reproduce", "activation", "span", *out]) == 0
     shown = capsys.readouterr().out
-    assert shown.count("24 steps") == 1 and "about 1 minutes of one core" in shown, "one run, two figures"
+    assert shown.count(": 24 steps") == 1 and "about 1 minutes of one core" in shown, "one run, two figures"
     activation, span = read_records(tmp_path / "results.md")
     expected = measure_run(tmp_path / "small" / "toy" / "seed-0", "val", 100, weighted=False)
     assert activation["rates"] == [[m.rate.mean, m.rate.std] for m in expected.layers if m is not None]
     assert [s is None for s in span["spans"]] == [m is None or m.span is None for m in expected.layers]
     text = (tmp_path / "results.md").read_text()
-    assert "| active % | layer 1 | layer 2 | lower half | upper half |" in text
-    assert "| Fast | - | - | not run | - |" in text
-    assert "| Toys, memory | sliding window | layer 1 | layer 2 |" in text and "| 8 | 4 | " in text
+    assert "| Toy, active % | layer 1 | layer 2 | lower half | upper half |" in text
+    assert "| toys fast | - | - | not run | - |" in text
+    assert "| toys toy, memory | sliding window | layer 1 | layer 2 |" in text and "| 8 | 4 | " in text
     for name in ("activation", "span"):
         assert (tmp_path / "images" / f"results-{name}-small-dark.png").stat().st_size > 5000
 
@@ -291,10 +306,11 @@ def test_layers_without_attention_are_named(tmp_path: Path) -> None:
 def test_confidences_are_drawn_over_images(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trial = dataclasses.replace(target.small[1], arguments=("--task.length=3",))
-    made = ConfidenceTarget(name="confidence", title="Toys", where="table 0", about="", small=(trial,))
+    trial = dataclasses.replace(target.small[1], arguments=("--task.length=3",), task="toys")
+    other = dataclasses.replace(trial, name="other", title="Other")
+    made = ConfidenceTarget(name="confidence", title="Toys", where="table 0", about="", small=(other, trial))
     monkeypatch.setitem(TARGETS, "confidence", made)
-    job = plan(made, "small", tmp_path)[0]
+    job = plan(made, "small", tmp_path)[1]
     run_job(job, Spy())
     with pytest.raises(ValueError, match="has no images, but toy"):
         made.collect(job)
@@ -308,8 +324,9 @@ def test_confidences_are_drawn_over_images(
             assert layer is not None
             np.testing.assert_allclose(seen, [layer.confidence], atol=6e-4)
     add_records(tmp_path / "results.md", [record])
-    assert "images/results-confidence-small-fast.svg" in (tmp_path / "results.md").read_text()
-    assert (tmp_path / "images" / "results-confidence-small-fast-dark.svg").stat().st_size > 5000
+    text = (tmp_path / "results.md").read_text()
+    assert "images/results-confidence-small-toys.svg" in text and "Not run: Other." in text
+    assert (tmp_path / "images" / "results-confidence-small-toys-dark.svg").stat().st_size > 5000
 
 
 def test_records_that_are_not_records_are_refused(tmp_path: Path) -> None:
@@ -325,13 +342,17 @@ def test_the_command(target: Target, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["reproduce", *out]) == 0
     listed = capsys.readouterr().out
     assert (
-        "lra                Long Range Arena (table 1): 0 of 6 done at --scale small, 69 minutes left"
+        "lra                Long Range Arena (table 1): 0 of 90 done at --scale small, 69 minutes left"
         in listed
     )
     assert "toys               Toys (table 0): 0 of 3 done at --scale small, 4 minutes left" in listed
     assert main(["reproduce", "toys", "--dry-run", *out]) == 0
     text = capsys.readouterr().out
-    assert "  fast: seqboat train toy-small --optimizer.lr=0.03 --seed=0: 24 steps" in text
+    assert text.count("  toy ") == 1 and "24 x 2" in text, "the seeds of a trial are one line"
+    (fast,) = (line for line in text.splitlines() if line.startswith("  fast "))
+    size = count_of_run(target.small[1].config(0))
+    assert f" 24 {size:>11,} " in fast and fast.endswith(": seqboat train toy-small --optimizer.lr=0.03")
+    assert f"{size:>11,}      8  nothing: " in fast
     assert "about 4 minutes of one core" in text
     assert not (tmp_path / "runs").exists()
     assert main(["reproduce", "toys", "--seeds", "1", *out]) == 0
@@ -358,7 +379,7 @@ def test_a_run_of_several_targets_is_planned_once(
     monkeypatch.setitem(TARGETS, "again", dataclasses.replace(target, name="again"))
     assert main(["reproduce", "toys", "again", "--dry-run", "--out", str(tmp_path)]) == 0
     text = capsys.readouterr().out
-    assert text.count("  fast: ") == 1 and "about 4 minutes of one core" in text
+    assert text.count("  fast ") == 1 and "about 4 minutes of one core" in text
     (tmp_path / "file").touch()
     assert main(["reproduce", "toys", "--dry-run", "--out", str(tmp_path / "file")]) == 2
     assert "file must be a folder, got a file" in capsys.readouterr().err
@@ -453,17 +474,176 @@ def test_the_page_is_written_again_from_its_records(
     assert "there is no" in capsys.readouterr().err
 
 
+def test_rows_and_tasks_are_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def names(*words: str) -> list[str]:
+        lra = TARGETS["lra"]
+        return [
+            job.trial.name for job in plan(lra, "paper", tmp_path, None, (), *(w.split(",") for w in words))
+        ]
+
+    assert names("seqboat,s5", "image,text") == ["text-s5", "image-s5", "text", "image"]
+    assert names("mega*", "pathx") == ["pathx-mega", "pathx-mega-chunk"]
+    out = ["reproduce", "tables", "--out", str(tmp_path), "--dry-run"]
+    assert main([*out, "--rows", "s6"]) == 2
+    assert "--rows s6 fits nothing; there are transformer, mega, " in capsys.readouterr().err
+    assert main([*out, "--tasks", "imag"]) == 2
+    assert "--tasks imag fits nothing; there are listops, text" in capsys.readouterr().err
+    assert main([*out, "--tasks", "speech", "--rows", "s5"]) == 2
+    assert "--rows and --tasks together fit nothing" in capsys.readouterr().err
+
+
+def test_every_row_of_the_tables_has_its_number() -> None:
+    """The rows are those of the recipes, the numbers those of the paper."""
+    assert [len(TARGETS[name].paper) for name in GROUPS["tables"]] == [90, 3, 4]
+    found = {trial.name: trial for name in GROUPS["tables"] for trial in TARGETS[name].paper}
+    assert found["image"].paper == "90.10 %" and found["pathx-transformer"].paper == "chance"
+    assert found["speech-s4"].paper == "97.50 %" and found["enwik8-transformer-xl"].paper == "1.06 bits"
+    assert found["listops-liquid-s4"].command() == "seqboat train lra.listops/liquid-s4"
+    for trial in found.values():
+        config: Any = trial.config(0)
+        assert not (config.training.carry_state and getattr(config.task, "context", 0)), (
+            "the state is the context"
+        )
+    small = {trial.name: trial for name in GROUPS["tables"] for trial in TARGETS[name].small}
+    assert small.keys() == found.keys()
+    assert small["speech-mega-chunk"].command() == "seqboat train speech-small/mega-chunk"
+    assert small["text"].command() == "seqboat train lra.text-small"
+
+
+def test_figures_look_at_what_the_paper_shows() -> None:
+    assert {t.row for t in TARGETS["activation"].paper if t.task == "text"} == {"seqboat-full", "seqboat"}
+    shown = [(t.task, t.row) for t in TARGETS["confidence"].paper]
+    assert shown[:2] == [("pathfinder", "seqboat-full"), ("pathfinder", "seqboat")]
+    sizes = [(t.task, t.size) for t in TARGETS["span"].paper]
+    assert sizes[:6] == [("pathfinder", size) for size in (16, 32, 64, 128, 256, 512)]
+    assert sizes[6:] == [("enwik8", size) for size in (256, 512, 1024, 2048)]
+    tradeoff = TARGETS["tradeoff"].paper
+    assert {t.size for t in tradeoff if t.row == "mega-chunk"} == {16, 32, 64, 128, 256, 512}
+    assert {t.seeds for t in tradeoff} == {3}
+    # runs of table 1 are not trained again
+    assert {"image", "pathfinder-mega-chunk"} <= {t.name for t in tradeoff}
+    assert {"image", "listops-seqboat-full", "image-mega"} <= {t.name for t in TARGETS["ablation"].paper}
+
+
+def test_a_table_has_every_row_and_the_details_of_what_was_run(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trials = tuple(
+        dataclasses.replace(trial, seeds=1, task=task, paper=paper)
+        for trial, task, paper in zip(target.small, ("image", "pathx"), ("90.10 %", "chance"), strict=True)
+    )
+    made = TableTarget(name="toys", title="Toys", where="table 0", about="Toys.", small=trials)
+    monkeypatch.setitem(TARGETS, "toys", made)
+    job = plan(made, "small", tmp_path, only=["toy"])[0]
+    run_job(job, Spy())
+    record = {**made.collect(job), "test": 0.5}
+    assert record["device"] == "cpu" and record["processes"] == 1 and record["step_memory_mb"] is None
+    assert record["step_wall_seconds"] > 0
+    add_records(tmp_path / "results.md", [record])
+    text = (tmp_path / "results.md").read_text()
+    assert "| ours (paper, full size) | Image | Path-X |" in text
+    assert "| Toy | 50.0 % (90.10 %) | - |" in text and "| Fast | - | - (chance) |" in text
+    assert (
+        "1 of 2 rows and tasks were run:" in text and "| Toy, Image | 90.10 % | 50.0 % | -40.1 | 0 |" in text
+    )
+    assert "| Fast, Path-X" not in text
+
+
+def test_settings_of_the_machine_reach_training(
+    target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = ["reproduce", "toys", "--only", "fast", "--out", str(tmp_path)]
+    flags = ["--device", "cpu", "--precision", "bf16", "--accumulation", "4", "--checkpointing"]
+    assert main([*out, *flags, "--training.workers=0"]) == 0
+    run = Run(tmp_path / "small" / "fast" / "seed-0")
+    training = run.config.training
+    assert (training.device, training.precision, training.accumulation) == ("cpu", "bf16", 4)
+    assert training.gradient_checkpointing and not training.compile
+    # a run keeps what it began with, and refuses something else
+    assert main([*out, "--collect"]) == 0
+    capsys.readouterr()
+    assert main([*out, "--precision", "fp32"]) == 2
+    assert (
+        "was made with other settings: training.precision is 'fp32', it was 'bf16'" in capsys.readouterr().err
+    )
+    assert main([*out, "--training.batch_size=4"]) == 2
+    assert "only how runs are carried out can be changed" in capsys.readouterr().err
+    assert main([*out, "--processes", "0"]) == 2
+    assert "--processes must be an integer >= 1, got 0" in capsys.readouterr().err
+
+
+def test_several_processes_are_started_by_torchrun(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = plan(target, "small", tmp_path, only=["fast"], machine=Machine(processes=2))[0]
+    seen: list[list[str]] = []
+
+    def started(words: list[str]) -> Any:
+        seen.append(words)
+        (config,) = (word.partition("=")[2] for word in words if word.startswith("--config="))
+        train(from_yaml(config), job.folder, resume="--resume" in words, display=Spy())
+        return subprocess.CompletedProcess(words, 0)
+
+    monkeypatch.setattr(reproduce, "subprocess", SimpleNamespace(run=started))
+    assert run_job(job).exit_code == 0
+    assert "--nproc-per-node=2" in seen[0] and Run(job.folder).config == job.config
+    failed = SimpleNamespace(run=lambda words: subprocess.CompletedProcess(words, 1))
+    monkeypatch.setattr(reproduce, "subprocess", failed)
+    other = job._replace(folder=tmp_path / "other")
+    assert run_job(other).exit_code == 1
+
+
+def _record(trial: str, seed: int, test: float, commit: str = "abc1234") -> dict[str, Any]:
+    versions = {"seqboat": "0", "torch": "0"}
+    key = {"target": "other", "scale": "paper", "trial": trial, "seed": seed}
+    return {**key, "test": test, "commit": commit, "versions": versions}
+
+
+def test_results_of_several_machines_are_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = tmp_path / "one" / "results.md", tmp_path / "two" / "results.md"
+    add_records(one, [_record("image", 0, 0.9), _record("text", 0, 0.8)])
+    add_records(two, [_record("image", 1, 0.91), _record("text", 0, 0.8)])
+    page = ["--page", str(tmp_path / "all.md")]
+    command = ["reproduce", "merge", str(one), str(two.with_suffix(".json"))]
+    assert main([*command, *page]) == 0
+    assert "from 3 records of 2 pages" in capsys.readouterr().out
+    merged = read_records(tmp_path / "all.md")
+    assert [(r["trial"], r["seed"], r["test"]) for r in merged] == [
+        ("image", 0, 0.9),
+        ("image", 1, 0.91),
+        ("text", 0, 0.8),
+    ]
+    # the same run with another commit, or with another number, is a conflict
+    for other in (_record("text", 0, 0.8, "def5678"), _record("text", 0, 0.7)):
+        add_records(two, [other])
+        before = (tmp_path / "all.json").read_text()
+        assert main([*command, *page]) == 2
+        error = capsys.readouterr().err
+        assert "conflict: other paper text seed 0: 0.8000 at abc1234 (" in error
+        assert (
+            f"{other['test']:.4f} at {other['commit']} (" in error and "--keep first or --keep last" in error
+        )
+        assert (tmp_path / "all.json").read_text() == before
+    assert main([*command, *page, "--keep", "last"]) == 0
+    assert read_records(tmp_path / "all.md")[2]["test"] == 0.7
+    assert main(["reproduce", "merge", *page]) == 2
+    assert main(["reproduce", "merge", str(tmp_path / "none.json"), *page]) == 2
+    assert "there is no" in capsys.readouterr().err
+    assert main(["reproduce", "lra", "--keep", "last"]) == 2
+
+
 def test_records_with_earlier_field_names_load(tmp_path: Path) -> None:
     row = {"contender": "mega", "mode": "training", "floor_ratio": 2.0}
     record = {
         "target": "efficiency",
         "scale": "small",
-        "trial": "x",
+        "trial": "lra-tasks",
         "seed": 0,
         "parts": {"a": {"rows": [row]}},
     }
     (tmp_path / "results.json").write_text(json.dumps([record]))
     (found,) = read_records(tmp_path / "results.md")
+    assert found["target"] == "layer-efficiency"
     assert found["parts"]["a"]["rows"] == [
         {"candidate": "mega", "mode": "training", "lower_bound_ratio": 2.0}
     ]

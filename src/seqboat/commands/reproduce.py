@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from seqboat.paper.machine import Machine
     from seqboat.paper.targets.base import Job, MeasuredTarget, Target
     from seqboat.paper.trials import Bench, Scale
 
@@ -20,15 +22,28 @@ SURVIVES_OUTPUT = True
 
 
 EPILOG = """\
-Run the same command in two terminals to share the work: each process takes the next run that no other works on.
+  seqboat reproduce                                      every target and its progress
+  seqboat reproduce tables --scale paper --dry-run       every row of tables 1 to 3: its size, and what is missing
+  seqboat reproduce tables --scale paper --rows seqboat,s5 --tasks image,text --device cuda --precision bf16
+  seqboat reproduce merge a/results.json b/results.json --page results.md
+
+`tables` stands for lra, speech and enwik8, `figures` for activation, confidence, tradeoff and span. Run the same
+command in two terminals to divide the work: each process takes the next run that no other works on. Other fields of
+training can be set by their dotted names, as in `seqboat train`: --training.workers=4.
 """
+
+TAKES_FIELDS = True
+"""Arguments that argparse does not know are fields of training."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     parser.add_argument(
-        "target", nargs="*", help="tables and figures to make (default: list them all with their progress)"
+        "target",
+        nargs="*",
+        help="tables and figures to make (default: list them all with their progress), or merge RESULTS...",
     )
     parser.add_argument(
         "--scale",
@@ -36,6 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="small",
         help="small variants (default), or the recipes as published",
     )
+    parser.add_argument("--rows", metavar="NAMES", help="only these models, such as seqboat,s5")
+    parser.add_argument("--tasks", metavar="NAMES", help="only these tasks, such as image,text")
     parser.add_argument(
         "--only",
         nargs="+",
@@ -50,17 +67,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out", metavar="DIR", default="runs/reproduce", help="folder of the runs (%(default)s)"
     )
     parser.add_argument("--page", metavar="FILE", help="page to write (default: results.md in DIR)")
-    parser.add_argument("--dry-run", action="store_true", help="print what would run, and stop")
-    parser.add_argument(
+    machine = parser.add_argument_group("how to run them")
+    machine.add_argument("--device", help="where to train and to score: auto (default), cpu or cuda")
+    machine.add_argument("--precision", help="of training: fp32, bf16, ...")
+    machine.add_argument("--accumulation", type=int, metavar="N", help="micro-batches per step")
+    machine.add_argument(
+        "--processes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes for each run, one per GPU (%(default)s)",
+    )
+    machine.add_argument("--compile", action="store_true", help="use torch.compile")
+    machine.add_argument(
+        "--checkpointing", action="store_true", help="recompute activations in the backward pass"
+    )
+    machine.add_argument("--data-dir", "--data_dir", metavar="FOLDER", help="where the prepared data is")
+    what = parser.add_argument_group("what to do")
+    what.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print what would run, its size, and what is missing, and stop",
+    )
+    what.add_argument(
         "--again", action="store_true", help="measure again what the page already has (speed and memory)"
     )
-    parser.add_argument(
-        "--collect", action="store_true", help="run nothing: record the runs that are finished"
-    )
-    parser.add_argument(
+    what.add_argument("--collect", action="store_true", help="run nothing: record the runs that are finished")
+    what.add_argument(
         "--rewrite",
         action="store_true",
         help="run nothing: write the page and its figures again from the recorded results",
+    )
+    what.add_argument(
+        "--keep", choices=("first", "last"), help="which of two conflicting records merge keeps"
     )
 
 
@@ -72,40 +111,43 @@ def run(options: argparse.Namespace) -> int:
 
     if options.seeds is not None and options.seeds < 1:
         raise ValueError(f"--seeds must be an integer >= 1, got {options.seeds}")
+    if options.target[:1] == ["merge"]:
+        return _merge(options)
+    if options.keep is not None:
+        raise ValueError("--keep goes with merge")
     if options.rewrite:
         return _rewrite(options)
+    machine = make_machine(options)
     if not options.target:
         for target in TARGETS.values():
             print(_state(target, Path(options.out), _page(options)), flush=True)
         return 0
-    unknown = [name for name in options.target if name not in TARGETS]
-    if unknown:
-        raise ValueError(f"target {unknown[0]!r} is unknown; expected some of {', '.join(TARGETS)}")
     folder = Path(options.out)
     page = _page(options)
     # hours may pass before something is written
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--out {folder} must be a folder, got a file")
-    if page.is_dir() or page.suffix == ".json":
-        raise ValueError(
-            f"--page {page} must be a file such as results.md: results.json beside it has the numbers"
-        )
+    _check_page(page)
+    rows, tasks = _names(options.rows), _names(options.tasks)
     jobs: list[Job] = []
     measurements: list[Measurement] = []
-    for name in dict.fromkeys(options.target):
-        target = TARGETS[name]
+    targets = _targets(options.target)
+    for target in targets:
         if not target.names(options.scale):
-            raise ValueError(f"{name} has nothing to run at --scale {options.scale}")
-        jobs += plan(target, options.scale, folder, options.seeds, options.only)
+            raise ValueError(f"{target.name} has nothing to run at --scale {options.scale}")
+        jobs += plan(target, options.scale, folder, options.seeds, options.only, rows, tasks, machine)
         if isinstance(target, MeasuredTarget):
-            for bench in chosen(target.benches(options.scale), options.only):
+            for bench in chosen(target.benches(options.scale), options.only, rows, tasks):
                 done = _is_measured(page, target, options.scale, bench) and not options.again
                 measurements.append(Measurement(target, bench, done))
     if not jobs and not measurements:
-        known = dict.fromkeys(n for name in options.target for n in TARGETS[name].names(options.scale))
-        raise ValueError(f"--only {' '.join(options.only)} fits nothing; there are {', '.join(known)}")
+        raise ValueError(_nothing(options, targets))
+    if options.dry_run:
+        _show_forecast(jobs)
+    elif not options.collect:
+        _show_plan(jobs)
     if not options.collect:
-        _show_plan(jobs, measurements)
+        _show_measurements(measurements)
         minutes, unknown_time = estimate(jobs)
         left = [m.bench.minutes for m in measurements if not m.done]
         minutes += sum(m or 0 for m in left)
@@ -118,6 +160,87 @@ def run(options: argparse.Namespace) -> int:
     if code in (0, EXIT_DIVERGED) and not options.collect:
         _measure([m for m in measurements if not m.done], page, options.scale, folder)
     return code
+
+
+def make_machine(options: argparse.Namespace) -> Machine:
+    """How to carry out runs, by the options and the fields of training."""
+    from seqboat.paper.machine import Machine
+
+    fields = list(options.fields)
+    for name in ("device", "precision", "accumulation"):
+        if getattr(options, name) is not None:
+            fields.append(f"--training.{name}={getattr(options, name)}")
+    if options.compile:
+        fields.append("--training.compile=true")
+    if options.checkpointing:
+        fields.append("--training.gradient_checkpointing=true")
+    if options.data_dir is not None:
+        fields.append(f"--data.data_dir={options.data_dir}")
+    if options.processes < 1:
+        raise ValueError(f"--processes must be an integer >= 1, got {options.processes}")
+    return Machine(settings=tuple(fields), processes=options.processes)
+
+
+def _names(text: str | None) -> list[str]:
+    """The names of a list with commas."""
+    return [name.strip() for name in (text or "").split(",") if name.strip()]
+
+
+def _targets(names: Sequence[str]) -> list[Target]:
+    """The targets of these names, each once, and those of groups."""
+    from seqboat.paper.targets import GROUPS, TARGETS
+
+    found = dict.fromkeys(part for name in names for part in GROUPS.get(name, (name,)))
+    unknown = [name for name in found if name not in TARGETS]
+    if unknown:
+        known = ", ".join([*TARGETS, *GROUPS, "merge"])
+        raise ValueError(f"target {unknown[0]!r} is unknown; expected some of {known}")
+    return [TARGETS[name] for name in found]
+
+
+def _nothing(options: argparse.Namespace, targets: Sequence[Target]) -> str:
+    """Why no part of the targets was chosen, and what there is."""
+    trials = [trial for target in targets for trial in target.trials(options.scale)]
+    for name in ("rows", "tasks"):
+        wanted = _names(getattr(options, name))
+        known = dict.fromkeys(getattr(trial, name[:-1]) for trial in trials)
+        if wanted and not any(fnmatchcase(one, pattern) for one in known for pattern in wanted):
+            return f"--{name} {','.join(wanted)} fits nothing; there are {', '.join(known)}"
+    known = dict.fromkeys(part for target in targets for part in target.names(options.scale))
+    if not options.only:
+        return "--rows and --tasks together fit nothing"
+    return f"--only {' '.join(options.only)} fits nothing; there are {', '.join(known)}"
+
+
+def _check_page(page: Path) -> None:
+    if page.is_dir() or page.suffix == ".json":
+        raise ValueError(
+            f"--page {page} must be a file such as results.md: results.json beside it has the numbers"
+        )
+
+
+def _merge(options: argparse.Namespace) -> int:
+    """Join the results of several machines."""
+    from seqboat.paper.merge import merge
+    from seqboat.paper.results import write_records
+
+    pages = [Path(name) for name in options.target[1:]]
+    if not pages:
+        raise ValueError(
+            "merge needs the results to join: seqboat reproduce merge a/results.json b/results.json"
+        )
+    page = _page(options)
+    _check_page(page)
+    merged = merge(pages, options.keep or "first")
+    for conflict in merged.conflicts:
+        print(f"conflict: {conflict.describe()}", file=sys.stderr)
+    if merged.conflicts and options.keep is None:
+        raise ValueError(
+            f"{len(merged.conflicts)} runs have several results; --keep first or --keep last decides"
+        )
+    write_records(page, merged.records)
+    print(f"wrote {page} from {len(merged.records)} records of {len(pages)} pages")
+    return 0
 
 
 def _rewrite(options: argparse.Namespace) -> int:
@@ -214,16 +337,43 @@ def _measure(measurements: Sequence[Measurement], page: Path, scale: Scale, fold
         print(f"wrote {page}", flush=True)
 
 
-def _show_plan(jobs: Sequence[Job], measurements: Sequence[Measurement]) -> None:
-    # a run that belongs to several targets is run once
-    for job in {job.folder: job for job in jobs}.values():
-        if job.finished:
-            state = "finished"
-        elif job.step:
-            state = f"continues after step {job.step:,} of {job.steps:,}"
-        else:
-            state = f"{job.steps:,} steps"
-        print(f"  {job.trial.name}: {job.trial.command(job.seed)}: {state}")
+def _once(jobs: Sequence[Job]) -> list[Job]:
+    """A run that belongs to several targets is run once."""
+    return list({job.folder: job for job in jobs}.values())
+
+
+def _progress_text(job: Job) -> str:
+    if job.finished:
+        return "finished"
+    if job.step:
+        return f"continues after step {job.step:,} of {job.steps:,}"
+    return f"{job.steps:,} steps"
+
+
+def _show_plan(jobs: Sequence[Job]) -> None:
+    for job in _once(jobs):
+        print(f"  {job.trial.name}: {job.trial.command(job.seed)}: {_progress_text(job)}")
+
+
+def _show_forecast(jobs: Sequence[Job]) -> None:
+    """A line per trial, as soon as it is known, and where the settings come from."""
+    from seqboat.paper.forecast import HEAD, forecast, line
+
+    trials: dict[str, list[Job]] = {}
+    for job in _once(jobs):
+        trials.setdefault(job.trial.name, []).append(job)
+    if trials:
+        print(HEAD)
+    sources: dict[str, str] = {}
+    for same in trials.values():
+        print(line(same, forecast(same[0])), flush=True)
+        if same[0].trial.source:
+            sources[same[0].trial.title] = same[0].trial.source
+    for title, source in sources.items():
+        print(f"settings of {title}: {source}")
+
+
+def _show_measurements(measurements: Sequence[Measurement]) -> None:
     for target, bench, done in measurements:
         state = "on the page already (--again measures again)" if done else "to measure"
         print(f"  {bench.name}: {target.title}, {bench.title}: {state}")

@@ -32,7 +32,7 @@ def draw_activation(axes: Axes, rates: ArrayLike, stds: ArrayLike | None = None)
     Args:
         axes: to draw on.
         rates: (layers,), from 0 to 1.
-        stds: (layers,), standard stds over the sequences, drawn as error bars within 0 and 1.
+        stds: (layers,), standard deviations over the sequences, drawn as error bars within 0 and 1.
     """
     rates = np.asarray(rates, dtype=float)
     require(rates.ndim == 1, f"rates must have shape (layers,), got {rates.shape}")
@@ -60,71 +60,107 @@ def draw_activation(axes: Axes, rates: ArrayLike, stds: ArrayLike | None = None)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def activation_figure(
-    tasks: Mapping[str, tuple[Sequence[float | None], Sequence[float | None]]], *, theme: Theme = "light"
-) -> Figure:
-    """Fraction of the tokens that attend in each layer, a line per task.
+LayerStats = tuple[Sequence[float | None], Sequence[float | None]]
+"""Means and standard deviations of the layers of a model; None where a layer has none."""
+
+
+def activation_figure(panels: Mapping[str, Mapping[str, LayerStats]], *, theme: Theme = "light") -> Figure:
+    """Fraction of the tokens that attend in each layer: a panel per model, a line per task.
 
     Args:
-        tasks: by title, (layers,) mean rates and their standard stds over sequences; None where a layer has
-            no router. They are drawn as error bars within 0 and 1.
+        panels: by the titles of model and task, (layers,) mean rates and their standard deviations over sequences,
+            which are drawn as error bars within 0 and 1.
         theme: light or dark.
     """
     style = style_of(theme)
-    require(len(tasks) > 0, "tasks must not be empty")
-    figure = new_figure(6.4, 4.0, style)
-    axes = figure.add_subplot()
-    most = 1
-    for number, (title, (means, std)) in enumerate(tasks.items()):
-        rates, apart = layer_values(f"rates of {title}", means), layer_values(f"stds of {title}", std)
-        require(
-            rates.shape == apart.shape,
-            f"stds of {title} must have the shape of its rates, {rates.shape}, got {apart.shape}",
-        )
-        most = max(most, len(rates))
-        # slightly apart, or error bars would hide each other
-        places = np.arange(1, len(rates) + 1) + 0.05 * (number - (len(tasks) - 1) / 2)
-        error = np.stack([np.minimum(apart, rates), np.minimum(apart, 1 - rates)])
-        axes.errorbar(places, rates, error, capsize=3, elinewidth=1, label=title, **line_style(style, number))
-    dress(axes, style, "y")
-    layer_axis(axes, most)
-    axes.set_ylim(-0.02, 1.02)
-    axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0", "25%", "50%", "75%", "100%"])
-    axes.set_ylabel("tokens that attend")
-    legend(axes, style, loc="center left", bbox_to_anchor=(1, 0.5))
+    figure, row = panels_figure(style, list(panels), 4.9, 3.8)
+    titles = list(dict.fromkeys(title for tasks in panels.values() for title in tasks))
+    require(len(titles) > 0, "panels must hold at least one task")
+    for axes, tasks in zip(row, panels.values(), strict=True):
+        most = 1
+        for title, (means, std) in tasks.items():
+            number = titles.index(title)
+            rates, stds = layer_values(f"rates of {title}", means), layer_values(f"stds of {title}", std)
+            require(
+                rates.shape == stds.shape,
+                f"stds of {title} must have the shape of its rates, {rates.shape}, got {stds.shape}",
+            )
+            most = max(most, len(rates))
+            # slightly apart, or error bars would hide each other
+            places = np.arange(1, len(rates) + 1) + 0.05 * (number - (len(titles) - 1) / 2)
+            error = np.stack([np.minimum(stds, rates), np.minimum(stds, 1 - rates)])
+            axes.errorbar(
+                places, rates, error, capsize=3, elinewidth=1, label=title, **line_style(style, number)
+            )
+        dress(axes, style, "y")
+        layer_axis(axes, most)
+        axes.set_ylim(-0.02, 1.02)
+        axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0", "25%", "50%", "75%", "100%"])
+    row[0].set_ylabel("tokens that attend")
+    handles: dict[str, Any] = {}
+    for axes in row:
+        handles |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    legend(
+        row[-1],
+        style,
+        handles=[handles[title] for title in titles],
+        labels=titles,
+        loc="center left",
+        bbox_to_anchor=(1, 0.5),
+    )
     return figure
 
 
 def span_figure(
-    panels: Mapping[str, Mapping[int, Sequence[float | None]]],
+    panels: Mapping[str, Mapping[int, LayerStats]],
     *,
     local: Mapping[int, float] | None = None,
     theme: Theme = "light",
 ) -> Figure:
-    """Mean distance to the keys that queries see, per layer, a line per memory size.
+    """Mean distance to the keys that queries see, per layer: a panel per task, a line per memory size.
+
+    A layer in which nothing attends has a hollow mark on the horizontal axis.
 
     Args:
-        panels: by title and memory size, (layers,) spans; None where nothing attends.
-        local: by memory size, the span of a sliding window on all tokens, drawn as a thin dotted line.
+        panels: by task and memory size, (layers,) spans and their standard deviations over sequences.
+        local: by memory size, the span of a sliding window over all tokens: a tick at the right edge.
         theme: light or dark.
     """
     style = style_of(theme)
-    figure, row = panels_figure(style, list(panels))
+    figure, row = panels_figure(style, list(panels), 4.9, 3.8)
+    every = sorted({size for sizes in panels.values() for size in sizes})
     for axes, sizes in zip(row, panels.values(), strict=True):
-        most = 1
-        for number, size in enumerate(sorted(sizes)):
-            spans = layer_values(f"spans of size {size}", sizes[size])
-            most = max(most, len(spans))
-            look = line_style(style, number)
-            axes.plot(np.arange(1, len(spans) + 1), spans, label=str(size), **look)
+        most = max(len(means) for means, _ in sizes.values())
+        for size, (means, std) in sorted(sizes.items()):
+            spans, stds = layer_values(f"spans of size {size}", means), layer_values("stds", std)
+            look = line_style(style, every.index(size))
+            places = np.arange(1, len(spans) + 1) + 0.06 * (every.index(size) - (len(every) - 1) / 2)
+            error = np.stack([np.minimum(stds, 0.9 * spans), stds])  # a log axis has no zero
+            axes.errorbar(places, spans, error, capsize=2, elinewidth=0.8, label=f"{size} slots", **look)
+            idle = np.isnan(spans)
+            (marks,) = axes.plot(
+                places[idle],
+                np.full(idle.sum(), 0.02),
+                **{**look, "ls": "none", "mfc": "none", "mec": look["color"], "mew": 1.1},
+                transform=axes.get_xaxis_transform(),
+                clip_on=False,
+            )
+            marks.set_in_layout(False)
             if local is not None and size in local:
-                axes.axhline(local[size], color=look["color"], ls=(0, (1, 3)), lw=1)
+                axes.axhline(local[size], xmin=0.96, color=look["color"], lw=2.2)
         dress(axes, style)
         layer_axis(axes, most)
+        axes.set_xlim(0.5, most + 0.8)
         axes.set_yscale("log", base=2)
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.set_ylabel("mean distance to the keys, tokens")
-        legend(axes, style, title="memory size", title_fontsize=8)
+        legend(axes, style, title="working memory", title_fontsize=8)
+    row[0].set_ylabel("mean distance to the keys, tokens")
+    if local:
+        figure.supxlabel(
+            "at the right edge: half the size, the span of a sliding window; hollow: nothing attends",
+            fontsize=8,
+            color=style.ink,
+        )
     return figure
 
 

@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from seqboat.checks import require
-from seqboat.figures.style import Theme, dress, legend, line_style, new_figure, panels_figure, style_of
+from seqboat.figures.style import (
+    Theme,
+    draw_chance,
+    dress,
+    label_points,
+    legend,
+    line_style,
+    new_figure,
+    panels_figure,
+    style_of,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -45,6 +55,7 @@ def tradeoff_figure(
     speed: str,
     score: str,
     faster: Literal["high", "low"] = "high",
+    chance: Mapping[str, float] | None = None,
     theme: Theme = "light",
 ) -> Figure:
     """Speed against quality, a line per family of models, with the memory size beside every point.
@@ -56,13 +67,15 @@ def tradeoff_figure(
         speed: label of the horizontal axis.
         score: label of the vertical axis.
         faster: whether high or low values of speed are the fast ones; the fast end is to the right.
+        chance: by title, the score of guessing: the vertical axis begins below it.
         theme: light or dark.
     """
     style = style_of(theme)
     figure, row = panels_figure(style, list(panels), 5.0, 3.8)
-    for axes, families in zip(row, panels.values(), strict=True):
+    for axes, (title, families) in zip(row, panels.items(), strict=True):
         everyone = [point for points in families.values() for point in points]
         require(len(everyone) > 0, "a panel must hold at least one point")
+        labels = []
         for number, (name, points) in enumerate(families.items()):
             ordered = sorted(points, key=lambda point: point.size)
             look = line_style(style, number)
@@ -76,16 +89,7 @@ def tradeoff_figure(
                 label=name,
                 **look,
             )
-            for point in ordered:
-                axes.annotate(
-                    str(point.size),
-                    (point.speed, point.score),
-                    xytext=(0, 8 if number % 2 == 0 else -14),
-                    textcoords="offset points",
-                    ha="center",
-                    fontsize=8,
-                    color=look["color"],
-                )
+            labels += [(str(point.size), point.speed, point.score, look["color"]) for point in ordered]
         front = pareto_front(everyone, faster)
         axes.plot(
             [point.speed for point in front],
@@ -99,12 +103,16 @@ def tradeoff_figure(
             label="on the common front",
         )
         dress(axes, style)
-        axes.margins(x=0.12, y=0.18)
+        axes.margins(x=0.14, y=0.14)
+        if chance is not None and title in chance:
+            draw_chance(axes, style, chance[title])
         if faster == "low":
+            axes.set_xlim(left=0)
             axes.invert_xaxis()
         axes.set_xlabel(speed)
         axes.set_ylabel(score)
-        legend(axes, style)
+        legend(axes, style, loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=len(families) + 1)
+        label_points(axes, labels)
     return figure
 
 
@@ -159,11 +167,19 @@ def intervention_figure(
 CURVES_PER_ROW = 3
 
 
-def curves_figure(panels: Mapping[str, Sequence[Mapping[str, Any]]], *, theme: Theme = "light") -> Figure:
-    """Held-out scores during training: a panel per experiment, a line per seed.
+def curves_figure(
+    panels: Mapping[str, Sequence[Mapping[str, Any]]],
+    *,
+    chance: Mapping[str, float] | None = None,
+    theme: Theme = "light",
+) -> Figure:
+    """Held-out scores during training: a panel per experiment, a line per run.
+
+    Accuracies have an axis from 0 to 100 %, so that what stays at chance looks like it.
 
     Args:
-        panels: by title, runs with their `metric`, `seed` and `curve`, pairs of step and score.
+        panels: by title, runs with their `metric`, `label` and `curve`, pairs of step and score.
+        chance: by title, the score of guessing.
         theme: light or dark.
     """
     require(len(panels) > 0, "panels must not be empty")
@@ -176,12 +192,17 @@ def curves_figure(panels: Mapping[str, Sequence[Mapping[str, Any]]], *, theme: T
         for number, record in enumerate(runs):
             points = np.asarray(record["curve"], dtype=float).reshape(-1, 2)
             look = {**line_style(style, number), "ms": 4}
-            axes.plot(*points.T, label=f"seed {record['seed']}", **look)
+            axes.plot(*points.T, label=str(record["label"]), **look)
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("steps")
         axes.set_ylabel(str(runs[0]["metric"]))
         axes.set_xlim(left=0)
         dress(axes, style)
+        if runs[0]["metric"] == "accuracy":
+            axes.set_ylim(0, 1)
+            axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+        if chance is not None and title in chance:
+            draw_chance(axes, style, chance[title])
         if len(runs) > 1:
             legend(axes, style)
     return figure
@@ -224,9 +245,12 @@ def ratios_figure(
         dress(axes, style)
         axes.axvline(1, color=style.ink, lw=0.8)
         axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}x")
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:.2g}x")
         axes.set_yticks(places, list(rows) if number == 0 else [""] * len(rows), fontsize=8)
         axes.set_ylim(len(rows) - 0.4, -0.6)
         axes.set_xlabel(f"multiple of {reference}")
-        legend(axes, style)
+        # above the points, which may be anywhere
+        legend(axes, style, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0.1)
+        axes.set_title(axes.get_title(), fontsize=10, loc="left", color=style.ink)
+        axes.set_title("")
     return figure

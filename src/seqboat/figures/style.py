@@ -111,6 +111,77 @@ def panels_figure(style: Style, titles: Sequence[str], width: float = 4.6, heigh
     return figure, row
 
 
+def draw_chance(axes: Axes, style: Style, score: float) -> None:
+    """The score of guessing as a dotted line; the axis begins below it."""
+    axes.axhline(score, color=style.ink, lw=0.9, ls=(0, (1, 2)))
+    axes.annotate(
+        "chance",
+        (0.99, score),
+        xycoords=("axes fraction", "data"),
+        xytext=(0, -2),
+        textcoords="offset points",
+        ha="right",
+        va="top",
+        fontsize=7,
+        color=style.ink,
+    )
+    low, high = axes.get_ylim()
+    axes.set_ylim(min(low, score - 0.1 * (high - score)), high)
+
+
+_DIRECTIONS = (90, 270, 0, 180, 45, 135, 225, 315)
+_AROUND = [
+    (radius * math.cos(math.radians(angle)), radius * math.sin(math.radians(angle)))
+    for radius in (10, 14, 20, 28, 38)
+    for angle in _DIRECTIONS
+]
+"""Where a label may stand beside its point, best first, in typographic points."""
+
+
+def label_points(axes: Axes, labels: Sequence[tuple[str, float, float, str]]) -> None:
+    """Write a text in a color beside every (x, y), where it hides no point and no other text.
+
+    The limits of the axes must be final.
+    """
+    figure = axes.figure
+    assert figure is not None
+    figure.draw_without_rendering()  # type: ignore[union-attr]
+    scale = figure.dpi / 72
+    points = [axes.transData.transform((x, y)) for _, x, y, _ in labels]
+    taken = [(px - 5 * scale, py - 5 * scale, px + 5 * scale, py + 5 * scale) for px, py in points]
+    frame = axes.get_window_extent()
+    for (text, x, y, color), (px, py) in zip(labels, points, strict=True):
+        wide, high = (0.5 * scale * size for size in (5.5 * len(text), 10))
+        boxes = []
+        for dx, dy in _AROUND:
+            cx, cy = px + dx * scale, py + dy * scale
+            box = (cx - wide, cy - high, cx + wide, cy + high)
+            hidden = sum(_overlap(box, other) for other in taken)
+            outside = max(0.0, frame.y0 - box[1]) + max(0.0, box[3] - frame.y1)
+            boxes.append((hidden + outside * wide, len(boxes), box, (dx, dy)))
+        _, _, box, offset = min(boxes)
+        taken.append(box)
+        far = math.hypot(*offset) > 15
+        axes.annotate(
+            text,
+            (x, y),
+            arrowprops={"arrowstyle": "-", "color": color, "lw": 0.5, "shrinkB": 3} if far else None,
+            xytext=offset,
+            textcoords="offset points",
+            ha="center",
+            va="center",
+            fontsize=8,
+            color=color,
+        )
+
+
+def _overlap(one: Sequence[float], two: Sequence[float]) -> float:
+    """The area that two boxes have in common."""
+    wide = min(one[2], two[2]) - max(one[0], two[0])
+    high = min(one[3], two[3]) - max(one[1], two[1])
+    return max(wide, 0.0) * max(high, 0.0)
+
+
 def confidence_colors() -> tuple[object, object]:
     """A color map and a norm for confidences from one half to one; the lightest still differs from white."""
     from matplotlib import colormaps

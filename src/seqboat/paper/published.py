@@ -23,7 +23,19 @@ TITLES = {
     "image": "Image",
     "pathfinder": "Pathfinder",
     "pathx": "Path-X",
+    "speech": "Speech Commands",
 }
+"""Tasks as tables name them, where that is not their short name."""
+CHANCE = {
+    "listops": 0.1,
+    "text": 0.5,
+    "retrieval": 0.5,
+    "image": 0.1,
+    "pathfinder": 0.5,
+    "pathx": 0.5,
+    "speech": 0.1,
+}
+"""The accuracy of guessing."""
 
 
 class LRAScores(NamedTuple):
@@ -133,6 +145,41 @@ EFFICIENCY_MODELS = {
     "seqboat": "SeqBoat",
 }
 """The rows of table 6 and their titles; the others are compared with the first."""
+
+
+MIXER_TITLES = {
+    "transformer": "Transformer",
+    "transformer, fused": "Transformer, fused attention",
+    "seqboat": "SeqBoat",
+    "seqboat-gau-ffn": "SeqBoat-{GAU, FFN}",
+    "seqboat-ffn": "SeqBoat-FFN",
+    "seqboat-sigmoid": "SeqBoat-Sigmoid",
+    "seqboat-moe": "SeqBoat-MoE",
+    "seqboat-local": "SeqBoat-local",
+    "seqboat-chunk": "SeqBoat-chunk",
+    "seqboat-mem32": "SeqBoat-mem32",
+    "seqboat-local32": "SeqBoat-local32",
+    "seqboat-full": "SeqBoat-full",
+    "seqboat-full-always": "SeqBoat-full, always activated",
+    "seqboat-full-gumbel": "SeqBoat-full, Gumbel softmax",
+    "seqboat-full-s4d": "SeqBoat-full with S4D",
+    "mega": "MEGA",
+    "mega-chunk": "MEGA-chunk",
+    "s4d": "S4D",
+    "s4": "S4",
+    "s5": "S5",
+    "liquid-s4": "Liquid-S4",
+    "h3": "H3",
+    "h3-hybrid": "H3, hybrid",
+    "transformer-xl": "Transformer-XL",
+    "adaptive-span": "Adaptive Span",
+    "linformer": "Linformer",
+    "performer": "Performer",
+    "bigbird": "BigBird",
+    "luna": "Luna",
+    "reformer": "Reformer",
+}
+"""Mixers as figures name them."""
 
 
 class TaskEfficiency(NamedTuple):

@@ -10,28 +10,53 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import tempfile
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TypeVar
 
+from seqboat.paper.machine import Machine
 from seqboat.paper.targets.base import Job, Target
 from seqboat.paper.trials import Bench, Scale, Trial
 from seqboat.training.checkpoint import CheckpointStore
-from seqboat.training.config import difference
+from seqboat.training.config import difference, to_yaml
 from seqboat.training.display import Display
 from seqboat.training.loop import RunOutcome, train
 
-Part = TypeVar("Part", Trial, Bench)
+Part = TypeVar("Part", bound=Trial | Bench)
 
 
-def chosen(parts: Sequence[Part], only: Sequence[str]) -> list[Part]:
-    """Parts whose names are given or match a pattern; all of them if there is no name."""
-    return [part for part in parts if not only or any(fnmatchcase(part.name, pattern) for pattern in only)]
+def chosen(
+    parts: Sequence[Part], only: Sequence[str], rows: Sequence[str] = (), tasks: Sequence[str] = ()
+) -> list[Part]:
+    """Parts whose names are given or match a pattern, of the rows and tasks that are given; all by default."""
+
+    def fits(part: Trial | Bench) -> bool:
+        if not _matches(part.name, only):
+            return False
+        if isinstance(part, Bench):
+            return not rows and not tasks
+        return _matches(part.row, rows) and _matches(part.task, tasks)
+
+    return [part for part in parts if fits(part)]
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def plan(
-    target: Target, scale: Scale, folder: Path, seeds: int | None = None, only: Sequence[str] = ()
+    target: Target,
+    scale: Scale,
+    folder: Path,
+    seeds: int | None = None,
+    only: Sequence[str] = (),
+    rows: Sequence[str] = (),
+    tasks: Sequence[str] = (),
+    machine: Machine | None = None,
 ) -> list[Job]:
     """The runs of a target and the progress of each.
 
@@ -41,40 +66,65 @@ def plan(
         folder: holds a folder for every trial.
         seeds: how many, instead of each trial's own number.
         only: names of trials, or patterns with * and ?, to leave out all others.
+        rows: short names of models, or patterns, likewise.
+        tasks: short names of tasks, or patterns, likewise.
+        machine: how to run them.
 
     Raises:
         ValueError: a run in the folder was made with other settings.
     """
     jobs = []
-    for trial in chosen(target.trials(scale), only):
+    for trial in chosen(target.trials(scale), only, rows, tasks):
         for seed in range(seeds or trial.seeds):
             run = folder / scale / trial.name / f"seed-{seed}"
-            step, finished = _progress(run, trial, seed)
-            jobs.append(Job(target, scale, trial, seed, run, step, trial.steps, finished))
+            job = Job(target, scale, trial, seed, run, 0, trial.steps, False, machine or Machine())
+            jobs.append(refreshed(job))
     return jobs
 
 
-def _progress(run: Path, trial: Trial, seed: int) -> tuple[int, bool]:
-    """Steps done, and whether that is all."""
-    found = CheckpointStore(run).newest() if run.is_dir() else None
-    if found is None:
-        return 0, False
-    other = difference(found.config(), trial.config(seed))
-    if other is not None:
-        raise ValueError(f"{run} was made with other settings: {other}; move it away to run it again")
-    progress = found.state["progress"]
-    return int(progress["step"]), bool(progress["finished"])
-
-
 def refreshed(job: Job) -> Job:
-    """The same run with its present progress: another process may have worked on it."""
-    step, finished = _progress(job.folder, job.trial, job.seed)
-    return job._replace(step=step, finished=finished)
+    """The same run with its present progress: another process may have worked on it.
+
+    Raises:
+        ValueError: the run was made with other settings.
+    """
+    found = CheckpointStore(job.folder).newest() if job.folder.is_dir() else None
+    if found is None:
+        return job._replace(step=0, finished=False)
+    before = found.config()
+    other = difference(before, job.machine.configure(job.trial.config(job.seed), before))
+    if other is not None:
+        raise ValueError(f"{job.folder} was made with other settings: {other}; move it away to run it again")
+    progress = found.state["progress"]
+    return job._replace(step=int(progress["step"]), finished=bool(progress["finished"]))
 
 
 def run_job(job: Job, display: Display | None = None) -> RunOutcome:
     """Train a run to its end, continuing where it stopped."""
-    return train(job.trial.config(job.seed), job.folder, resume=True, display=display)
+    if job.machine.processes > 1:
+        return _run_processes(job)
+    return train(job.config, job.folder, resume=True, display=display)
+
+
+def _run_processes(job: Job) -> RunOutcome:
+    """Train a run with several processes, each on its device, started by torchrun."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder) / "config.yaml"
+        config.write_text(to_yaml(job.config), encoding="utf-8")
+        launcher = [
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={job.machine.processes}",
+        ]
+        words = ["-m", "seqboat", "train", f"--config={config}", f"--out={job.folder}", "--resume"]
+        code = subprocess.run([sys.executable, *launcher, *words]).returncode
+    now = refreshed(job)
+    if now.finished:
+        return RunOutcome(0, now.step, None, "finished")
+    return RunOutcome(
+        code or 1, now.step, None, f"the processes ended with code {code} after step {now.step}"
+    )
 
 
 def estimate(jobs: Sequence[Job]) -> tuple[float, int]:

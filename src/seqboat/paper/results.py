@@ -12,12 +12,17 @@ from pathlib import Path
 from typing import get_args
 
 from seqboat.data.files import taking_turns, write_text
-from seqboat.paper.tables import Pictures, Record
+from seqboat.paper.tables import Pictures, Record, on_accelerator
 from seqboat.paper.targets import TARGETS
 from seqboat.paper.targets.base import Target
 from seqboat.paper.trials import Scale, Trial
 
 _KEY = ("target", "scale", "trial", "seed")
+
+
+def record_key(record: Record) -> tuple[str, ...]:
+    """What a record is of: target, scale, trial and seed."""
+    return tuple(str(record[key]) for key in _KEY)
 
 
 def read_records(page: Path) -> list[Record]:
@@ -41,7 +46,9 @@ _RENAMED = {"contender": "candidate", "floor_ratio": "lower_bound_ratio"}
 
 
 def _modernize(record: Record) -> Record:
-    """A record with the field names of today."""
+    """A record with the names of today."""
+    if record["target"] == "efficiency" and record["trial"] == "lra-tasks":
+        record["target"] = "layer-efficiency"
     for part in record.get("parts", {}).values():
         part["rows"] = [{_RENAMED.get(key, key): row[key] for key in row} for row in part["rows"]]
     return record
@@ -57,17 +64,22 @@ def add_records(page: Path, new: Sequence[Record]) -> list[Record]:
         return _write(page, [*read_records(page), *new], {(r["target"], r["scale"]) for r in new})
 
 
+def write_records(page: Path, records: Sequence[Record]) -> list[Record]:
+    """Write a page of these records and no others."""
+    page.parent.mkdir(parents=True, exist_ok=True)
+    with taking_turns(page.parent):
+        return _write(page, records, {(r["target"], r["scale"]) for r in records})
+
+
 def rewrite(page: Path) -> list[Record]:
     """Write the page and all its figures again from the records behind it."""
     if not page.with_suffix(".json").exists():
         raise ValueError(f"there is no {page.with_suffix('.json')} to write {page} from")
-    with taking_turns(page.parent):
-        records = read_records(page)
-        return _write(page, records, {(r["target"], r["scale"]) for r in records})
+    return write_records(page, read_records(page))
 
 
 def _write(page: Path, records: Sequence[Record], changed: Collection[tuple[str, Scale]]) -> list[Record]:
-    found = {tuple(r[k] for k in _KEY): r for r in records}
+    found = {record_key(r): r for r in records}
     order = {name: i for i, name in enumerate(TARGETS)}
     ordered = sorted(
         found.values(), key=lambda r: (order.get(r["target"], len(order)), r["scale"], r["trial"], r["seed"])
@@ -100,8 +112,13 @@ def write_page(page: Path, records: Sequence[Record], changed: Collection[tuple[
     ]
     for target in TARGETS.values():
         for scale in get_args(Scale):
-            mine = [r for r in records if r["target"] == target.name and r["scale"] == scale]
-            if target.names(scale):
+            names = target.names(scale)
+            mine = [
+                r
+                for r in records
+                if (r["target"], r["scale"]) == (target.name, scale) and r["trial"] in names
+            ]
+            if names:
                 redraw = (target.name, scale) in changed
                 pictures = Pictures(page.parent, redraw, f"results-{target.name}-{scale}", target.title)
                 lines += _section(target, scale, mine, pictures)
@@ -128,9 +145,11 @@ def _section(target: Target, scale: Scale, records: Sequence[Record], pictures: 
     made = sorted(
         {(r["versions"]["seqboat"], r["versions"]["torch"], r["commit"] or "unknown") for r in records}
     )
+    devices = sorted({r["device"] for r in records if on_accelerator(r)})
+    where = f" on {', '.join(devices)}" if devices else ""
     lines += [
         "",
-        "Made with " + "; ".join(f"seqboat {v} at {c}, torch {t}" for v, t, c in made) + ".",
+        "Made with " + "; ".join(f"seqboat {v} at {c}, torch {t}" for v, t, c in made) + f"{where}.",
         "",
     ]
     return lines

@@ -80,7 +80,18 @@ def ratio_text(ratio: float | None, digits: int = 2) -> str:
     return "-" if ratio is None else f"{ratio:.{digits}f}x"
 
 
+def on_accelerator(record: Record) -> bool:
+    """Whether a run was trained on something else than a CPU."""
+    return record.get("device") not in (None, "cpu")
+
+
 def mean_seconds(records: Sequence[Record]) -> float | None:
-    """Processor seconds of a training step, on average."""
-    known = [r["step_seconds"] for r in records if r.get("step_seconds")]
+    """Seconds of a training step, on average: wall time on a GPU, processor time on a CPU."""
+    fields = ["step_wall_seconds" if on_accelerator(r) else "step_seconds" for r in records]
+    known = [r[field] for r, field in zip(records, fields, strict=True) if r.get(field)]
     return statistics.mean(known) if known else None
+
+
+def validation_scores(records: Sequence[Record]) -> list[float]:
+    """The best score on the validation split of every run."""
+    return [(max if r["better"] == "higher" else min)(score for _, score in r["curve"]) for r in records]

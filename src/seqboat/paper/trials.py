@@ -1,4 +1,12 @@
-"""What a target of `seqboat reproduce` consists of: runs that are trained, and benchmarks that are measured."""
+"""What a target of `seqboat reproduce` consists of: runs that are trained, and benchmarks that are measured.
+
+    table_run("lra", "mega", "image", "paper")      one row of table 1 on one task
+    table_runs("lra", "small")                      all rows on all tasks
+    ablation_run("image", "ffn", "paper")           a row of tables 7 and 8
+    memory_sizes("image", "seqboat", "paper")       working memories or chunks of several sizes
+
+At the scale of the paper a run that belongs to several tables and figures is one trial with one name.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +16,8 @@ from functools import cache
 from typing import Literal
 
 from seqboat.paper.matching import match_parameters
-from seqboat.paper.published import ENWIK8, LRA, SPEECH, TITLES
-from seqboat.recipes import find_recipe
+from seqboat.paper.published import ABLATIONS, TITLES, published_score
+from seqboat.recipes import ROWS, find_recipe
 from seqboat.training.config import RunConfig, override
 
 Scale = Literal["small", "paper"]
@@ -17,7 +25,7 @@ Scale = Literal["small", "paper"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One row of a table: a recipe with some settings, run with one or more seeds.
+    """One cell of a table: a recipe with some settings, run with one or more seeds.
 
     Two targets may have the same trial: it is run once.
     """
@@ -25,7 +33,7 @@ class Trial:
     name: str
     """fit for the name of a folder; trials of the same name have the same settings"""
     title: str
-    """as in the table"""
+    """of the model, as in the table"""
     recipe: str
     arguments: tuple[str, ...] = ()
     """settings, as `seqboat train` takes them"""
@@ -33,19 +41,28 @@ class Trial:
     """whether the model gets as many parameters as the recipe's own"""
     seeds: int = 1
     minutes: float | None = None
-    """processor minutes of one seed, about; None where it needs other hardware"""
+    """processor minutes of one seed, about; None where nobody measured them"""
     paper: str | None = None
     """the number in the paper for the full-size experiment, in the words of its table"""
     table: str = ""
     """which of several tables it is a row of"""
+    row: str = ""
+    """short name of the model, for `--rows`"""
     task: str = ""
-    """which of several tasks it is a column of"""
+    """short name of the task, for `--tasks`"""
     baseline: str | None = None
     """name of the trial that its speed is compared with"""
     paper_speed: float | None = None
     """its training speed in the paper, as a multiple of the baseline's"""
     size: int | None = None
     """size of the working memory or chunk, where that is what changes"""
+    source: str = ""
+    """where its settings come from"""
+
+    @property
+    def task_title(self) -> str:
+        """The task as tables name it."""
+        return TITLES.get(self.task, self.task)
 
     def config(self, seed: int) -> RunConfig:
         """The configuration of one run."""
@@ -85,30 +102,52 @@ class Bench:
     """whether layers have as many parameters as SeqBoat, instead of its width"""
 
 
-# the runs of tables 1 to 3, which figures look at as well
+# tables 1 to 3
 
-
-def paper_runs(scale: Scale, *names: str) -> tuple[Trial, ...]:
-    """Runs of tables 1 to 3 by their names, at full size or as small variants for two cores."""
-    return tuple(_PAPER_RUNS[name][scale] for name in names)
-
-
-def _pair(name: str, title: str, recipe: str, paper: str, minutes: float) -> dict[str, Trial]:
-    return {
-        "small": Trial(name=name, title=title, recipe=f"{recipe}-small", paper=paper, minutes=minutes),
-        "paper": Trial(name=name, title=title, recipe=recipe, paper=paper),
-    }
-
-
-_LRA_MINUTES = {"listops": 7, "text": 12, "retrieval": 9, "image": 15, "pathfinder": 11, "pathx": 15}
-_PAPER_RUNS = {
-    **{
-        task: _pair(task, TITLES[task], f"lra.{task}", f"{LRA['seqboat'].accuracy[task]:.2f} %", minutes)
-        for task, minutes in _LRA_MINUTES.items()
-    },
-    "speech": _pair("speech", "Speech Commands", "speech", f"{SPEECH['seqboat'].accuracy:.2f} %", 15),
-    "enwik8": _pair("enwik8", "enwik8", "enwik8", f"{ENWIK8['seqboat'].bits:.2f} bits", 15),
+_MINUTES = {
+    "listops": 7,
+    "text": 12,
+    "retrieval": 9,
+    "image": 15,
+    "pathfinder": 11,
+    "pathx": 15,
+    "speech": 15,
+    "enwik8": 15,
 }
+"""Processor minutes of SeqBoat's small runs."""
+
+
+def table_run(table: str, row: str, task: str, scale: Scale) -> Trial:
+    """A row of table 1 (`lra`), 2 (`speech`) or 3 (`enwik8`) on one task, at full size or as a small variant."""
+    entry = ROWS[table][row]
+    base = f"lra.{task}" if table == "lra" else task
+    small = "-small" if scale == "small" else ""
+    own = row == "seqboat"
+    return Trial(
+        name=task if own else f"{task}-{row}",
+        title=entry.title,
+        recipe=f"{base}{small}" if own else f"{base}{small}/{row}",
+        paper=_published(table, row, task),
+        minutes=_MINUTES[task] if own and small else None,
+        row=row,
+        task=task,
+        source=entry.source,
+    )
+
+
+def _published(table: str, row: str, task: str) -> str:
+    """The number of the paper, in the words of its table."""
+    score = published_score(table, row, task)
+    if score is None:
+        return "chance"
+    return f"{score:.2f} {'bits' if table == 'enwik8' else '%'}"
+
+
+def table_runs(table: str, scale: Scale) -> tuple[Trial, ...]:
+    """All rows of table 1, 2 or 3 on all tasks."""
+    return tuple(
+        table_run(table, row, task, scale) for row, entry in ROWS[table].items() for task in entry.recipes
+    )
 
 
 # short schedules, so that tables of many rows finish on two cores
@@ -129,80 +168,92 @@ _SHORT = {
     "listops": short_schedule(800, 4),
     "image": short_schedule(600, 3, "--training.batch_size=25", "--evaluation.limit=2000"),
     "pathfinder": short_schedule(500, 5),
+    "enwik8": short_schedule(300, 2, "--evaluation.limit=128"),
 }
 """Settings of the short runs, by task."""
-_SHORT_MINUTES = {"listops": 1.6, "image": 3.3, "pathfinder": 5.5}
+_SHORT_MINUTES = {"listops": 1.6, "image": 3.3, "pathfinder": 5.5, "enwik8": 3.0}
 CUT_SHORT = (
     "Every row of a task has the same short schedule: ListOps 800 steps of the small recipe's 4,600, Image 600 "
-    "of 1,800 with batches of 25 images instead of 50 (validated on 2,000), Pathfinder 500 of 2,000. Such runs are "
-    "far from converged."
+    "of 1,800 with batches of 25 images instead of 50 (validated on 2,000), Pathfinder 500 of 2,000, enwik8 300 of "
+    "1,800. Such runs are far from converged."
 )
 
 
-def short_run(task: str, row: str, title: str, scale: Scale, *, small_seeds: int = 1, size: int = 0) -> Trial:
-    """A run of a task with a short schedule, or the whole one at full size.
+def _short_run(task: str, row: str, *, seeds: int = 1, size: int = 0) -> Trial:
+    """A small run of a task with a short schedule.
 
     Args:
-        task: of the Long Range Arena.
+        task: of the Long Range Arena, or enwik8.
         row: of the ablations; the recipe's own SeqBoat if empty.
-        title: in the table.
-        scale: of the recipe.
-        small_seeds: seeds of a small run.
+        seeds: how many.
         size: of working memory or chunk, if it is not the recipe's.
     """
-    small = scale == "small"
-    suffix = "-small" if small else ""
+    base = task if task == "enwik8" else f"lra.{task}"
     field = "chunk" if row == "mega" else "gau.window"
     return Trial(
-        name="-".join(filter(None, (task, "short" if small else "full", row, str(size or "")))),
-        title=title,
-        recipe=f"ablations.{task}{suffix}.{row}" if row else f"lra.{task}{suffix}",
-        arguments=(
-            *((f"--model.mixer.{field}={size}",) if size else ()),
-            *(_SHORT[task] if small else ()),
-        ),
-        seeds=small_seeds if small else 1,
-        minutes=_SHORT_MINUTES[task] * (1.3 if row == "mega" else 1.0) if small else None,
+        name="-".join(filter(None, (task, "short", row, str(size or "")))),
+        title="MEGA" if row == "mega" else "SeqBoat",
+        recipe=f"ablations.{task}-small.{row}" if row else f"{base}-small",
+        arguments=(*((f"--model.mixer.{field}={size}",) if size else ()), *_SHORT[task]),
+        seeds=seeds,
+        minutes=_SHORT_MINUTES[task] * (1.3 if row == "mega" else 1.0),
+        row=row or "seqboat",
+        task=task,
     )
 
 
-def memory_sizes(scale: Scale) -> tuple[Trial, ...]:
-    """SeqBoat and MEGA-chunk with memories and chunks of several sizes on two tasks."""
-    small = scale == "small"
-    sizes = (16, 32, 64, 128) if small else (16, 32, 64, 128, 256, 512)
-    own = 64 if small else 256
+# tables 7 and 8
+
+_AS_IN_TABLE_1 = {"": "seqboat", "full": "seqboat-full", "mega": "mega"}
+"""Rows of the ablations that are rows of table 1."""
+_ABLATION_SEEDS = {"listops": 3}
+"""Seeds of small runs, where there are several."""
+
+
+def ablation_run(task: str, row: str, scale: Scale) -> Trial:
+    """A row of tables 7 and 8, or MEGA, on one task; the rows of table 1 among them are runs of table 1."""
+    title = next((rows[row].title for rows in ABLATIONS.values() if row in rows), "MEGA")
+    if scale == "small":
+        trial = _short_run(task, row, seeds=_ABLATION_SEEDS.get(task, 1))
+    elif row in _AS_IN_TABLE_1:
+        trial = table_run("lra", _AS_IN_TABLE_1[row], task, "paper")
+    else:
+        trial = Trial(name=f"{task}-{row}", title=title, recipe=f"ablations.{task}.{row}", row=row, task=task)
+    return dataclasses.replace(trial, title=title, row=row or "seqboat", paper=None)
+
+
+# figures 5 and 6
+
+_SIZES = {
+    ("small", "lra"): (16, 32, 64, 128),
+    ("paper", "lra"): (16, 32, 64, 128, 256, 512),
+    ("small", "enwik8"): (32, 64, 128, 256),
+    ("paper", "enwik8"): (256, 512, 1024, 2048),
+}
+_OWN_SIZE = {("small", "lra"): 64, ("paper", "lra"): 256, ("small", "enwik8"): 128, ("paper", "enwik8"): 1024}
+_OWN_CHUNK = 128
+"""The size in the recipes: of SeqBoat's memory, and of MEGA's chunks in table 1."""
+
+
+def memory_sizes(task: str, row: str, scale: Scale) -> tuple[Trial, ...]:
+    """SeqBoat with working memories, or MEGA with chunks, of several sizes on one task."""
+    key = scale, "enwik8" if task == "enwik8" else "lra"
+    table = key[1]
+    title = ROWS[table][row].title
     trials = []
-    for task in ("image", "pathfinder"):
-        for row, title in (("", "SeqBoat"), ("mega", "MEGA-chunk")):
-            for size in sizes:
-                # the size of the recipe itself is a run of the ablations as well
-                changed = 0 if size == own and not row else size
-                trial = short_run(task, row, title, scale, size=changed)
-                trials.append(
-                    dataclasses.replace(trial, task=TITLES[task], size=size, seeds=1 if small else 3)
+    for size in _SIZES[key]:
+        own = size == (_OWN_CHUNK if row == "mega-chunk" else _OWN_SIZE[key])
+        if scale == "small":
+            form = "mega" if row == "mega-chunk" else ""
+            # the size of the recipe itself is a run of the ablations as well
+            trial = _short_run(task, form, size=0 if own and not form and table == "lra" else size)
+        else:
+            trial = table_run(table, row, task, scale)
+            if not own:
+                field = "chunk" if row == "mega-chunk" else "gau.window"
+                trial = dataclasses.replace(
+                    trial, name=f"{task}-{row}-{size}", arguments=(f"--model.mixer.{field}={size}",)
                 )
-    return tuple(trials)
-
-
-def span_runs(scale: Scale) -> tuple[Trial, ...]:
-    """SeqBoat with memories of several sizes on Pathfinder and enwik8."""
-    small = scale == "small"
-    own = 128 if small else 1024
-    schedule = short_schedule(300, 2, "--evaluation.limit=128") if small else ()
-    trials = [t for t in memory_sizes(scale) if t.title == "SeqBoat" and t.task == TITLES["pathfinder"]]
-    for size in (own // 4, own // 2, own, 2 * own):
-        if size == own and not small:  # the run of table 3
-            trials.append(dataclasses.replace(*paper_runs("paper", "enwik8"), size=size, task="enwik8"))
-            continue
-        trials.append(
-            Trial(
-                name=f"enwik8-{'short' if small else 'full'}-{size}",
-                title="SeqBoat",
-                recipe="enwik8-small" if small else "enwik8",
-                arguments=(f"--model.mixer.gau.window={size}", *schedule),
-                minutes=3.0 if small else None,
-                task="enwik8",
-                size=size,
-            )
-        )
+        seeds = 3 if scale == "paper" and table == "lra" else 1
+        trials.append(dataclasses.replace(trial, title=title, row=row, size=size, seeds=seeds, paper=None))
     return tuple(trials)

@@ -40,7 +40,7 @@ from seqboat.training.loader import Part, Plan, batches, check_lengths, micro_ba
 from seqboat.training.metrics import MemoryMeter, MetricsWriter
 from seqboat.training.parallel import ProcessesError, World, join, launch, launched, parallelize
 from seqboat.training.precision import LossScale, matrix_products
-from seqboat.training.provenance import commit, versions
+from seqboat.training.provenance import commit, device_name, versions
 from seqboat.training.signals import StopSignals, exit_code
 from seqboat.training.step import Stepper, StepResult, StepTotals, finite_or_none, signal_flags
 from seqboat.training.track import make_trackers
@@ -284,6 +284,7 @@ class Trainer:
             "parameters": self.parameters,
             "processes": self.world.size,
             "threads": torch.get_num_threads(),
+            "device": device_name(self.world.device),
             "versions": versions(),
             "commit": commit(),
         }

@@ -1,4 +1,4 @@
-"""What the numbers of a run may depend on: versions and the commit of the code."""
+"""What the numbers of a run may depend on: versions, the device, and the commit of the code."""
 
 from __future__ import annotations
 
@@ -22,6 +22,11 @@ def versions() -> dict[str, str]:
         "safetensors": safetensors.__version__,
         "python": platform.python_version(),
     }
+
+
+def device_name(device: torch.device) -> str:
+    """What computes: "cpu", or the model of a GPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def commit() -> str | None:

@@ -17,6 +17,7 @@ from seqboat.paper.targets.activation import ACTIVATION
 from seqboat.paper.targets.base import Target
 from seqboat.paper.targets.confidence import CONFIDENCE
 from seqboat.paper.targets.efficiency import EFFICIENCY
+from seqboat.paper.targets.layer_efficiency import LAYER_EFFICIENCY
 from seqboat.paper.targets.mixer_efficiency import MIXER_EFFICIENCY
 from seqboat.paper.targets.mixers import MIXER_RUNS
 from seqboat.paper.targets.scores import DIAGNOSTICS, ENWIK8, LRA, SPEECH
@@ -37,7 +38,14 @@ TARGETS: dict[str, Target] = {
         CONFIDENCE,
         SPAN,
         EFFICIENCY,
+        LAYER_EFFICIENCY,
         MIXER_EFFICIENCY,
     )
 }
 """Every target of `seqboat reproduce` by its name, in the order of the page."""
+
+GROUPS = {
+    "tables": ("lra", "speech", "enwik8"),
+    "figures": ("activation", "confidence", "tradeoff", "span"),
+}
+"""Targets that have a name together."""

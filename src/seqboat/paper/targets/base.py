@@ -13,10 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from seqboat.data.files import write_json
+from seqboat.paper.machine import Machine
 from seqboat.paper.tables import Pictures, Record, Records
 from seqboat.paper.trials import Bench, Scale, Trial
 from seqboat.runs import Run
+from seqboat.training.checkpoint import CheckpointStore
+from seqboat.training.config import RunConfig
+from seqboat.training.parallel import choose_device
 from seqboat.training.provenance import commit, versions
 
 OnProgress = Callable[[int, int], None]
@@ -38,6 +44,18 @@ class Job(NamedTuple):
     """steps done"""
     steps: int
     finished: bool
+    machine: Machine = Machine()
+
+    @property
+    def config(self) -> RunConfig:
+        """The configuration of the run on this machine."""
+        found = CheckpointStore(self.folder).newest() if self.folder.is_dir() else None
+        return self.machine.configure(self.trial.config(self.seed), None if found is None else found.config())
+
+    @property
+    def device(self) -> torch.device:
+        """Where its model is scored and looked at: the device that it is trained on."""
+        return choose_device(self.config.training.device)
 
     @property
     def minutes_left(self) -> float | None:
@@ -120,16 +138,17 @@ class Target(ABC):
 
 
 class ScoredTarget(Target):
-    """Shows how well trained models do: their score on the test split."""
+    """Shows how well trained models do: their score on the test split, and what training took."""
 
     def collect(self, job: Job, progress: OnProgress | None = None) -> Record:
-        test = _test_score(job.folder, progress)
+        test = _test_score(job, progress)
         about = job.about()
         records = Run(job.folder).metrics
-        config = job.trial.config(job.seed)
+        config = job.config
         task = config.build_task()
         scored = [r for r in records if r["split"] == config.evaluation.split]
         first = next(r for r in records if r["split"] == "train")
+        curve = [[r["step"], r[task.metric]] for r in scored]
         return job.origin() | {
             "metric": task.metric,
             "better": task.better,
@@ -137,12 +156,16 @@ class ScoredTarget(Target):
             "examples": test["examples"],
             "data": task.origin(),
             "activation": test["activation"],
-            "curve": [[r["step"], r[task.metric]] for r in scored],
+            "curve": curve,
             "first_loss": [first["step"], first["loss"]],
             "last_loss": scored[-1]["loss"],
-            "step_seconds": step_seconds(records),
+            "step_seconds": per_step(records, "processor"),
+            "step_wall_seconds": per_step(records, "elapsed"),
+            "step_memory_mb": step_memory(records),
             "parameters": about["parameters"],
             "threads": about.get("threads"),
+            "device": about.get("device"),
+            "processes": about.get("processes", 1),
             "minutes": max(r.get("elapsed", 0.0) for r in records) / 60,
             "processor_minutes": max(r.get("processor", 0.0) for r in records) / 60,
         }
@@ -151,32 +174,46 @@ class ScoredTarget(Target):
         return f"{record['metric']} {record['test']:.4f} on the test split"
 
 
-def step_seconds(records: Sequence[Mapping[str, Any]]) -> float | None:
-    """Processor seconds of a training step, averaged over a run, without evaluations and saving.
+def per_step(records: Sequence[Mapping[str, Any]], clock: str) -> float | None:
+    """Seconds of a training step, averaged over a run, without evaluations and saving.
 
     Args:
-        records: of metrics.jsonl. None is returned if a record of training lacks its processor time.
+        records: of metrics.jsonl. None is returned if a record of training lacks the clock.
+        clock: "elapsed" for wall time, or "processor".
     """
     before = spent = 0.0
     steps = 0
     for record in records:
         if record["split"] == "train":
-            if "processor" not in record:
+            if clock not in record:
                 return None
-            spent += record["processor"] - before
+            spent += record[clock] - before
             steps = record["step"]
-        before = record.get("processor", before)
+        before = record.get(clock, before)
     return spent / steps if steps else None
 
 
-def _test_score(run: Path, progress: OnProgress | None) -> dict[str, Any]:
+def step_memory(records: Sequence[Mapping[str, Any]]) -> float | None:
+    """Allocated memory of a training step in MB, averaged over a run; None where it was not recorded."""
+    before = 0
+    total = 0.0
+    for record in records:
+        if record["split"] == "train":
+            if "step_memory_mb" not in record:
+                return None
+            total += record["step_memory_mb"] * (record["step"] - before)
+            before = record["step"]
+    return total / before if before else None
+
+
+def _test_score(job: Job, progress: OnProgress | None) -> dict[str, Any]:
     """The score of a run's best checkpoint on its test split, kept in the run's folder."""
-    source, path = Run(run), run / TEST
+    source, path = Run(job.folder), job.folder / TEST
     if path.exists():
         known: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if known.get("step") == source.step:
             return known
-    score = source.evaluate("test", progress=progress)
+    score = source.evaluate("test", progress=progress, device=job.device)
     score.pop("run")
     write_json(path, score)
     return score
@@ -186,13 +223,13 @@ class ObservedTarget(Target):
     """Shows what the layers of trained models do on validation data."""
 
     def collect(self, job: Job, progress: OnProgress | None = None) -> Record:
-        return job.origin() | self.observe(job.folder, progress)
+        return job.origin() | self.observe(job.folder, job.device, progress)
 
     def summarize(self, record: Record) -> str:
         return "observed"
 
     @abstractmethod
-    def observe(self, run: Path, progress: OnProgress | None = None) -> Record:
+    def observe(self, run: Path, device: torch.device, progress: OnProgress | None = None) -> Record:
         """What the figure shows of a run, as plain data."""
 
 

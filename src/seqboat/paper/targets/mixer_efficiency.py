@@ -13,11 +13,18 @@ from seqboat.bench.setting import MODES, LayerSetting
 from seqboat.mixers import MIXERS
 from seqboat.models.cost import count_parameters
 from seqboat.paper.matching import match_layer
-from seqboat.paper.published import LRA, LRA_SPEED_LENGTH
+from seqboat.paper.published import LRA, LRA_SPEED_LENGTH, MIXER_TITLES
 from seqboat.paper.tables import Make, Pictures, Record, ratio_text, table
-from seqboat.paper.targets import efficiency
+from seqboat.paper.targets import layer_efficiency
 from seqboat.paper.targets.base import MeasuredTarget
-from seqboat.paper.targets.efficiency import BLOCKS, find_row, left_out, measured_ratio, rate_of, rate_text
+from seqboat.paper.targets.layer_efficiency import (
+    BLOCKS,
+    find_row,
+    left_out,
+    measured_ratio,
+    rate_of,
+    rate_text,
+)
 from seqboat.paper.trials import Bench, Scale
 
 
@@ -48,7 +55,7 @@ class MixerEfficiencyTarget(MeasuredTarget):
     def measure_parts(self, bench: Bench, scale: Scale, folder: Path, **options: Any) -> dict[str, Any]:
         assert bench.length is not None
         rate = rate_of(folder, "text")
-        batch = max(1, efficiency.TOKENS // bench.length)
+        batch = max(1, layer_efficiency.TOKENS // bench.length)
         setting = LayerSetting(batch=batch, length=bench.length, rate=rate.value)
         candidates = mixer_candidates(setting, bench.matched)
         rows = run_layers(candidates, [setting], MODES, **options)
@@ -149,7 +156,7 @@ def _draw(records: Sequence[Record]) -> Make | None:
     panels: dict[str, dict[str, tuple[float | None, float | None]]] = {}
     for title, mode, kind in BLOCKS[:2]:
         panels[title] = {
-            label: (measured_ratio(rows, label, mode, kind), _published(label, kind))
+            MIXER_TITLES.get(label, label): (measured_ratio(rows, label, mode, kind), _published(label, kind))
             for label in dict.fromkeys(row["candidate"] for row in rows)
         }
     return lambda theme: ratios_figure(panels, reference="plain Transformer", theme=theme)

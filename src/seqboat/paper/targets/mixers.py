@@ -41,7 +41,8 @@ def mixer_runs() -> tuple[Trial, ...]:
                 ),
                 match=True,
                 minutes=1.3,
-                task="recall" if causal else "ListOps",
+                row=name,
+                task="recall" if causal else "listops",
             )
         )
     return tuple(trials)
@@ -58,12 +59,12 @@ class MixersTarget(ScoredTarget):
 
 def _row(trial: Trial, records: Sequence[Record]) -> list[str]:
     if not records:
-        return [trial.title, trial.task, "not run", *"------"]
+        return [trial.title, trial.task_title, "not run", *"------"]
     record = records[0]
     _, first = record["first_loss"]
     return [
         trial.title,
-        trial.task,
+        trial.task_title,
         f"{record['parameters']:,}",
         f"{first:.2f}",
         f"{record['last_loss']:.2f}",

@@ -7,46 +7,72 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from seqboat.paper.published import LRA_TASKS
-from seqboat.paper.tables import Make, Pictures, Record, rates_text, score_text, table
+from seqboat.paper.published import CHANCE, TITLES
+from seqboat.paper.tables import Make, Pictures, Record, Records, rates_text, score_text, table
 from seqboat.paper.targets.base import ScoredTarget
-from seqboat.paper.trials import Scale, Trial, paper_runs
+from seqboat.paper.trials import Scale, Trial, table_runs
 from seqboat.recipes import find_recipe
 
 
-class ScoresTarget(ScoredTarget):
-    """A row per run, curves of the held-out score, and what the small recipes cut."""
+class RunsTarget(ScoredTarget):
+    """A line for every run, curves of the held-out score, and what the small recipes cut."""
 
     def show(self, scale: Scale, records: Sequence[Record], pictures: Pictures) -> list[str]:
         trials, found = self.trials(scale), self.found(scale, records)
-        head = [
-            "",
-            "paper, full size",
-            "ours",
-            "gap",
-            "seeds",
-            "parameters",
-            "minutes",
-            "processor",
-            "threads",
-        ]
-        lines = table([*head, "active %", "command"], [_row(trial, found[trial.name]) for trial in trials])
-        lines += pictures.show(
+        return [*_details(trials, found), *self.show_curves(trials, found, pictures), *_notes(trials, found)]
+
+    def show_curves(self, trials: Sequence[Trial], records: Records, pictures: Pictures) -> list[str]:
+        """The figure of held-out scores."""
+        return pictures.show(
             _draw_curves(trials, records), title=f"{self.title}: held-out score during training"
         )
-        for trial in trials:
-            notes = [_cut(trial) if not trial.arguments else "", _data(found[trial.name])]
-            if any(notes):
-                lines.append(f"- **{trial.title}.** {' '.join(filter(None, notes))}")
-        return lines
+
+
+class TableTarget(RunsTarget):
+    """The paper's table, ours beside its numbers, then the details of the runs that there are."""
+
+    def show(self, scale: Scale, records: Sequence[Record], pictures: Pictures) -> list[str]:
+        trials, found = self.trials(scale), self.found(scale, records)
+        ran = [trial for trial in trials if found[trial.name]]
+        return [
+            *_paper_table(trials, found),
+            f"{len(ran)} of {len(trials)} rows and tasks were run:",
+            "",
+            *_details(ran, found),
+            *self.show_curves(ran, found, pictures),
+            *_notes(ran, found),
+        ]
+
+
+def _paper_table(trials: Sequence[Trial], records: Records) -> list[str]:
+    """Models by tasks; every cell has our score and the paper's."""
+    tasks = list(dict.fromkeys(trial.task for trial in trials))
+    rows: dict[str, list[str]] = {}
+    for trial in trials:
+        cells = rows.setdefault(trial.title, ["-"] * len(tasks))
+        own = records[trial.name]
+        score = score_text([r["test"] for r in own], own[0]["metric"]) if own else "-"
+        cells[tasks.index(trial.task)] = f"{score} ({trial.paper})"
+    head = [TITLES.get(task, task) for task in tasks]
+    return table(["ours (paper, full size)", *head], [[title, *cells] for title, cells in rows.items()])
+
+
+def _details(trials: Sequence[Trial], records: Records) -> list[str]:
+    head = ["", "paper, full size", "ours", "gap", "seeds", "parameters", "minutes", "processor", "threads"]
+    return table([*head, "active %", "command"], [_row(trial, records[trial.name]) for trial in trials])
+
+
+def _name(trial: Trial) -> str:
+    """The model, and the task where there are several."""
+    return f"{trial.title}, {trial.task_title}" if trial.task else trial.title
 
 
 def _row(trial: Trial, records: Sequence[Record]) -> list[str]:
     if not records:
-        return [trial.title, trial.paper or "-", "not run", *"-------", f"`{trial.command()}`"]
+        return [_name(trial), trial.paper or "-", "not run", *"-------", f"`{trial.command()}`"]
     threads = sorted({str(r["threads"]) for r in records})
     return [
-        trial.title,
+        _name(trial),
         trial.paper or "-",
         score_text([r["test"] for r in records], records[0]["metric"]),
         _gap(trial, records),
@@ -61,16 +87,27 @@ def _row(trial: Trial, records: Sequence[Record]) -> list[str]:
 
 def _gap(trial: Trial, records: Sequence[Record]) -> str:
     """Our mean minus the paper's number, in its unit."""
-    if trial.paper is None:
+    if trial.paper is None or trial.paper == "chance":
         return "-"
     scale = 100 if records[0]["metric"] == "accuracy" else 1
     gap = scale * statistics.mean(r["test"] for r in records) - float(trial.paper.split()[0])
     return f"{gap:+.1f}" if scale == 100 else f"{gap:+.2f}"
 
 
+def _notes(trials: Sequence[Trial], records: Records) -> list[str]:
+    """What was cut and which data it was, once for each recipe of a task."""
+    lines: dict[str, str] = {}
+    for trial in trials:
+        notes = [_cut(trial) if not trial.arguments else "", _data(records[trial.name])]
+        name = trial.task_title or trial.title
+        if any(notes) and name not in lines:
+            lines[name] = f"- **{name}.** {' '.join(filter(None, notes))}"
+    return list(lines.values())
+
+
 def _cut(trial: Trial) -> str:
     """What a small recipe leaves out: the paragraph of its docstring that says so."""
-    text = inspect.getdoc(find_recipe(trial.recipe)) or ""
+    text = inspect.getdoc(find_recipe(trial.recipe.partition("/")[0])) or ""
     found = [" ".join(part.split()) for part in text.split("\n\n") if part.lstrip().startswith("Cut:")]
     return found[0] if found else ""
 
@@ -86,44 +123,53 @@ def _data(records: Sequence[Record]) -> str:
     return f"Data: {found['data']['source']} ({sizes}){scored}."
 
 
-def _draw_curves(trials: Sequence[Trial], records: Sequence[Record]) -> Make:
-    """Held-out scores during training."""
+def _draw_curves(trials: Sequence[Trial], records: Records) -> Make | None:
+    """Held-out scores during training: a panel per task, a line per run."""
     from seqboat.figures import curves_figure
 
-    titles = {trial.name: trial.title for trial in trials}
     panels: dict[str, list[Mapping[str, Any]]] = {}
-    for record in records:
-        panels.setdefault(titles.get(str(record["trial"]), str(record["trial"])), []).append(record)
-    return lambda theme: curves_figure(panels, theme=theme)
+    chance = {}
+    for trial in trials:
+        title = trial.task_title or trial.title
+        for record in records[trial.name]:
+            seed = f"seed {record['seed']}"
+            label = f"{trial.title}, {seed}" if trial.task else seed
+            panels.setdefault(title, []).append({**record, "label": label})
+            if trial.task in CHANCE:
+                chance[title] = CHANCE[trial.task]
+    if not panels:
+        return None
+    return lambda theme: curves_figure(panels, chance=chance, theme=theme)
 
 
-LRA = ScoresTarget(
+LRA = TableTarget(
     name="lra",
     title="Long Range Arena",
     where="table 1",
     about="Accuracy on the test split. The small variants see shorter sequences and a few epochs, so they are "
     "not comparable with the paper's numbers; they show that each task trains and where it attends.",
-    small=paper_runs("small", *LRA_TASKS),
-    paper=paper_runs("paper", *LRA_TASKS),
+    small=table_runs("lra", "small"),
+    paper=table_runs("lra", "paper"),
 )
-SPEECH = ScoresTarget(
+SPEECH = TableTarget(
     name="speech",
     title="Speech Commands",
     where="table 2",
     about="Accuracy on the test split.",
-    small=paper_runs("small", "speech"),
-    paper=paper_runs("paper", "speech"),
+    small=table_runs("speech", "small"),
+    paper=table_runs("speech", "paper"),
 )
-ENWIK8 = ScoresTarget(
+ENWIK8 = TableTarget(
     name="enwik8",
     title="Language modeling",
     where="table 3",
-    about="Bits per byte on the test split, which is read as one batch of equal parts, each from beginning to end "
-    "with its state carried along.",
-    small=paper_runs("small", "enwik8"),
-    paper=paper_runs("paper", "enwik8"),
+    about="Bits per byte on the test split. At full size it is read in windows of 8,192 bytes, of which the last "
+    "1,192 are scored, as in the paper. Models that carry a state from segment to segment, the small variants among "
+    "them, read it from beginning to end in as many parts as an evaluation batch has.",
+    small=table_runs("enwik8", "small"),
+    paper=table_runs("enwik8", "paper"),
 )
-DIAGNOSTICS = ScoresTarget(
+DIAGNOSTICS = RunsTarget(
     name="diagnostics",
     title="Diagnostics",
     where="not in the paper",

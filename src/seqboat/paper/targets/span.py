@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from seqboat.analysis.attention import local_span
 from seqboat.paper.published import OBSERVED_SEQUENCES
 from seqboat.paper.tables import Make, Pictures, Record, Records, table
 from seqboat.paper.targets.activation import observe_layers
 from seqboat.paper.targets.base import ObservedTarget, OnProgress
-from seqboat.paper.trials import CUT_SHORT, Scale, Trial, span_runs
+from seqboat.paper.trials import CUT_SHORT, Scale, Trial, memory_sizes
 from seqboat.runs import Run
 from seqboat.training.evaluate import Windows
 
@@ -19,13 +21,13 @@ from seqboat.training.evaluate import Windows
 class SpanTarget(ObservedTarget):
     """A table and a panel for each task: a row and a line for every size of memory."""
 
-    def observe(self, run: Path, progress: OnProgress | None = None) -> Record:
+    def observe(self, run: Path, device: torch.device, progress: OnProgress | None = None) -> Record:
         if Run(run).task.kind != "lm":
-            return observe_layers(run, progress)
+            return observe_layers(run, device, progress)
         # as many queries as a sequence of 8,192 bytes has, each behind a context of at least 7,000
         reading = Windows()
         scored = reading.window - reading.context
-        return observe_layers(run, progress, -(-reading.window // scored), reading)
+        return observe_layers(run, device, progress, -(-reading.window // scored), reading)
 
     def show(self, scale: Scale, records: Sequence[Record], pictures: Pictures) -> list[str]:
         trials, found = self.trials(scale), self.found(scale, records)
@@ -44,7 +46,11 @@ def _tables(trials: Sequence[Trial], records: Records) -> list[str]:
             found = records[trial.name]
             spans = found[0]["spans"] if found else ["not run"] * layers
             rows.append([*cells, *(_span_text(value) for value in spans)])
-        head = [f"{task}, memory", "sliding window", *(f"layer {i}" for i in range(1, layers + 1))]
+        head = [
+            f"{own[0].task_title}, memory",
+            "sliding window",
+            *(f"layer {i}" for i in range(1, layers + 1)),
+        ]
         lines += table(head, rows)
     return lines
 
@@ -59,14 +65,21 @@ def _span_text(value: Any) -> str:
 def _draw(trials: Sequence[Trial], records: Records) -> Make:
     from seqboat.figures import span_figure
 
-    panels: dict[str, dict[int, list[float | None]]] = {}
+    panels: dict[str, dict[int, Any]] = {}
     for trial in trials:
         if records[trial.name]:
             assert trial.size is not None
-            spans = [value and value[0] for value in records[trial.name][0]["spans"]]
-            panels.setdefault(trial.task, {})[trial.size] = spans
+            spans = [value or (None, None) for value in records[trial.name][0]["spans"]]
+            panels.setdefault(trial.task_title, {})[trial.size] = (
+                [mean for mean, _ in spans],
+                [std for _, std in spans],
+            )
     local = {trial.size: local_span(trial.size) for trial in trials if trial.size is not None}
     return lambda theme: span_figure(panels, local=local, theme=theme)
+
+
+def _runs(scale: Scale) -> tuple[Trial, ...]:
+    return tuple(trial for task in ("pathfinder", "enwik8") for trial in memory_sizes(task, "seqboat", scale))
 
 
 SPAN = SpanTarget(
@@ -77,7 +90,7 @@ SPAN = SpanTarget(
     f"Pathfinder: mean over {OBSERVED_SEQUENCES} sequences of the validation split. enwik8: over seven windows of "
     "8,192 bytes, each with 1,192 queries behind a context of 7,000. The reference is the paper's: half the size of "
     "a window that slides over all tokens.",
-    cut=f"{CUT_SHORT} enwik8: 300 steps of 1,800.",
-    small=span_runs("small"),
-    paper=span_runs("paper"),
+    cut=CUT_SHORT,
+    small=_runs("small"),
+    paper=_runs("paper"),
 )

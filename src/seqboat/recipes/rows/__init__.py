@@ -60,7 +60,9 @@ def _contiguous(base: Recipe) -> Recipe:
     def recipe(mixer: MixerChoice = None) -> RunConfig:
         config = base(mixer=mixer)
         task: Any = config.task
-        return config.replace(task=replace(task, segment=language.SEGMENT), training={"carry_state": True})
+        # the state is the context
+        task = replace(task, segment=language.SEGMENT, context=0, window=None)
+        return config.replace(task=task, training={"carry_state": True})
 
     return recipe
 
