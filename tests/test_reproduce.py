@@ -20,7 +20,7 @@ from seqboat.cli import main
 from seqboat.data.files import Lock
 from seqboat.mixers import MIXERS
 from seqboat.mixers.base import directions_of
-from seqboat.paper.machine import Machine
+from seqboat.paper.machine import Machine, fitting
 from seqboat.paper.matching import count_of_run
 from seqboat.paper.reproduce import estimate, plan, run_job
 from seqboat.paper.results import add_records, read_records
@@ -32,11 +32,12 @@ from seqboat.paper.targets.mixers import READ_LISTOPS
 from seqboat.paper.targets.scores import RunsTarget, TableTarget
 from seqboat.paper.targets.span import SpanTarget
 from seqboat.paper.trials import Trial
-from seqboat.recipes import RECIPES
+from seqboat.recipes import RECIPES, find_recipe
 from seqboat.runs import Run
 from seqboat.tasks import TASKS
 from seqboat.training.config import RunConfig, from_yaml, override
 from seqboat.training.loop import train
+from seqboat.training.planning.estimate import estimate as estimate_run
 from small_runs import Spy, Toy, ToyConfig, small_run
 
 
@@ -352,7 +353,7 @@ def test_the_command(target: Target, tmp_path: Path, capsys: pytest.CaptureFixtu
     (fast,) = (line for line in text.splitlines() if line.startswith("  fast "))
     size = count_of_run(target.small[1].config(0))
     assert f" 24 {size:>11,} " in fast and fast.endswith(": seqboat train toy-small --optimizer.lr=0.03")
-    assert f"{size:>11,}      8  nothing: " in fast
+    assert " 8 by 4 " in fast and " GB  nothing: " in fast
     assert "about 4 minutes of one core" in text
     assert not (tmp_path / "runs").exists()
     assert main(["reproduce", "toys", "--seeds", "1", *out]) == 0
@@ -570,6 +571,23 @@ def test_settings_of_the_machine_reach_training(
     assert "only how runs are carried out can be changed" in capsys.readouterr().err
     assert main([*out, "--processes", "0"]) == 2
     assert "--processes must be an integer >= 1, got 0" in capsys.readouterr().err
+    assert main([*out, "--memory", "0"]) == 2
+    assert "--memory must be positive, got 0" in capsys.readouterr().err
+
+
+def test_micro_batches_fit_in_memory(target: Target, tmp_path: Path) -> None:
+    """As many micro-batches as it takes; a run that has begun keeps its own."""
+    config = find_recipe("lra.image")()
+    sizes = [fitting(config, 1, gigabytes * 1e9) for gigabytes in (24, 4, 2)]
+    assert sizes[0] == 1 < sizes[1] < sizes[2] <= 50
+    assert estimate_run(config.replace(training={"accumulation": sizes[1]})).memory <= 4e9
+    carried = find_recipe("enwik8-small")()
+    assert carried.training.carry_state and 16 % fitting(carried, 1, 0.2e9) == 0
+    machine = Machine(memory=1e4)
+    job = plan(target, "small", tmp_path, only=["fast"], machine=machine)[0]
+    assert job.config.training.accumulation == 8, "one example at a time"
+    begun = job.trial.config(0)
+    assert machine.configure(begun, begun).training.accumulation == 2
 
 
 def test_several_processes_are_started_by_torchrun(

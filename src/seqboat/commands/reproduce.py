@@ -23,7 +23,7 @@ SURVIVES_OUTPUT = True
 
 EPILOG = """\
   seqboat reproduce                                      every target and its progress
-  seqboat reproduce tables --scale paper --dry-run       every row of tables 1 to 3: its size, and what is missing
+  seqboat reproduce tables --scale paper --dry-run       every row of tables 1 to 3: size, memory, what is missing
   seqboat reproduce tables --scale paper --rows seqboat,s5 --tasks image,text --device cuda --precision bf16
   seqboat reproduce merge a/results.json b/results.json --page results.md
 
@@ -70,7 +70,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     machine = parser.add_argument_group("how to run them")
     machine.add_argument("--device", help="where to train and to score: auto (default), cpu or cuda")
     machine.add_argument("--precision", help="of training: fp32, bf16, ...")
-    machine.add_argument("--accumulation", type=int, metavar="N", help="micro-batches per step")
+    machine.add_argument(
+        "--accumulation",
+        metavar="N",
+        help="micro-batches per step; auto: as many as the memory of a GPU demands",
+    )
+    machine.add_argument(
+        "--memory",
+        type=float,
+        default=24.0,
+        metavar="GB",
+        help="of a GPU, for --accumulation auto and --dry-run (%(default)g)",
+    )
     machine.add_argument(
         "--processes",
         type=int,
@@ -87,7 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--dry-run",
         action="store_true",
-        help="print what would run, its size, and what is missing, and stop",
+        help="print what would run, its size and memory, and what is missing, and stop",
     )
     what.add_argument(
         "--again", action="store_true", help="measure again what the page already has (speed and memory)"
@@ -143,7 +154,7 @@ def run(options: argparse.Namespace) -> int:
     if not jobs and not measurements:
         raise ValueError(_nothing(options, targets))
     if options.dry_run:
-        _show_forecast(jobs)
+        _show_forecast(jobs, options.memory * 1e9)
     elif not options.collect:
         _show_plan(jobs)
     if not options.collect:
@@ -167,7 +178,8 @@ def make_machine(options: argparse.Namespace) -> Machine:
     from seqboat.paper.machine import Machine
 
     fields = list(options.fields)
-    for name in ("device", "precision", "accumulation"):
+    fit = options.accumulation == "auto"
+    for name in ("device", "precision", *(() if fit else ("accumulation",))):
         if getattr(options, name) is not None:
             fields.append(f"--training.{name}={getattr(options, name)}")
     if options.compile:
@@ -178,7 +190,10 @@ def make_machine(options: argparse.Namespace) -> Machine:
         fields.append(f"--data.data_dir={options.data_dir}")
     if options.processes < 1:
         raise ValueError(f"--processes must be an integer >= 1, got {options.processes}")
-    return Machine(settings=tuple(fields), processes=options.processes)
+    if not options.memory > 0:
+        raise ValueError(f"--memory must be positive, got {options.memory:g}")
+    memory = options.memory * 1e9
+    return Machine(settings=tuple(fields), processes=options.processes, memory=memory if fit else None)
 
 
 def _names(text: str | None) -> list[str]:
@@ -355,7 +370,7 @@ def _show_plan(jobs: Sequence[Job]) -> None:
         print(f"  {job.trial.name}: {job.trial.command(job.seed)}: {_progress_text(job)}")
 
 
-def _show_forecast(jobs: Sequence[Job]) -> None:
+def _show_forecast(jobs: Sequence[Job], memory: float) -> None:
     """A line per trial, as soon as it is known, and where the settings come from."""
     from seqboat.paper.forecast import HEAD, forecast, line
 
@@ -364,13 +379,12 @@ def _show_forecast(jobs: Sequence[Job]) -> None:
         trials.setdefault(job.trial.name, []).append(job)
     if trials:
         print(HEAD)
-    sources: dict[str, str] = {}
     for same in trials.values():
-        print(line(same, forecast(same[0])), flush=True)
-        if same[0].trial.source:
-            sources[same[0].trial.title] = same[0].trial.source
-    for title, source in sources.items():
-        print(f"settings of {title}: {source}")
+        print(line(same, forecast(same[0], memory)), flush=True)
+    sources = dict.fromkeys((same[0].trial.title, same[0].trial.source) for same in trials.values())
+    for title, source in sources:
+        if source:
+            print(f"settings of {title}: {source}")
 
 
 def _show_measurements(measurements: Sequence[Measurement]) -> None:

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from seqboat.data.store import MissingData
-from seqboat.paper.matching import count_of_run
 from seqboat.paper.targets.base import Job
+from seqboat.training.planning.estimate import estimate
 
 HEAD = (
     f"  {'name':26s} {'model':18s} {'task':16s} {'steps':>9s} {'parameters':>11s} "
-    f"{'batch':>6s}  missing, and the command"
+    f"{'batch':>14s} {'memory':>9s}  missing, and the command"
 )
 
 
@@ -21,14 +21,26 @@ class Forecast(NamedTuple):
     parameters: int
     batch: int
     """examples per step"""
+    micro_batch: int
+    """examples at a time on each device: as many as fit"""
+    memory: float
+    """bytes on each device"""
     missing: list[str]
     """what keeps it from running, or from being the paper's experiment"""
 
 
-def forecast(job: Job) -> Forecast:
-    """Sizes of a run and what it lacks, without data and without training."""
+def forecast(job: Job, memory: float) -> Forecast:
+    """Estimate a run on devices of a size, without data and without training.
+
+    Args:
+        job: the run.
+        memory: bytes of each device.
+    """
     config = job.config
+    found = estimate(config, processes=job.machine.processes, memory=memory)
     missing = []
+    if not found.fits:
+        missing.append(f"too large: one example at a time needs {found.memory / 1e9:.0f} GB")
     try:
         task = config.build_task()
         task.dataset("train")
@@ -37,7 +49,7 @@ def forecast(job: Job) -> Forecast:
         missing.append("data not prepared")
     if "ours" in job.trial.source:
         missing.append("settings partly ours")
-    return Forecast(count_of_run(config), config.training.batch_size, missing)
+    return Forecast(found.parameters, config.training.batch_size, found.micro_batch, found.memory, missing)
 
 
 def line(jobs: Sequence[Job], what: Forecast) -> str:
@@ -50,6 +62,6 @@ def line(jobs: Sequence[Job], what: Forecast) -> str:
     seeds = f" x {len(jobs)}" if len(jobs) > 1 else ""
     return (
         f"  {trial.name:26s} {trial.title:18s} {trial.task_title:16s} {f'{trial.steps:,}{seeds}':>9s} "
-        f"{what.parameters:>11,} {what.batch:>6d}  "
+        f"{what.parameters:>11,} {f'{what.batch} by {what.micro_batch}':>14s} {what.memory / 1e9:>6.2f} GB  "
         f"{'; '.join([*state, *what.missing]) or 'nothing'}: {trial.command()}"
     )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from functools import cache
 
 from seqboat.checks import check_positive, require
 from seqboat.training.config import RunConfig, override, split_arguments
 from seqboat.training.config.fields import FREE_TO_CHANGE, TrainingConfig
+from seqboat.training.planning.estimate import estimate
 
 EXPERIMENT = ("batch_size", "bucketing", "carry_state")
 """Fields of training that belong to the experiment."""
@@ -32,6 +34,8 @@ class Machine:
     """fields of training, and the data folder, as `seqboat train` takes them"""
     processes: int = 1
     """processes that work on a run, each with its device"""
+    memory: float | None = None
+    """bytes of a device, for micro-batches that fit; None leaves them as they are"""
 
     def __post_init__(self) -> None:
         check_positive("processes", self.processes)
@@ -53,4 +57,19 @@ class Machine:
         """
         if before is not None:
             config = config.replace(training={name: getattr(before.training, name) for name in KEPT})
-        return override(config, self.settings)
+        config = override(config, self.settings)
+        if before is None and self.memory is not None:
+            accumulation = fitting(config, self.processes, self.memory)
+            config = config.replace(training={"accumulation": accumulation})
+        return config
+
+
+@cache
+def fitting(config: RunConfig, processes: int, memory: float) -> int:
+    """Micro-batches per step and process with which a run fits in the memory of each device."""
+    count = estimate(config, processes=processes, memory=memory).micro_batches
+    batch = config.training.batch_size
+    if config.training.carry_state:  # sequences continue from batch to batch: all micro-batches are equal
+        while batch % (processes * count):
+            count += 1
+    return min(count, batch // processes)
