@@ -476,11 +476,9 @@ def test_the_page_is_written_again_from_its_records(
 
 
 def test_rows_and_tasks_are_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def names(*words: str) -> list[str]:
-        lra = TARGETS["lra"]
-        return [
-            job.trial.name for job in plan(lra, "paper", tmp_path, None, (), *(w.split(",") for w in words))
-        ]
+    def names(rows: str, tasks: str) -> list[str]:
+        chosen = plan(TARGETS["lra"], "paper", tmp_path, rows=rows.split(","), tasks=tasks.split(","))
+        return [job.trial.name for job in chosen]
 
     assert names("seqboat,s5", "image,text") == ["text-s5", "image-s5", "text", "image"]
     assert names("mega*", "pathx") == ["pathx-mega", "pathx-mega-chunk"]

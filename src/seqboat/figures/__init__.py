@@ -1,11 +1,11 @@
-"""Pictures of what routers did: activation per layer, confidence, attention span, speed against quality.
+"""Figures of what routers did: activation per layer, confidence, attention span, speed against quality.
 
 After the figures of section 5 of the paper. All take plain numbers, and a theme, light or dark:
 
-    activation_figure({"ListOps": (rates, stds), "Text": ...})              activation per layer and task
+    activation_figure({"SeqBoat": {"ListOps": (rates, stds), ...}})         activation per layer and task
     confidence_maps_figure(images, {"layer 3": maps, "layer 4": maps})      confidence over images
     tradeoff_figure({"Image": {"SeqBoat": [Point(...), ...], ...}}, ...)    speed against accuracy by memory size
-    span_figure({"Pathfinder": {16: spans, 32: spans}})                     attention span per layer by memory size
+    span_figure({"Pathfinder": {16: (spans, stds), ...}})                   attention span per layer by memory size
     histogram_figure({"layer 1": (active, total), ...})                     probabilities of activation
     training_figure([{"step": 20, "activation": [...]}, ...])               activation over training
     intervention_figure(...)                                                what a layer's attention contributes
@@ -13,9 +13,9 @@ After the figures of section 5 of the paper. All take plain numbers, and a theme
     write_figure(lambda theme: span_figure(panels, theme=theme), "docs/images/span")
                                                                             span.svg, span.png, span-dark.svg, ...
 
-matplotlib comes with the `report` extra and is imported when a picture is drawn. Markers, dashes and hatches repeat
-whatever a color says; confidences run from light to dark, so that a gray print says the same, and white always means
-"not activated". The colors of lines are those of Okabe and Ito, which color-blind readers can tell apart.
+matplotlib comes with the `report` extra and is imported when a figure is drawn. Markers, dashes and hatches repeat
+what colors say. Confidences run from light to dark and can be read in gray; white always means "not activated". The
+line colors are those of Okabe and Ito, which color-blind readers can tell apart. Axes of accuracy include chance.
 """
 
 from __future__ import annotations

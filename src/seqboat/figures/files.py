@@ -1,4 +1,4 @@
-"""Figures as files: every theme and every format, the same picture always the same bytes."""
+"""Figures as files, in every theme and format; the same figure always gives the same bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FORMATS = ("svg", "pdf", "png")
 
 
 def save_figure(figure: Figure, path: str | Path) -> None:
-    """Write a picture in the format of its suffix, whole or not at all.
+    """Write a figure in the format of its suffix, atomically.
 
     Args:
         figure: to write.
@@ -28,7 +28,7 @@ def save_figure(figure: Figure, path: str | Path) -> None:
     path = Path(path)
     kind = path.suffix[1:].lower()
     require(kind in FORMATS, f"the name of a picture must end with .png, .svg or .pdf, got {path.name!r}")
-    # the same picture gives the same file: no dates, no random names
+    # no dates and no random names: the same figure gives the same file
     metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": {}}[kind]
     with rc_context({"svg.hashsalt": "seqboat"}), replacing(path) as stage:
         figure.savefig(stage, format=kind, dpi=110, metadata=metadata)
@@ -40,7 +40,7 @@ def write_figure(
     formats: Sequence[str] = ("svg", "png"),
     themes: Sequence[Theme] = THEMES,
 ) -> list[Path]:
-    """Draw a picture in every theme and write it in every format.
+    """Draw a figure in every theme and write it in every format.
 
     Args:
         make: draws it in a theme.

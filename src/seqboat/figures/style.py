@@ -152,7 +152,7 @@ def label_points(axes: Axes, labels: Sequence[tuple[str, float, float, str]]) ->
     frame = axes.get_window_extent()
     for (text, x, y, color), (px, py) in zip(labels, points, strict=True):
         wide, high = (0.5 * scale * size for size in (5.5 * len(text), 10))
-        boxes = []
+        boxes: list[tuple[float, int, tuple[float, float, float, float], tuple[float, float]]] = []
         for dx, dy in _AROUND:
             cx, cy = px + dx * scale, py + dy * scale
             box = (cx - wide, cy - high, cx + wide, cy + high)

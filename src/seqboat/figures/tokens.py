@@ -1,4 +1,4 @@
-"""Confidence token by token: over a text, over images, and the picture of the demo."""
+"""Confidence token by token: over a text, over images, and the figure of the demo."""
 
 from __future__ import annotations
 
