@@ -22,13 +22,15 @@ from seqboat.bench.layers import LayerRow, run_layers
 from seqboat.bench.measure import available_memory, extrapolate, in_child, quartiles, time_rounds
 from seqboat.bench.memory import StepMemory, measure_memory
 from seqboat.bench.profile import PartTime, Profile, profiled_events, run_profile
-from seqboat.bench.rates import ForcedRate, force_rate, recorded_activation
+from seqboat.bench.rates import ForcedRate, force_rate, meet_rate, recorded_activation
 from seqboat.bench.runners import LayerRunner, LowerBoundRunner, Runner
 from seqboat.bench.setting import MODES, PRESETS, LayerSetting, Mode, sweep
 from seqboat.cli import main
 from seqboat.core.counts import activation
 from seqboat.core.routers import TemperedSoftmax
-from seqboat.mixers import SeqBoat
+from seqboat.mixers import SeqBoat, SeqBoatConfig
+from seqboat.mixers.seqboat.gau import GAUConfig
+from seqboat.models.backbone import BackboneConfig, LanguageModel
 from seqboat.runs import Run
 from seqboat.tasks import TASKS
 from seqboat.training.loop import train
@@ -520,9 +522,20 @@ def test_decode_of_language_models() -> None:
     size = LanguageModelSize(num_layers=2, d_model=24, d_z=8, d_v=48, window=8, heads=2, vocab=16)
     rows = run_decode_lm(size, context=20, steps=2, rounds=1)
     rival = "llama" if importlib.util.find_spec("transformers") else "transformer"
-    assert [row.candidate for row in rows] == ["seqboat", rival]
-    assert rows[1].parameters == pytest.approx(rows[0].parameters, rel=0.03)
-    assert rows[0].ratio == 1 and rows[1].ratio > 0
+    assert [row.candidate for row in rows] == ["seqboat", "seqboat int8", "seqboat general step", rival]
+    assert rows[3].parameters == pytest.approx(rows[0].parameters, rel=0.03)
+    assert rows[0].parameters == rows[1].parameters == rows[2].parameters
+    assert rows[0].ratio == 1 and rows[3].ratio > 0
+
+
+def test_routers_meet_a_rate() -> None:
+    config = SeqBoatConfig(causal=True, gau=GAUConfig(window=4))
+    model = LanguageModel(BackboneConfig(mixer=config, d_model=8, num_layers=2, vocab=9)).eval()
+    tokens = torch.randint(0, 9, (1, 200))
+    meet_rate(model, tokens, 0.25)
+    assert [float(r.active.float().mean()) for r in model(tokens).routings] == pytest.approx(
+        [0.25] * 2, abs=0.05
+    )
 
 
 @pytest.mark.parametrize(

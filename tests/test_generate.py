@@ -30,17 +30,9 @@ from seqboat.mixers.ssm.ema import EMAConfig
 from seqboat.models.backbone import BackboneConfig, BackboneState, LanguageModel, LanguageModelOutput
 from seqboat.runs import Run
 from seqboat.tasks.synthetic.listops import ListOpsTaskConfig
-from seqboat.text.generate import (
-    Chooser,
-    Generation,
-    SamplingConfig,
-    StopFinder,
-    TextDecoder,
-    distribution,
-    generate,
-    stream,
-    unfinished,
-)
+from seqboat.text.generate import Generation, generate, stream
+from seqboat.text.pieces import StopFinder, TextDecoder, unfinished
+from seqboat.text.sampling import SamplingConfig, choose, distribution, make_generators
 from seqboat.text.session import _spell, advance, load_session, read, save_session, start
 
 ROOT = Path(__file__).parents[1]
@@ -129,14 +121,13 @@ def test_drawn_bytes_are_those_of_whole_passes() -> None:
     model = make_model()
     sampling = SamplingConfig(temperature=0.9, top_k=50, repetition_penalty=1.2, seed=7)
     (result,) = generate(model, PROMPTS[1], max_new_bytes=60, sampling=sampling)
-    chooser, text = Chooser(sampling, 1), list(PROMPTS[1].encode())
+    generators, text = make_generators(sampling, 1), list(PROMPTS[1].encode())
     for _ in range(60):
         with torch.no_grad():
             logits = model(torch.tensor([text])).logits[:, -1]
         used = torch.zeros(1, 256, dtype=torch.bool)
         used[0, text] = True
-        fresh = start(model)._replace(logits=logits, used=used)
-        text.append(int(chooser.choose(fresh)))
+        text.append(int(choose(logits, used, sampling, generators)))
     assert bytes(text[-60:]) == result.data
 
 
@@ -216,12 +207,13 @@ def test_temperature_and_penalty() -> None:
 def test_draws_follow_the_probabilities() -> None:
     rows = 4000
     logits = torch.tensor(LOG_PROBS).expand(rows, -1)
-    session = start(make_model(), 1)._replace(logits=logits, used=torch.zeros(rows, 5, dtype=torch.bool))
-    drawn = Chooser(SamplingConfig(seed=0), rows).choose(session)
+    used, plain = torch.zeros(rows, 5, dtype=torch.bool), SamplingConfig(seed=0)
+    drawn = choose(logits, used, plain, make_generators(plain, rows))
     shares = torch.bincount(drawn, minlength=5) / rows
     # four standard deviations of a fraction of one half
     torch.testing.assert_close(shares, torch.tensor(LOG_PROBS).exp(), atol=4 * 0.5 / rows**0.5, rtol=0)
-    few = Chooser(SamplingConfig(seed=0, top_k=2), rows).choose(session)
+    top = SamplingConfig(seed=0, top_k=2)
+    few = choose(logits, used, top, make_generators(top, rows))
     assert set(few.tolist()) == {1, 3}
 
 

@@ -14,7 +14,7 @@ import seqboat
 PACKAGE = Path(seqboat.__file__).parent
 
 ORDER = """
-    version extras checks | ops | core | mixers | models | data | tasks | training | recipes | runs |
+    version extras checks | ops | core | mixers | models | inference | data | tasks | training | recipes | runs |
     reference compat figures text predictor | bench | analysis | report paper retrofitting hf | cli |
     commands | __main__
 """

@@ -46,6 +46,7 @@ COMMANDS = {
         "seqboat.commands.score",
         "measure bits per byte of files, or of every byte, with a language model",
     ),
+    "quantize": ("seqboat.commands.convert.quantize", "write a language model with int8 weights"),
     "export-hf": ("seqboat.commands.convert.export_hf", "write a trained run for Hugging Face transformers"),
     "import-published": (
         "seqboat.commands.convert.import_published",

@@ -12,7 +12,7 @@ that only training needs:
       README.md                the model card: data, license, size, scores
       best, latest             the name of the checkpoint
       step-N/
-        model.safetensors      weights, in half precision
+        model.safetensors      weights, in half precision, or in int8 with a scale per row
         state.json             step, configuration, sha256 of the weights
 """
 
@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from seqboat.checks import check_choice, require
 from seqboat.data.console import printable
 from seqboat.data.files import read_json
+from seqboat.inference.int8 import expect_codes, quantize_tensors
 from seqboat.models.backbone import Classifier, LanguageModel, Matcher, Tagger
 from seqboat.models.limits import build_within
 from seqboat.tasks.base import BYTES, Split, Task
@@ -201,7 +202,10 @@ class Run:
             str(path),
         )
         try:
+            expect_codes(model, self.weights)
             load_model_tensors(model, self.weights)
+        except ValueError as error:
+            raise ValueError(f"{path / MODEL}: {error}") from error
         except CheckpointError as error:
             raise CheckpointError(f"{path / MODEL}: {error}") from error
         return model.eval()
@@ -305,15 +309,16 @@ class Run:
 
         Args:
             folder: to make; must be empty if it exists.
-            dtype: of the stored weights; the model is still loaded in its own precision.
+            dtype: of the stored weights; the model is still loaded in its own precision. With torch.int8 the weights
+                of linear layers and embeddings stay int8, with a scale per row; other weights are kept as they are.
 
         Returns:
             The folder.
         """
         folder = Path(folder)
         require(not folder.exists() or not any(folder.iterdir()), f"{folder} must be empty or not exist")
-        weights = {}
-        for name, value in self.weights.items():
+        weights = quantize_tensors(self.model, self.weights) if dtype == torch.int8 else dict(self.weights)
+        for name, value in self.weights.items() if dtype.is_floating_point else ():
             weights[name] = value.to(dtype) if value.is_floating_point() else value
             fits = bool(weights[name].isfinite().all())
             require(

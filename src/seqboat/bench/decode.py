@@ -7,6 +7,7 @@ state.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from seqboat.bench.candidates import LOWER_BOUND, PUBLISHED, Candidate, build
 from seqboat.bench.measure import Quartiles, available_memory, human_bytes, quartiles, time_rounds
-from seqboat.bench.rates import force_rate
+from seqboat.bench.rates import meet_rate
 from seqboat.bench.setting import LayerSetting
 from seqboat.bench.tables import (
     Column,
@@ -28,10 +29,12 @@ from seqboat.bench.tables import (
 )
 from seqboat.checks import require
 from seqboat.core.state import map_state, state_bytes
+from seqboat.inference.int8 import float_tensors, quantize
+from seqboat.inference.lean import lean_model
 from seqboat.mixers import RecurrentMixer, SeqBoatConfig, TransformerConfig
 from seqboat.mixers.seqboat.gau import GAUConfig
 from seqboat.mixers.ssm.ema import EMAConfig
-from seqboat.models.backbone import BackboneConfig, LanguageModel
+from seqboat.models.backbone import BackboneConfig, BackboneState, LanguageModel
 from seqboat.models.cost import count_parameters
 
 if TYPE_CHECKING:
@@ -234,7 +237,7 @@ def run_decode_lm(
     """
     size = size or LanguageModelSize()
     torch.manual_seed(seed)
-    prompt = torch.randint(0, size.vocab, (1, context))
+    prompt = torch.randint(0, size.vocab, (1, context + steps))
     gau = GAUConfig(d_z=size.d_z, d_v=size.d_v, window=size.window, positions="rotary")
     mixer = SeqBoatConfig(
         ssm=EMAConfig(d_state=size.d_state), gau=gau, causal=True, prenorm=True, init="paper"
@@ -248,9 +251,14 @@ def run_decode_lm(
     ours = stack(mixer)
     count = count_parameters(ours)
     if rate is not None:
-        force_rate(ours, rate, seed)
+        meet_rate(ours, prompt[:, :PREFILL], rate)
     progress(f"reading {context} tokens with seqboat")
-    decoders = {("seqboat", context): _model_decoder(ours, prompt, steps)}
+    state = _read(ours, prompt[:, :context])
+    decoders = {("seqboat", context): _lean_decoder(ours, state, prompt, steps)}
+    rounded = copy.deepcopy(ours)
+    quantize(rounded)
+    decoders["seqboat int8", context] = _lean_decoder(rounded, state, prompt, steps)
+    decoders["seqboat general step", context] = _model_decoder(ours, state, prompt, steps)
     try:
         import transformers
     except ImportError:
@@ -262,7 +270,9 @@ def run_decode_lm(
             )
 
         rival = plain(_match(lambda d_ff: count_parameters(plain(d_ff)), count))
-        decoders["transformer", context] = _model_decoder(rival, prompt, steps)
+        decoders["transformer", context] = _model_decoder(
+            rival, _read(rival, prompt[:, :context]), prompt, steps
+        )
     else:
         progress(f"reading {context} tokens with transformers {transformers.__version__}")
 
@@ -291,18 +301,33 @@ def _match(count: Callable[[int], int], wanted: int) -> int:
 
 
 @torch.inference_mode()
-def _model_decoder(model: Any, prompt: Tensor, steps: int) -> Decoder:
+def _read(model: LanguageModel, prompt: Tensor) -> BackboneState:
     state = model.init_state(1)
     for piece in prompt.split(PREFILL, dim=1):
-        logits, state, _ = model(piece, None, state)
-    begin = logits[:, -1].argmax(dim=-1)
+        state = model(piece, None, state).state
+    return state
 
+
+def _lean_decoder(model: LanguageModel, state: BackboneState, prompt: Tensor, steps: int) -> Decoder:
+    lean = lean_model(model)
+    assert lean is not None
+    lean.join(state)
+
+    def run() -> None:
+        # later rounds read on: the state has the same size and the step the same cost
+        for token in prompt[:, -steps:].unbind(1):
+            lean.step(token)
+
+    return Decoder(count_numbers(model), state_bytes(state), run)
+
+
+@torch.inference_mode()
+def _model_decoder(model: LanguageModel, state: BackboneState, prompt: Tensor, steps: int) -> Decoder:
     @torch.inference_mode()
     def run() -> None:
-        token, now = begin, map_state(Tensor.clone, state)
-        for _ in range(steps):
-            scores, now, _ = model.step(token, now, inplace=True)
-            token = scores.argmax(dim=-1)
+        now = map_state(Tensor.clone, state)
+        for token in prompt[:, -steps:].unbind(1):
+            now = model.step(token, now, inplace=True).state
 
     return Decoder(count_parameters(model), state_bytes(state), run)
 
@@ -310,18 +335,21 @@ def _model_decoder(model: Any, prompt: Tensor, steps: int) -> Decoder:
 @torch.inference_mode()
 def _llama_decoder(model: Any, cache_class: Any, prompt: Tensor, steps: int) -> Decoder:
     cache = cache_class(config=model.config)
-    for piece in prompt.split(PREFILL, dim=1):
-        out = model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    begin = out.logits[:, -1].argmax(dim=-1, keepdim=True)
+    context = prompt.shape[1] - steps
+    for piece in prompt[:, :context].split(PREFILL, dim=1):
+        model(piece, past_key_values=cache, use_cache=True, logits_to_keep=1)
     config = model.config
-    size = 2 * prompt.shape[1] * config.num_hidden_layers * config.hidden_size * out.logits.element_size()
+    size = 2 * context * config.num_hidden_layers * config.hidden_size * model.dtype.itemsize
 
     @torch.inference_mode()
     def run() -> None:
-        token = begin
-        for _ in range(steps):
-            logits = model(token, past_key_values=cache, use_cache=True).logits
-            token = logits[:, -1].argmax(dim=-1, keepdim=True)
+        for token in prompt[:, -steps:].unbind(1):
+            model(token[:, None], past_key_values=cache, use_cache=True)
         cache.crop(-steps)  # the tokens of this round
 
     return Decoder(count_parameters(model), size, run)
+
+
+def count_numbers(model: LanguageModel) -> int:
+    """Parameters, also where they are stored as int8 codes; their scales do not count."""
+    return sum(part.numel() for part in float_tensors(model).values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 from seqboat.data.console import printable, typed_bytes
 
@@ -17,6 +18,7 @@ standard input:
   seqboat generate RUN --prompt "Dear reader," --save-state letter.safetensors
   seqboat generate RUN --load-state letter.safetensors
   seqboat generate RUN --load-state letter.safetensors --prompt "Yours,"
+  seqboat generate RUN --prompt "The history of" --n 8 --seed 0
 """
 
 
@@ -63,6 +65,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help="stop before this text; may be given several times",
     )
+    parser.add_argument(
+        "--n",
+        type=int,
+        default=1,
+        metavar="N",
+        help="texts to generate, after reading the prompt once; the likeliest is printed first",
+    )
     parser.add_argument("--echo", action="store_true", help="print the prompt first")
     parser.add_argument("--save-state", metavar="FILE", help="save the state at the end")
     parser.add_argument("--load-state", metavar="FILE", help="continue from a saved state")
@@ -78,17 +87,21 @@ def run(options: argparse.Namespace) -> int:
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     sampling = SamplingConfig(greedy=options.greedy, **given)
-    for name in ("max_new_bytes", "chunk"):
+    for name in ("max_new_bytes", "chunk", "n"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be an integer >= 1, got {value}")
     if "" in options.stop:
         raise ValueError("--stop must not be empty")
+    if options.n > 1 and options.save_state is not None:
+        raise ValueError("--save-state keeps the state of one text: leave out --n")
+    if options.n > 1 and options.greedy:
+        raise ValueError("--greedy gives the same text every time: leave out --n")
     stops = [typed_bytes(stop) for stop in options.stop]
     prompt = read_prompt(options)
 
     from seqboat.runs import Run
-    from seqboat.text.generate import stream
+    from seqboat.text.generate import best_of, stream
     from seqboat.text.session import CHUNK, check_state_path, load_session, save_session
     from seqboat.training.parallel import choose_device
 
@@ -99,18 +112,21 @@ def run(options: argparse.Namespace) -> int:
     session = None if options.load_state is None else load_session(options.load_state, model)
     if session is not None and session.batch != 1:
         raise ValueError(f"{options.load_state} holds {session.batch} texts, expected 1")
-    shows = sys.stderr.isatty() and len(prompt) > CHUNK
-    texts = stream(
-        model,
-        prompt,
-        max_new_bytes=options.max_new_bytes,
-        sampling=sampling,
-        stop=stops,
-        session=session,
-        chunk=options.chunk or CHUNK,
-        progress=show_progress if shows else None,
-    )
+    settings: dict[str, Any] = {
+        "max_new_bytes": options.max_new_bytes,
+        "sampling": sampling,
+        "stop": stops,
+        "session": session,
+        "chunk": options.chunk or CHUNK,
+        "progress": show_progress if sys.stderr.isatty() and len(prompt) > CHUNK else None,
+    }
     terminal = sys.stdout.isatty()
+    if options.n > 1:
+        for number, (text, bits) in enumerate(best_of(model, prompt, options.n, **settings), 1):
+            shown = prompt.decode() + text.text if options.echo else text.text
+            write(f"--- {number} of {options.n}, {bits:.3f} bits per byte\n{shown}\n", terminal)
+        return 0
+    texts = stream(model, prompt, **settings)
     if options.echo:
         write(prompt.decode(), terminal)
     try:

@@ -306,14 +306,15 @@ class ThresholdRouter(SigmoidRouter):
         super().start_at(self._border + log_odds)
 
     def route(self, x: Tensor) -> Routing:
-        return above_border(self.linear(self.logits, x), self._border)
+        return above_border(self.linear(self.logits, x), self.border)
 
     @property
-    def _border(self) -> float:
+    def border(self) -> float:
+        """The log-odds of the threshold."""
         return math.log(self.threshold / (1 - self.threshold))
 
     def margin(self, probs: Tensor, shift: Tensor) -> Tensor:
-        return super().margin(probs, shift) - self._border
+        return super().margin(probs, shift) - self.border
 
 
 class PerSequence(Router):

@@ -6,10 +6,11 @@ knowing what kind of layer the state belongs to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from seqboat.checks import check_positive, require
@@ -74,6 +75,27 @@ def _take_rows(part: Tensor, rows: Tensor) -> Tensor:
         last, wrong = len(part) - 1, rows[(rows < 0) | (rows >= len(part))]
         require(wrong.numel() == 0, f"rows must lie in 0..{last}, got {wrong[:1].tolist()}")
     return part.index_select(0, rows.to(part.device))
+
+
+def concat_rows(states: Sequence[State]) -> State:
+    """The sequences of several states in one; memories that have grown to different sizes are filled up with zeros.
+
+    >>> concat_rows([torch.ones(1, 1), torch.ones(1, 2)]).tolist()
+    [[1.0, 0.0], [1.0, 1.0]]
+    """
+    require(len(states) > 0, "states must hold at least one state, got none")
+    columns = [iter([part for _, part in tensors(state)]) for state in states]
+    return map_state(lambda _: _join([next(column) for column in columns]), states[0])
+
+
+def _join(parts: Sequence[Tensor]) -> Tensor:
+    most = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
+    wide = []
+    for part in parts:
+        missing = [size - have for size, have in zip(most, part.shape[1:], strict=True)]
+        pads = [amount for size in reversed(missing) for amount in (0, size)]
+        wide.append(F.pad(part, pads) if any(missing) else part)
+    return torch.cat(wide)
 
 
 def repeat_rows(state: State, times: int) -> State:

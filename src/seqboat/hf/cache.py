@@ -6,6 +6,7 @@ what a layer stores is up to it. Ours stores the mixer's state, of constant size
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from seqboat.checks import require
 from seqboat.core.state import map_state, repeat_rows, select_rows
-from seqboat.models.backbone import BackboneState
+from seqboat.inference.lean import LeanBackbone, lean_backbone
+from seqboat.models.backbone import Backbone, BackboneState
 
 
 class SeqBoatCacheLayer(CacheLayerMixin):
@@ -29,8 +31,20 @@ class SeqBoatCacheLayer(CacheLayerMixin):
         super().__init__()
         self.cumulative_length = 0
         """positions so far, including padding: the same for all sequences"""
-        self.state: tuple[Any, Tensor] | None = None
-        """the mixer's state, and (batch,) the real tokens that each sequence has seen"""
+        self._state: tuple[Any, Tensor] | None = None
+        self.settle: Callable[[], None] | None = None
+        """called before the state is read, while it is elsewhere"""
+
+    @property
+    def state(self) -> tuple[Any, Tensor] | None:
+        """The mixer's state, and (batch,) the real tokens that each sequence has seen."""
+        if self.settle is not None:
+            self.settle()
+        return self._state
+
+    @state.setter
+    def state(self, state: tuple[Any, Tensor] | None) -> None:
+        self._state = state
 
     def put(self, memory: Any, seen: Tensor, new: int) -> None:
         """Take over the state after `new` more positions."""
@@ -67,6 +81,7 @@ class SeqBoatCacheLayer(CacheLayerMixin):
         return -1
 
     def reset(self) -> None:
+        self.settle = None
         self.state, self.cumulative_length, self.is_initialized = None, 0, False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -87,6 +102,55 @@ class SeqBoatCache(Cache):
     def __init__(self, num_layers: int) -> None:
         super().__init__(layers=[SeqBoatCacheLayer() for _ in range(num_layers)])
         self._differentiable = False
+        self._lean: LeanBackbone | None = None
+        self._may_be_lean = True
+
+    def step(self, backbone: Backbone, tokens: Tensor) -> Tensor | None:
+        """Read one token per sequence, (batch,), by a lean step: (batch, d_model), or None where it does not apply.
+
+        The lean step is chosen once and keeps the state until somebody asks for it: to reorder sequences, as beam
+        search does at every step, or to read a longer piece. From then on the general step is taken.
+        """
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return None
+        if self._lean is None:
+            state = self.state if self._may_be_lean else None
+            self._may_be_lean = False
+            if state is None or not self.overwritable:
+                return None
+            self._lean = lean_backbone(backbone, len(state.seen))
+            if self._lean is None:
+                return None
+            self._lean.join(state)
+            for layer in self.layers:
+                layer.settle = self._settle
+        if not self._lean.applies or self._lean.backbone is not backbone or len(tokens) != len(self._lean):
+            self._settle()
+            return None
+        for layer in self.layers:
+            layer.cumulative_length += 1
+        return self._lean.step(tokens)
+
+    def _settle(self) -> None:
+        """Take the state back from the lean step."""
+        assert self._lean is not None
+        state, self._lean = self._lean.state(), None
+        for layer, memory in zip(self.layers, state.layers, strict=True):
+            layer.settle = None
+            layer.state = memory, state.seen
+
+    def reset(self) -> None:
+        super().reset()
+        self._lean, self._may_be_lean = None, True
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SeqBoatCache:
+        new = SeqBoatCache(len(self.layers))
+        memo[id(self)] = new
+        for mine, theirs in zip(new.layers, self.layers, strict=True):
+            if theirs.state is not None:
+                mine.put(*map_state(Tensor.clone, theirs.state), theirs.cumulative_length)
+        new._differentiable, new._may_be_lean = self._differentiable, self._may_be_lean
+        return new
 
     @property
     def state(self) -> BackboneState | None:

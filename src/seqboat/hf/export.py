@@ -16,6 +16,7 @@ from seqboat.hf.configuration import SeqBoatModelConfig
 from seqboat.hf.heads import SeqBoatForSequenceClassification, SeqBoatForTokenClassification
 from seqboat.hf.model import SeqBoatForCausalLM, SeqBoatPreTrainedModel
 from seqboat.hf.tokenizer import PAD, byte_tokenizer
+from seqboat.inference.int8 import float_tensors
 from seqboat.models.backbone import BackboneConfig, Classifier, LanguageModel, MixerConfig, Tagger
 from seqboat.runs import Run
 from seqboat.tasks.own.targets import LabelsTarget, NumberTarget
@@ -54,9 +55,10 @@ def to_transformers(model: nn.Module, **settings: Any) -> SeqBoatPreTrainedModel
             SeqBoatForTokenClassification if isinstance(model, Tagger) else SeqBoatForSequenceClassification
         )
         ours = kind(SeqBoatModelConfig.from_backbone(backbone, **labels, **settings))
-        ours.head.load_state_dict(model.head.state_dict())
+        ours.head.load_state_dict(float_tensors(model.head))
     ours.to(model.backbone.embedding.weight.dtype)
-    ours.model.backbone.load_state_dict(model.backbone.state_dict())
+    # the library's model has weights in floating point: those that int8 codes stand for
+    ours.model.backbone.load_state_dict(float_tensors(model.backbone))
     return ours.train(model.training)
 
 

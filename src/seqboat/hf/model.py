@@ -245,9 +245,14 @@ class SeqBoatModel(SeqBoatPreTrainedModel):
         cache = self._cache(past_key_values, use_cache)
         check_attention_mask(attention_mask, batch, time, 0 if cache is None else cache.get_seq_length())
         mask = read_mask(attention_mask, time)
+        single = time == 1 and inputs_embeds is None and not hidden and not self.training
+        if single and cache is not None and (mask is None or bool(mask.all())):
+            found = cache.step(self.backbone, inputs[:, 0])
+            if found is not None:
+                return BaseModelOutputWithPast(last_hidden_state=found[:, None], past_key_values=cache)
         state = None if cache is None else cache.state
         kept: list[Tensor] = []
-        if state is not None and time == 1 and inputs_embeds is None and not hidden and not self.training:
+        if state is not None and single:
             assert cache is not None
             rows = None if mask is None else mask[:, 0]
             out = self.backbone.step(inputs[:, 0], state, rows, inplace=cache.overwritable)

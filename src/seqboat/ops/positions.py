@@ -147,7 +147,7 @@ class RotaryBias(nn.Module):
     def _bias(self, distance: Tensor) -> Tensor:
         (a1, a2), (b1, b2) = self.vectors
         dim = 2 * self.vectors.shape[-1]
-        angle = torch.remainder(distance[..., None] * _frequencies(dim, distance.device), 2 * math.pi)
+        angle = torch.remainder(distance[..., None] * frequencies(dim, distance.device), 2 * math.pi)
         angle = angle.to(self.vectors.dtype)
         return angle.cos() @ (a1 * b1 + a2 * b2) + angle.sin() @ (a2 * b1 - a1 * b2)
 
@@ -160,7 +160,7 @@ def rotate(x: Tensor, position: Tensor) -> Tensor:
         position: (...), integer.
     """
     # reduced to one turn in float64: in float32 the angle of position one million is off by a tenth of a radian
-    angle = torch.remainder(position[..., None] * _frequencies(x.shape[-1], x.device), 2 * math.pi)
+    angle = torch.remainder(position[..., None] * frequencies(x.shape[-1], x.device), 2 * math.pi)
     angle = angle.to(wide_type(x))
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
     even, odd = x[..., 0::2], x[..., 1::2]
@@ -168,7 +168,7 @@ def rotate(x: Tensor, position: Tensor) -> Tensor:
     return torch.stack(turned, dim=-1).flatten(-2)
 
 
-def _frequencies(dim: int, device: torch.device) -> Tensor:
+def frequencies(dim: int, device: torch.device) -> Tensor:
     """(dim / 2,), float64: angle by which each pair of channels turns per position."""
     key = dim, device
     if key in _known_frequencies and not torch.compiler.is_compiling():

@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from seqboat.checks import check_positive, require
-from seqboat.core.state import check_state, map_state, rebuild, tensors
+from seqboat.core.state import check_state, concat_rows, map_state, rebuild, select_rows, tensors
 from seqboat.data.files import replacing
 from seqboat.models.backbone import BackboneState, LanguageModel
 from seqboat.training.checkpoint import model_tensors
@@ -74,6 +74,16 @@ def start(model: LanguageModel, batch: int = 1) -> Session:
 def copy_session(session: Session) -> Session:
     """A session that may be overwritten without changing this one."""
     return map_state(Tensor.clone, session)
+
+
+def select_sessions(session: Session, rows: Sequence[int]) -> Session:
+    """Some texts of a session, in this order, each as often as it is named: a copy."""
+    return select_rows(session, torch.tensor(list(rows)))
+
+
+def concat_sessions(sessions: Sequence[Session]) -> Session:
+    """The texts of several sessions of one model in one."""
+    return concat_rows(sessions)
 
 
 @torch.no_grad()

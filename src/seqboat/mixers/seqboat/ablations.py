@@ -137,9 +137,10 @@ class SeqBoatThenFFN(RecurrentMixer):
 
     def mix(self, x: Tensor, mask: Tensor | None, state: SeqBoatState | None) -> MixerOutput:
         out = self.layer.mix(x, mask, state)
-        return out._replace(y=zero_padding(self._close(out.y, mask), mask))
+        return out._replace(y=zero_padding(self.close(out.y, mask), mask))
 
-    def _close(self, x: Tensor, mask: Tensor | None) -> Tensor:
+    def close(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """The feed-forward block, on the output of the layer."""
         prenorm = self.config.prenorm
         added = self.ffn(self.norm(x, mask) if prenorm else x).to(x.dtype)
         y = x + (F.dropout(added, self.config.dropout, self.training) if self.config.dropout else added)
@@ -152,4 +153,4 @@ class SeqBoatThenFFN(RecurrentMixer):
         self, x: Tensor, state: SeqBoatState, mask: Tensor | None = None, inplace: bool = False
     ) -> MixerOutput:
         out = self.layer.advance(x, state, mask, inplace)
-        return out._replace(y=keep_rows(mask, self._close(out.y, mask)))
+        return out._replace(y=keep_rows(mask, self.close(out.y, mask)))

@@ -138,16 +138,24 @@ class S5(StateSpace):
         log_q = poles * torch.exp(log_dt)
         return torch.exp(log_q), (torch.expm1(log_q) / poles)[:, None] * as_complex(b)
 
+    def enter_matrix(self, drive: Tensor) -> Tensor:
+        """(d_model, states) real: from an input to what it adds to the states, as pairs of real numbers."""
+        return torch.view_as_real(drive).transpose(0, 1).flatten(1)
+
+    def leave_matrix(self, direction: int, dtype: torch.dtype) -> Tensor:
+        """(d_model, states) real: 2 Re(C s) of states as pairs of real numbers."""
+        c = self.c[direction].to(dtype)
+        return 2 * torch.stack([c[..., 0], -c[..., 1]], dim=-1).flatten(1)
+
     def _enter(self, x: Tensor, drive: Tensor) -> Tensor:
         """(..., d_model) real to (..., pairs) complex."""
-        matrix = torch.view_as_real(drive).transpose(0, 1).flatten(1)  # (d_model, states)
+        matrix = self.enter_matrix(drive)
         rows = product(x.reshape(1, x.shape[:-1].numel(), self.d_model), matrix[None])[0]
         return torch.view_as_complex(rows.view(*x.shape[:-1], self.d_state // 2, 2))
 
     def _leave(self, states: Tensor, direction: int) -> Tensor:
         """2 Re(C s): (..., pairs) complex to (..., d_model) real."""
-        c = self.c[direction].to(states.real.dtype)
-        matrix = 2 * torch.stack([c[..., 0], -c[..., 1]], dim=-1).flatten(1)  # (d_model, states)
+        matrix = self.leave_matrix(direction, states.real.dtype)
         rows = real_like(states).reshape(1, states.shape[:-1].numel(), self.d_state)
         return product(rows, matrix.t()[None])[0].view(*states.shape[:-1], self.d_model)
 

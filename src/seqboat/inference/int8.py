@@ -1,0 +1,188 @@
+"""Weights as int8 with a scale per row: a quarter of the memory, and of what decoding has to read per token.
+
+    quantize(model)     # in place: linear layers and the embedding
+
+Row n of a matrix is scale[n] * codes[n], with scale[n] = max|row| / 127. Only weights are rounded: whole sequences
+are multiplied by a matrix in floating point that is made and dropped again, single tokens by a packed one
+(`Int8Matrix`). Routers, norms, state-space kernels and biases stay as they are: they are small, and decisions depend
+on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from seqboat.checks import require
+from seqboat.core.routers import Router
+
+LEVELS = 127
+"""Largest code of a weight."""
+
+
+def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes (rows, columns) in int8 and scales (rows,) of a matrix.
+
+    >>> codes, scale = quantize_rows(torch.tensor([[1.0, -2.0], [0.0, 0.0]]))
+    >>> codes.tolist(), [round(value, 4) for value in scale.tolist()]
+    ([[64, -127], [0, 0]], [0.0157, 1.0])
+    """
+    largest = weight.detach().double().abs().amax(dim=1)
+    scale = torch.where(largest > 0, largest / LEVELS, 1.0).to(weight.dtype)
+    codes = (weight.detach().double() / scale.double()[:, None]).round().clamp(-LEVELS, LEVELS)
+    return codes.to(torch.int8), scale
+
+
+class Int8Linear(nn.Linear):
+    """A linear layer with int8 weights, for inference.
+
+    Args:
+        codes: (outputs, inputs), int8.
+        scale: (outputs,).
+        bias: (outputs,), or None.
+    """
+
+    codes: Tensor
+    scale: Tensor
+
+    def __init__(self, codes: Tensor, scale: Tensor, bias: Tensor | None) -> None:
+        nn.Module.__init__(self)
+        self.out_features, self.in_features = codes.shape
+        self.register_buffer("codes", codes)
+        self.register_buffer("scale", scale)
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)  # type: ignore[assignment]
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """(outputs, inputs): the matrix in floating point, made anew."""
+        return self.codes.to(self.scale.dtype).mul_(self.scale[:, None])
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, self.weight, self.bias)
+
+
+class Int8Embedding(nn.Embedding):
+    """An embedding with int8 weights, for inference.
+
+    Args:
+        codes: (tokens, width), int8.
+        scale: (tokens,).
+    """
+
+    codes: Tensor
+    scale: Tensor
+
+    def __init__(self, codes: Tensor, scale: Tensor) -> None:
+        nn.Module.__init__(self)
+        self.num_embeddings, self.embedding_dim = codes.shape
+        self.register_buffer("codes", codes)
+        self.register_buffer("scale", scale)
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """(tokens, width): the table in floating point, made anew."""
+        return self.codes.to(self.scale.dtype).mul_(self.scale[:, None])
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.embedding(input, self.codes).to(self.scale.dtype) * F.embedding(input, self.scale[:, None])
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}"
+
+
+def quantizable(model: nn.Module) -> Iterator[tuple[str, nn.Linear | nn.Embedding]]:
+    """The layers of a model that take int8 weights, by name: linear layers outside routers, and embeddings."""
+    routers = [name + "." for name, part in model.named_modules() if isinstance(part, Router)]
+    for name, part in model.named_modules():
+        if isinstance(part, nn.Linear | nn.Embedding) and not name.startswith(tuple(routers)):
+            yield name, part
+
+
+def quantize(model: nn.Module) -> None:
+    """Round the weights of a model to int8, in place; it can no longer be trained."""
+    for name, part in list(quantizable(model)):
+        if not isinstance(part, Int8Linear | Int8Embedding):
+            put_codes(model, name, *quantize_rows(part.weight))
+    model.requires_grad_(False)
+
+
+def is_quantized(model: nn.Module) -> bool:
+    """Whether a model has layers with int8 weights."""
+    return any(isinstance(part, Int8Linear | Int8Embedding) for part in model.modules())
+
+
+def quantize_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of a model by name, those of linear layers and embeddings as int8 codes and scales."""
+    found = dict(tensors)
+    for name, _ in quantizable(model):
+        codes, scale = quantize_rows(found.pop(f"{name}.weight").float())
+        found |= {f"{name}.codes": codes, f"{name}.scale": scale}
+    return found
+
+
+def float_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The weights of a model by name, all in floating point, whatever int8 weights it has."""
+    found = dict(model.state_dict())
+    for name, part in quantizable(model):
+        if isinstance(part, Int8Linear | Int8Embedding):
+            del found[f"{name}.codes"], found[f"{name}.scale"]
+            found[f"{name}.weight"] = part.weight
+    return found
+
+
+def expect_codes(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Make room in a model for the int8 weights among these tensors; ValueError if they are not this model's."""
+    layers = dict(quantizable(model))
+    names = [key.removesuffix(".codes") for key in tensors if key.endswith(".codes")]
+    for name in names:
+        require(name in layers, f"int8 weights of another model: it has no layer {name}")
+        codes, weight = tensors[f"{name}.codes"], layers[name].weight
+        require(
+            codes.dtype == torch.int8 and codes.shape == weight.shape,
+            f"int8 weights of another model: {name}.codes must be int8 of shape {tuple(weight.shape)}, "
+            f"got {codes.dtype} of shape {tuple(codes.shape)}",
+        )
+        put_codes(
+            model, name, torch.zeros_like(weight, dtype=torch.int8), weight.new_ones(len(weight)).detach()
+        )
+    if names:
+        model.requires_grad_(False)
+
+
+def put_codes(model: nn.Module, name: str, codes: Tensor, scale: Tensor) -> None:
+    """Replace a layer of a model by one with these int8 weights."""
+    old = model.get_submodule(name)
+    assert isinstance(old, nn.Linear | nn.Embedding)
+    new = Int8Linear(codes, scale, old.bias) if isinstance(old, nn.Linear) else Int8Embedding(codes, scale)
+    model.set_submodule(name, new.train(old.training))
+
+
+class Int8Matrix:
+    """x W^T + b for a few tokens; made by `pack`.
+
+    The codes are packed as half-precision numbers, which hold them exactly, and widened inside the product, which
+    sums in float32: activations are not rounded. PyTorch's products of int8 weights need either activations rounded
+    to 7 bits or instructions that many processors lack; docs/performance.md compares them.
+    """
+
+    def __init__(self, packed: object, scale: Tensor, bias: Tensor | None) -> None:
+        self._packed, self._scale, self._bias = packed, scale, bias
+
+    @classmethod
+    def pack(cls, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Int8Matrix | None:
+        """A matrix from its codes; None where there is no such product: then floating point has to do."""
+        if codes.device.type != "cpu" or scale.dtype != torch.float32:
+            return None
+        try:
+            packed = torch.ops.quantized.linear_prepack_fp16(codes.float(), None)
+            torch.ops.quantized.linear_dynamic_fp16(scale.new_zeros(1, codes.shape[1]), packed)
+        except (AttributeError, RuntimeError, NotImplementedError):
+            return None
+        return cls(packed, scale, bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = torch.ops.quantized.linear_dynamic_fp16(x, self._packed)
+        return y.mul_(self._scale) if self._bias is None else torch.addcmul(self._bias, y, self._scale)

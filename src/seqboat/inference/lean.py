@@ -1,0 +1,470 @@
+"""A lean step: language models that read one token per sequence at a time, with as few operations as possible.
+
+    lean = lean_model(model, capacity=1)        # None where only the general step applies
+    lean.join(state)                            # of one or several sequences
+    logits = lean.step(tokens)                  # (sequences, vocab)
+    state = lean.leave(0)                       # a value again, as `LanguageModel.step` takes it
+
+`LanguageModel.step` serves every case: masks, budgets, overrides, autocast, gradients, any mixer. It checks its
+arguments, folds coefficients and builds states anew at each of them, which costs several times what a short product
+costs. Here weights are folded once, the router is a row of a product that is needed anyway, states are overwritten
+in place, and what all layers need is computed once per token. The general step remains the reference: both give the
+same numbers up to rounding (`tests/test_lean.py`).
+
+Weights are copied when they are folded: a change of the model afterwards has no effect on a lean step. Overrides and
+hooks do (`LeanModel.applies`).
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from seqboat.checks import check_positive, require
+from seqboat.core.nn import EPS, LayerNorm, Norm
+from seqboat.core.policy import Policy, policies
+from seqboat.core.routers import (
+    AlwaysActive,
+    GumbelSoftmax,
+    Router,
+    SigmoidRouter,
+    TemperedSoftmax,
+    ThresholdRouter,
+    TopKCapacity,
+)
+from seqboat.core.sma import PackedModule
+from seqboat.inference.attention import LeanAttention, fits, turns
+from seqboat.inference.products import Product, is_plain, make_head, make_product
+from seqboat.inference.ssm import LeanKernel, lean_kernel
+from seqboat.mixers.seqboat.ablations import SeqBoatThenFFN
+from seqboat.mixers.seqboat.activation import SMAState
+from seqboat.mixers.seqboat.layer import SeqBoat, SeqBoatState
+from seqboat.mixers.ssm.base import StateSpace
+from seqboat.mixers.ssm.layer import SSMLayer
+from seqboat.models.backbone import Backbone, BackboneState, LanguageModel
+from seqboat.ops.positions import frequencies, sinusoids
+
+Decision = tuple[list[int], list[float]]
+"""The rows that activate a module, and what its output is multiplied by for each."""
+
+
+class Token:
+    """What all layers know about the tokens of a step."""
+
+    def __init__(self, seen: list[int], dtype: torch.dtype, device: torch.device) -> None:
+        self.seen, self._dtype, self._device = seen, dtype, device
+        self._turns: dict[int, Tensor] = {}
+
+    def turn(self, d_z: int) -> Tensor:
+        """(rows, d_z / 2) complex: the rotations at the positions of all rows, computed once."""
+        found = self._turns.get(d_z)
+        if found is None:
+            found = turns(frequencies(d_z, self._device), self.seen, self._dtype)
+            self._turns[d_z] = found
+        return found
+
+
+class LeanLayer(ABC):
+    """A layer on one token of each of the first rows."""
+
+    @abstractmethod
+    def __call__(self, x: Tensor, token: Token) -> Tensor:
+        """(rows, d_model) to (rows, d_model)."""
+
+    @abstractmethod
+    def put(self, row: int, state: Any, source: int) -> None:
+        """Take over the state of one sequence of a batch."""
+
+    @abstractmethod
+    def get(self, rows: list[int], seen: Tensor) -> Any:
+        """The state of these rows, which have read (rows,) tokens, as the layer itself has it."""
+
+    @abstractmethod
+    def move(self, source: int, target: int) -> None:
+        """Let the state of one row replace that of another."""
+
+
+def lean_norm(norm: Norm) -> Callable[[Tensor], Tensor]:
+    """A norm without the cost of calling a module."""
+    if type(norm) is LayerNorm:
+        weight, bias = norm.weight, norm.bias
+        shape = (norm.weight.shape[0],) if norm.affine else None
+        return lambda x: F.layer_norm(x, shape or x.shape[-1:], weight, bias, EPS)
+    return norm.forward
+
+
+class LeanSSMLayer(LeanLayer):
+    """A layer that is a state-space kernel and a gate."""
+
+    def __init__(self, layer: SSMLayer, kernel: LeanKernel) -> None:
+        self.kernel = kernel
+        self.norm, self.prenorm = lean_norm(layer.norm), layer.config.prenorm
+        self.out, _ = make_product(layer.out)
+        self.glu = layer.config.gate == "glu"
+
+    def __call__(self, x: Tensor, token: Token) -> Tensor:
+        hidden = F.gelu(self.kernel(self.norm(x) if self.prenorm else x))
+        out = self.out(hidden)
+        y = F.glu(out) if self.glu else out.sigmoid_().mul_(hidden)
+        y.add_(x)
+        return y if self.prenorm else self.norm(y)
+
+    def put(self, row: int, state: Any, source: int) -> None:
+        self.kernel.put(row, state, source)
+
+    def get(self, rows: list[int], seen: Tensor) -> Any:
+        return self.kernel.get(rows)
+
+    def move(self, source: int, target: int) -> None:
+        self.kernel.move(source, target)
+
+
+class Folded:
+    """A router that compares one number per module with a border; None for other routers.
+
+    Attributes:
+        weight, bias: (modules, d_model) and (modules,), of the log-odds.
+        border: above which a module is active.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor, border: list[float]) -> None:
+        self.weight, self.bias, self.border = weight, bias, border
+
+    def decide(self, logits: list[list[float]]) -> list[Decision]:
+        """The rows of each module, from the log-odds of all rows."""
+        found: list[Decision] = []
+        for module, border in enumerate(self.border):
+            rows, weights = [], []
+            for row, values in enumerate(logits):
+                logit = values[module]
+                # a token that is not finite has a logit that is not finite, and activates nothing
+                if border < logit < math.inf:
+                    rows.append(row)
+                    weights.append(1 / (1 + math.exp(-logit)) if logit > -700 else 0.0)
+            found.append((rows, weights))
+        return found
+
+
+def is_plain_router(router: Router) -> bool:
+    """Whether the logits of a router may be folded; routers without a single linear layer are called as they are."""
+    logits = getattr(router, "logits", None)
+    return logits is None or is_plain(logits)
+
+
+def fold_router(router: Router) -> Folded | None:
+    """The router as one row per module, if it is of that kind."""
+    kind = type(router)
+    if kind not in (TemperedSoftmax, GumbelSoftmax, SigmoidRouter, ThresholdRouter, TopKCapacity):
+        return None
+    assert isinstance(router.logits, nn.Linear)
+    weight, bias = router.logits.weight.double(), router.logits.bias.double()
+    border = [0.0] * router.modules_count
+    if isinstance(router, TemperedSoftmax | GumbelSoftmax):
+        # softmax over two is a sigmoid of their difference
+        temperature = router.temperature.double().expand(router.modules_count)
+        weight = (weight[1::2] - weight[0::2]) / temperature[:, None]
+        bias = (bias[1::2] - bias[0::2]) / temperature
+    elif isinstance(router, ThresholdRouter):
+        border = [router.border] * router.modules_count
+    elif isinstance(router, TopKCapacity):
+        border = router.border.double().tolist()
+    dtype = router.logits.weight.dtype
+    return Folded(weight.to(dtype), bias.to(dtype), border)
+
+
+class LeanSeqBoat(LeanLayer):
+    """A SeqBoat layer: kernel, router, attention and dense branch."""
+
+    def __init__(self, layer: SeqBoat, kernel: LeanKernel, capacity: int) -> None:
+        self.kernel, self.d_model = kernel, layer.d_model
+        self.norm, self.prenorm = lean_norm(layer.norm), layer.config.prenorm
+        self.after_silu = layer.norm.after_silu
+        sma = layer.sma
+        self.router = sma.policy.router
+        self.folded = fold_router(self.router)
+        self.always = type(self.router) is AlwaysActive
+        more = None if self.folded is None else (self.folded.weight, self.folded.bias)
+        self.dense, self.joined = make_product(layer.linear, more)
+        self.units: list[LeanAttention | nn.Module] = [
+            LeanAttention(unit, capacity) if isinstance(unit, PackedModule) else unit  # type: ignore[arg-type]
+            for unit in sma.units.values()
+        ]
+        self.spent = [[0] * len(self.units) for _ in range(capacity)]
+
+    def __call__(self, x: Tensor, token: Token) -> Tensor:
+        hidden = F.silu(self.kernel(self.norm(x) if self.prenorm else x), inplace=True)
+        y = self.dense(hidden)
+        decisions = self._decide(hidden, y)
+        if self.joined:
+            y = y[:, : self.d_model]
+        y.add_(x)
+        batch = len(x)
+        for number, (unit, (rows, weights)) in enumerate(zip(self.units, decisions, strict=True)):
+            if not rows:
+                continue
+            everyone = len(rows) == batch
+            index = None if everyone else torch.tensor(rows, device=x.device)
+            tokens = hidden if index is None else hidden.index_select(0, index)
+            if isinstance(unit, LeanAttention):
+                turn = None
+                if unit.rotates:
+                    turn = token.turn(unit.d_z)
+                    turn = turn if index is None else turn.index_select(0, index)
+                out = unit(tokens, rows, token.seen, turn, batch)
+            else:
+                out = unit(tokens)
+            for row in rows:
+                self.spent[row][number] += 1
+            if batch == 1:
+                y.add_(out, alpha=weights[0])
+                continue
+            scale = torch.tensor(weights, dtype=y.dtype, device=y.device)[:, None]
+            if index is None:
+                y.addcmul_(out, scale)
+            else:
+                y.index_add_(0, index, out.mul_(scale))
+        return F.silu(y, inplace=True) if self.prenorm else self.after_silu(y)
+
+    def _decide(self, hidden: Tensor, dense: Tensor) -> list[Decision]:
+        if self.folded is not None:
+            if self.joined:
+                logits = dense[:, self.d_model :]
+            else:
+                logits = F.linear(hidden, self.folded.weight, self.folded.bias)
+            return self.folded.decide(logits.tolist())
+        if self.always:
+            finite = hidden.sum(dim=1).isfinite().tolist()
+            rows = [row for row, yes in enumerate(finite) if yes]
+            return [(rows, [1.0] * len(rows)) for _ in self.units]
+        active, probs = (part.tolist() for part in self.router(hidden))
+        found = []
+        for number in range(len(self.units)):
+            rows = [row for row, yes in enumerate(active) if yes[number]]
+            found.append((rows, [probs[row][number] for row in rows]))
+        return found
+
+    def put(self, row: int, state: SeqBoatState, source: int) -> None:
+        self.kernel.put(row, state.ssm, source)
+        memory: SMAState = state.sma
+        for unit, part in zip(self.units, memory.modules, strict=True):
+            if isinstance(unit, LeanAttention):
+                unit.put(row, part, source)
+        self.spent[row] = memory.spent[source].tolist()
+
+    def get(self, rows: list[int], seen: Tensor) -> SeqBoatState:
+        modules = tuple(unit.get(rows) if isinstance(unit, LeanAttention) else None for unit in self.units)
+        spent = torch.tensor([self.spent[row] for row in rows], device=seen.device)
+        return SeqBoatState(self.kernel.get(rows), SMAState(modules, seen.clone(), spent))
+
+    def move(self, source: int, target: int) -> None:
+        self.kernel.move(source, target)
+        for unit in self.units:
+            if isinstance(unit, LeanAttention):
+                unit.move(source, target)
+        self.spent[target] = list(self.spent[source])
+
+
+class LeanThenFFN(LeanLayer):
+    """A SeqBoat layer and a feed-forward block after it."""
+
+    def __init__(self, layer: SeqBoatThenFFN, inner: LeanSeqBoat) -> None:
+        self.inner, self.close = inner, layer.close
+
+    def __call__(self, x: Tensor, token: Token) -> Tensor:
+        return self.close(self.inner(x, token), None)
+
+    def put(self, row: int, state: SeqBoatState, source: int) -> None:
+        self.inner.put(row, state, source)
+
+    def get(self, rows: list[int], seen: Tensor) -> SeqBoatState:
+        return self.inner.get(rows, seen)
+
+    def move(self, source: int, target: int) -> None:
+        self.inner.move(source, target)
+
+
+def lean_layer(layer: nn.Module, capacity: int) -> LeanLayer | None:
+    """A layer in lean steps; None for kinds that have no such form."""
+    if isinstance(layer, SeqBoatThenFFN):
+        inner = lean_layer(layer.layer, capacity)
+        return LeanThenFFN(layer, inner) if isinstance(inner, LeanSeqBoat) else None
+    if type(layer) not in (SeqBoat, SSMLayer):
+        return None
+    assert isinstance(layer, SeqBoat | SSMLayer)
+    if isinstance(layer, SeqBoat):
+        sma = layer.sma
+        parts = [unit for unit in sma.units.values() if isinstance(unit, PackedModule)]
+        if not is_plain(layer.linear) or not is_plain_router(sma.policy.router):
+            return None
+        if sma.combine != "sum" or sma.straight_through or not all(fits(part) for part in parts):
+            return None
+    elif not is_plain(layer.out):
+        return None
+    kernel = lean_kernel(layer.ssm, capacity) if isinstance(layer.ssm, StateSpace) else None
+    if kernel is None:
+        return None
+    return LeanSeqBoat(layer, kernel, capacity) if isinstance(layer, SeqBoat) else LeanSSMLayer(layer, kernel)
+
+
+class LeanBackbone:
+    """A stack of layers, from token ids to the outputs of the last layer; made by `lean_backbone`.
+
+    Args:
+        backbone: its weights are copied.
+        layers: its layers in lean form.
+        capacity: sequences that fit.
+    """
+
+    def __init__(self, backbone: Backbone, layers: Sequence[LeanLayer], capacity: int) -> None:
+        self.backbone, self.layers, self.capacity = backbone, list(layers), capacity
+        self.policies = policies(backbone)
+        weight = backbone.embedding.weight
+        scaled = backbone.config.scaled_embedding
+        self.table = weight * math.sqrt(backbone.config.d_model) if scaled else weight.clone()
+        self.scale = backbone.position_scale.clone() if backbone.absolute_positions else None
+        norm = backbone.norm
+        self.norm = None if norm is None else lean_norm(norm) if isinstance(norm, Norm) else norm
+        self.seen: list[int] = []
+        """tokens that each sequence has read"""
+
+    def __len__(self) -> int:
+        return len(self.seen)
+
+    @property
+    def applies(self) -> bool:
+        """Whether nothing has been put on the model that only the general step heeds, such as an override."""
+        return all(map(_is_idle, self.policies)) and not torch.is_autocast_enabled(self.table.device.type)
+
+    @torch.no_grad()
+    def join(self, state: BackboneState, rows: Sequence[int] | None = None) -> None:
+        """Take over some sequences of a state, or all; they come after those that are here already."""
+        chosen = range(len(state.seen)) if rows is None else rows
+        batch = len(chosen)
+        require(
+            len(self) + batch <= self.capacity,
+            f"there is room for {self.capacity} sequences, not for {len(self) + batch}",
+        )
+        require(
+            len(state.layers) == len(self.layers),
+            f"state of another model: it has {len(state.layers)} layers, the model {len(self.layers)}",
+        )
+        for source in chosen:
+            for layer, part in zip(self.layers, state.layers, strict=True):
+                layer.put(len(self.seen), part, source)
+            self.seen.append(int(state.seen[source]))
+
+    @torch.no_grad()
+    def state(self, rows: Sequence[int] | None = None) -> BackboneState:
+        """The states of some sequences, or of all, as values."""
+        chosen = list(range(len(self)) if rows is None else rows)
+        seen = torch.tensor([self.seen[row] for row in chosen], device=self.table.device)
+        return BackboneState(tuple(layer.get(chosen, seen) for layer in self.layers), seen)
+
+    @torch.no_grad()
+    def leave(self, row: int) -> BackboneState:
+        """Give up a sequence and return its state; the last sequence takes its place."""
+        state, last = self.state([row]), len(self) - 1
+        if row != last:
+            for layer in self.layers:
+                layer.move(last, row)
+            self.seen[row] = self.seen[last]
+        self.seen.pop()
+        return state
+
+    def read(self, tokens: Tensor) -> Tensor:
+        """As `step`, where the caller takes care of gradients."""
+        x = F.embedding(tokens, self.table)
+        token = Token(self.seen, x.dtype, x.device)
+        if self.scale is not None:
+            here = torch.tensor(self.seen, device=x.device)
+            x = x + (sinusoids(here, x.shape[-1]) * self.scale).to(x.dtype)
+        for layer in self.layers:
+            x = layer(x, token)
+        self.seen = [seen + 1 for seen in self.seen]
+        return x if self.norm is None else self.norm(x)
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Read one token of each sequence, (sequences,) ids; returns (sequences, d_model)."""
+        require(
+            tokens.shape == (len(self),),
+            f"tokens must have shape ({len(self)},), one per sequence, got {tuple(tokens.shape)}",
+        )
+        # the fastest way to call operators; what it returns may not enter a graph, a copy may
+        with torch.inference_mode():
+            y = self.read(tokens)
+        return y.clone()
+
+
+class LeanModel(LeanBackbone):
+    """A language model; made by `lean_model`."""
+
+    def __init__(self, backbone: Backbone, layers: Sequence[LeanLayer], capacity: int) -> None:
+        super().__init__(backbone, layers, capacity)
+        self.head: Product = make_head(backbone.embedding)
+
+    def read(self, tokens: Tensor) -> Tensor:
+        """As `step`; returns the scores of the next token, (sequences, vocab)."""
+        return self.head(super().read(tokens))
+
+
+def _is_idle(policy: Policy) -> bool:
+    return policy.idle
+
+
+def _reason(backbone: Backbone) -> str | None:
+    """Why only the general step serves a stack as it is now; None if nothing does."""
+    if not backbone.causal or backbone.config.vocab is None or backbone.lead is not None:
+        return "it is not a causal stack on token ids"
+    if backbone.training:
+        return "it is in training mode"
+    if torch.is_autocast_enabled(backbone.embedding.weight.device.type):
+        return "autocast is on"
+    if backbone.embedding.weight.dtype not in (torch.float32, torch.float64):
+        return "its weights are neither float32 nor float64"
+    if not is_plain(backbone.embedding):
+        return "its embedding is not a plain one"
+    if any(part._forward_hooks or part._forward_pre_hooks for part in backbone.modules()):
+        return "a module has hooks"
+    if not all(policy.idle for policy in policies(backbone)):
+        return "decisions are limited by a budget or taken by hand"
+    return None
+
+
+def _lean_layers(backbone: Backbone, capacity: int) -> list[LeanLayer] | None:
+    check_positive("capacity", capacity)
+    if _reason(backbone) is not None:
+        return None
+    found = []
+    for layer in backbone.layers:
+        lean = lean_layer(layer, capacity)
+        if lean is None:
+            return None
+        found.append(lean)
+    return found
+
+
+@torch.no_grad()
+def lean_backbone(backbone: Backbone, capacity: int = 1) -> LeanBackbone | None:
+    """A stack in lean steps, with the weights that it has now; None where only the general step applies.
+
+    Args:
+        backbone: causal, on token ids, in eval mode.
+        capacity: sequences that fit.
+    """
+    layers = _lean_layers(backbone, capacity)
+    return None if layers is None else LeanBackbone(backbone, layers, capacity)
+
+
+@torch.no_grad()
+def lean_model(model: LanguageModel, capacity: int = 1) -> LeanModel | None:
+    """A language model in lean steps; see `lean_backbone`."""
+    if type(model) is not LanguageModel or model._forward_hooks or model._forward_pre_hooks:
+        return None
+    layers = _lean_layers(model.backbone, capacity)
+    return None if layers is None else LeanModel(model.backbone, layers, capacity)

@@ -1,0 +1,171 @@
+"""int8 weights: what they stand for, files of them, and commands that read them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from lm_runs import write_lm_run
+from seqboat.cli import main
+from seqboat.inference.int8 import (
+    Int8Embedding,
+    Int8Linear,
+    Int8Matrix,
+    float_tensors,
+    is_quantized,
+    quantize,
+    quantize_rows,
+)
+from seqboat.inference.lean import lean_model
+from seqboat.inference.products import FloatProduct, make_head, make_product
+from seqboat.runs import Run
+from seqboat.text.generate import SamplingConfig, generate
+from seqboat.text.scoring import score, total
+from seqboat.text.session import load_session, read, save_session, start
+from seqboat.training.checkpoint import MODEL, CheckpointStore
+
+GREEDY = SamplingConfig(greedy=True)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_lm_run(tmp_path_factory.mktemp("lm"))
+
+
+@pytest.fixture(scope="module")
+def small(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("int8") / "small"
+    assert main(["quantize", str(run), str(folder), "--limit", "500"]) == 0
+    return folder
+
+
+def test_rows_are_rounded_to_the_nearest_code() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(20, 33) * torch.logspace(-3, 3, 20)[:, None]
+    weight[4] = 0
+    codes, scale = quantize_rows(weight)
+    assert codes.dtype == torch.int8 and codes.abs().amax(dim=1).tolist() == [127] * 4 + [0] + [127] * 15
+    back = codes.float() * scale[:, None]
+    assert bool(((back - weight).abs() <= 0.5001 * scale[:, None]).all())
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_products_are_those_of_the_rounded_weights(tokens: int) -> None:
+    torch.manual_seed(1)
+    codes, scale = quantize_rows(torch.randn(50, 34))
+    bias, x = torch.randn(50), torch.randn(tokens, 34)
+    layer, table = Int8Linear(codes, scale, bias), Int8Embedding(codes, scale)
+    exact = x.double() @ (codes.double() * scale.double()[:, None]).T
+    torch.testing.assert_close(layer(x).double(), exact + bias, atol=1e-5, rtol=1e-6)
+    for product, want in ((make_product(layer)[0], exact + bias), (make_head(table), exact)):
+        torch.testing.assert_close(product(x).double(), want, atol=1e-5, rtol=1e-6)
+    ids = torch.tensor([[3, 0], [49, 3]])
+    torch.testing.assert_close(table(ids), layer.weight[ids])
+
+
+def test_without_packed_products_floating_point_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    codes, scale = quantize_rows(torch.randn(5, 4))
+    assert isinstance(make_product(Int8Linear(codes, scale.double(), None))[0], FloatProduct)
+    monkeypatch.setattr(Int8Matrix, "pack", lambda *parts: None)
+    layer = Int8Linear(codes, scale, None)
+    product, _ = make_product(layer)
+    assert isinstance(product, FloatProduct)
+    x = torch.randn(2, 4)
+    torch.testing.assert_close(product(x), layer(x))
+
+
+def test_a_quantized_model_steps_as_it_reads(run: Path) -> None:
+    model = Run(run).language_model
+    plain = model(torch.arange(40)[None]).logits
+    quantize(model)
+    assert is_quantized(model) and not any(p.requires_grad for p in model.parameters())
+    ids = torch.arange(40)[None]
+    whole = model(ids).logits
+    assert 0 < float((whole - plain).abs().max()) < 0.1 * float(plain.abs().max())
+    lean = lean_model(model)
+    assert lean is not None
+    lean.join(model.init_state(1))
+    for t in range(40):
+        torch.testing.assert_close(lean.step(ids[:, t]), whole[:, t], atol=1e-4, rtol=1e-4)
+
+
+def test_the_command_writes_a_run(small: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weights = load_file(small / "step-1" / MODEL)
+    assert weights["backbone.embedding.codes"].dtype == torch.int8
+    assert not any(name.endswith("linear.weight") for name in weights)
+    assert "backbone.layers.0.sma.router.logits.weight" in weights, "routers are not rounded"
+    model, whole = Run(small).language_model, Run(run).language_model
+    quantize(whole)
+    for name, value in float_tensors(whole).items():
+        assert torch.equal(value, float_tensors(model)[name]), name
+    # the card has what score says
+    text = bytes(Run(run).task.text("test")[:500])
+    bits = total(score(model, [np.frombuffer(text, np.uint8)])).bits_per_token
+    assert f"{bits:.6f} bits per byte of the test text of lmtext" in (small / "README.md").read_text()
+    notes = small.parent / "notes.txt"
+    notes.write_bytes(text)
+    assert main(["score", str(small), str(notes)]) == 0
+    assert json.loads(capsys.readouterr().out)["bits_per_byte"] == pytest.approx(bits, rel=1e-6)
+    assert main(["generate", str(small), "--prompt", "Ein", "--greedy", "--max-new-bytes", "9"]) == 0
+    assert capsys.readouterr().out == generate(model, "Ein", max_new_bytes=9, sampling=GREEDY)[0].text
+
+
+def test_transformers_gets_the_rounded_weights(small: Path) -> None:
+    pytest.importorskip("transformers")
+    from seqboat.hf.export import to_transformers
+
+    model, ids = Run(small).language_model, torch.arange(30)[None]
+    theirs = to_transformers(model).eval()
+    torch.testing.assert_close(theirs(ids).logits, model(ids).logits)
+
+
+def test_states_belong_to_the_rounded_model(small: Path, run: Path, tmp_path: Path) -> None:
+    model, whole = Run(small).language_model, Run(run).language_model
+    save_session(tmp_path / "state", read(model, start(model), [b"Ein"]), model)
+    load_session(tmp_path / "state", model)
+    with pytest.raises(ValueError, match="is the state of another model"):
+        load_session(tmp_path / "state", whole)
+
+
+def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(list(arguments)) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("\n") == 1, err
+    return err
+
+
+def test_bad_input(small: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert "has int8 weights already" in fails(capsys, "quantize", str(small), str(out))
+    assert "is not a file" in fails(capsys, "quantize", str(run), str(out), "--text", str(tmp_path / "none"))
+    assert "--limit must be at least 1" in fails(capsys, "quantize", str(run), str(out), "--limit", "0")
+    assert "is not empty" in fails(capsys, "quantize", str(run), str(small))
+    assert "does not exist" in fails(capsys, "quantize", str(run), str(tmp_path / "a" / "b"))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("change", ["another layer", "another shape", "not int8"])
+def test_int8_weights_of_another_model(
+    change: str, small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file that is whole, but not of the model that its folder describes."""
+    folder = tmp_path / "wrong"
+    shutil.copytree(small, folder)
+    source = Run(folder)
+    weights, name = dict(source.weights), "backbone.layers.0.linear.codes"
+    if change == "another layer":
+        weights["backbone.layers.7.linear.codes"] = weights.pop(name)
+    elif change == "another shape":
+        weights[name] = weights[name][:, :-1]
+    else:
+        weights[name] = weights[name].float()
+    state = {key: source.checkpoint.state[key] for key in ("config", "classes", "versions")}
+    CheckpointStore(folder).save(1, {MODEL: weights}, state, best=True)
+    for command in (("generate", str(folder), "--prompt", "x"), ("score", str(folder), __file__)):
+        assert "int8 weights of another model" in fails(capsys, *command)
