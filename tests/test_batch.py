@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
 
+from lm_runs import write_lm_run
+from seqboat.cli import main
 from seqboat.core.policy import override_activation
 from seqboat.inference.lean import LeanModel
 from seqboat.models.backbone import LanguageModel
+from seqboat.runs import Run
 from seqboat.text.batch import BatchEngine, GeneralBatch
 from seqboat.text.generate import best_of, generate, stream
 from seqboat.text.sampling import SamplingConfig
 from seqboat.text.scoring import score
-from seqboat.text.session import Session, read, start
+from seqboat.text.session import Session, read, save_session, start
 from test_generate import GREEDY, Parrot, make_model
 
 
@@ -133,3 +137,35 @@ def test_best_of_several_reads_the_prompt_once(monkeypatch: pytest.MonkeyPatch) 
     two = generate(model, ["A", "B"], n=2, max_new_bytes=4, sampling=SamplingConfig(seed=0))
     assert len(two) == 4
     assert two[2] == generate(model, "B", max_new_bytes=4, sampling=SamplingConfig(seed=2))[0]
+
+
+def test_several_texts_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = str(write_lm_run(tmp_path))
+    arguments = ["generate", run, "--prompt", "Ein", "--max-new-bytes", "8", "--seed", "5", "--n", "3"]
+    assert main(arguments) == 0
+    found = best_of(Run(run).language_model, "Ein", 3, max_new_bytes=8, sampling=SamplingConfig(seed=5))
+    shown = [
+        f"--- {i} of 3, {bits:.3f} bits per byte\n{text.text}\n" for i, (text, bits) in enumerate(found, 1)
+    ]
+    assert capsys.readouterr().out == "".join(shown)
+    for more, message in (
+        (["--save-state", str(tmp_path / "s")], "leave out --n"),
+        (["--n", "0"], "--n must be an integer >= 1, got 0"),
+    ):
+        assert main([*arguments, *more]) == 2
+        assert message in capsys.readouterr().err
+    assert main(["generate", run, "--prompt", "x", "--greedy", "--n", "2"]) == 2
+    assert "the same text every time" in capsys.readouterr().err and not (tmp_path / "s").exists()
+
+
+def test_a_state_with_the_wrong_number_of_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_lm_run(tmp_path)
+    model = Run(run).language_model
+    session = begun(model, b"Ein")
+    less = session._replace(state=session.state._replace(layers=session.state.layers[:1]))
+    save_session(tmp_path / "state", less, model)
+    out = tmp_path / "out"
+    command = ["generate", str(run), "--load-state", str(tmp_path / "state"), "--save-state", str(out)]
+    assert main(command) == 2
+    shown, error = capsys.readouterr()
+    assert shown == "" and error.count("\n") == 1 and "state of another model" in error and not out.exists()

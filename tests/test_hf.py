@@ -802,3 +802,23 @@ def test_what_is_saved(saved: Path) -> None:
         "sha256.json",
     }
     assert json.loads((saved / "config.json").read_text())["model_type"] == "seqboat"
+
+
+def test_generation_takes_the_lean_step_until_the_state_is_needed() -> None:
+    """Greedy decoding is lean from the first single token on; beams, which reorder the state, are not."""
+    model = hf_model()
+    ids = torch.tensor([[1, 2, 3]])
+    cache = SeqBoatCache(len(model.model.backbone.layers))
+    text = model.generate(ids, past_key_values=cache, max_new_tokens=12, do_sample=False)
+    assert cache._lean is not None and cache.get_seq_length() == 14
+    with torch.no_grad():
+        whole = model(text[:, :-1])
+        scores = model(text[:, -1:], past_key_values=cache).logits[:, -1]
+        again = copy.deepcopy(cache)
+        assert cache._lean is None, "whoever reads the state gets it back"
+        torch.testing.assert_close(scores, model(text).logits[:, -1], atol=1e-4, rtol=1e-4)
+        assert whole.logits[0, 2:].argmax(dim=-1).tolist() == text[0, 3:].tolist()
+        one, two = (model(text[:, :1], past_key_values=part).logits for part in (cache, again))
+        torch.testing.assert_close(one, two)
+    beams = model.generate(ids, num_beams=3, max_new_tokens=6, do_sample=False)
+    assert beams.shape == (1, 9)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from typing import Any
 
@@ -36,9 +37,8 @@ def seqboat(**settings: Any) -> SeqBoatConfig:
 
 
 def attention(function: str, positions: str, span: str) -> SeqBoatConfig:
-    gau = GAUConfig(
-        d_z=4, d_v=6, window=5, attention=function, positions=positions, span=span, max_positions=7
-    )  # type: ignore[arg-type]
+    named: Any = {"attention": function, "positions": positions, "span": span}
+    gau = GAUConfig(d_z=4, d_v=6, window=5, max_positions=7, **named)
     return seqboat(gau=gau, ssm=EMAConfig(d_state=2))
 
 
@@ -218,7 +218,7 @@ def refused() -> dict[str, Any]:
         "half precision": make_model(plain, torch.bfloat16),
         "a cap": make_model(seqboat(budget=BudgetConfig(cap=0.5))),
         "a target": make_model(seqboat(budget=BudgetConfig(target=0.5))),
-        "another mixer": make_model(MIXERS["transformer"](causal=True, heads=2)),  # type: ignore[call-arg]
+        "another mixer": make_model(MIXERS["transformer"](causal=True, heads=2)),
     }
 
 
@@ -230,6 +230,7 @@ def test_where_it_does_not_apply() -> None:
         assert lean_model(model) is None
     with torch.autocast("cpu"):
         assert lean_model(model) is None
+    assert lean_model(copy.deepcopy(model)) is not None
     lean = lean_model(model)
     assert lean is not None and lean.applies
     with override_activation(model, active=False):
@@ -284,7 +285,7 @@ def test_a_full_memory_is_written_in_place() -> None:
     lean.join(model.init_state(1))
 
     def addresses() -> list[int]:
-        layers: list[Any] = lean.layers  # type: ignore[union-attr]
+        layers: list[Any] = lean.layers
         units = [layer.units[0] for layer in layers if isinstance(layer, LeanSeqBoat)]
         parts: list[Tensor] = [
             part for unit in units if isinstance(unit, LeanAttention) for part in (unit.keys, unit.values)

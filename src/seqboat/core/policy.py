@@ -46,6 +46,9 @@ class Override:
     cap: float | Mapping[str, float] | None = None
     confidence: float | None = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Override:
+        return self  # a value: the copy of a model without an override has none either
+
     def check(self, names: Sequence[str]) -> None:
         """Refuse names of modules that do not exist, and values out of range."""
         for what in ("active", "threshold", "cap"):

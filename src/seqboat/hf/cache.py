@@ -54,7 +54,7 @@ class SeqBoatCacheLayer(CacheLayerMixin):
 
     @property
     def batch_size(self) -> int:
-        return -1 if self.state is None else len(self.state[1])
+        return -1 if self._state is None else len(self._state[1])
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         raise NotImplementedError("a SeqBoat cache holds states, not keys and values of all tokens")
