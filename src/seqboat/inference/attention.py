@@ -21,7 +21,7 @@ from seqboat.ops.functions import HIDDEN
 from seqboat.ops.positions import CompressedBias, OriginalBias
 
 ONE_BY_ONE = 1 << 20
-"""Bytes of a row's ring beyond which rows of a batch attend one after the other: inactive rows are not read then."""
+"""Bytes of a ring beyond which sequences attend one after the other: rings of inactive ones are not read then."""
 
 
 class Places:
