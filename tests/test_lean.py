@@ -33,7 +33,7 @@ VOCAB = 11
 
 
 def seqboat(**settings: Any) -> SeqBoatConfig:
-    return SeqBoatConfig(**{"causal": True, "router": SigmoidConfig(), **settings})
+    return SeqBoatConfig(**{"causal": True, "router": SigmoidConfig(), "init": "paper", **settings})
 
 
 def attention(function: str, positions: str, span: str) -> SeqBoatConfig:
@@ -66,7 +66,7 @@ CASES: dict[str, Any] = {
         f"norm {norm} {'before' if prenorm else 'after'}": seqboat(norm=norm, prenorm=prenorm)
         for norm, prenorm in itertools.product(("layer", "batch", "scale", "rms"), (False, True))
     },
-    "then ffn": SeqBoatThenFFNConfig(causal=True, router=SigmoidConfig()),
+    "then ffn": SeqBoatThenFFNConfig(causal=True, router=SigmoidConfig(), init="paper"),
     "layer s4": S4LayerConfig(causal=True, ssm=S4Config(d_state=4)),
     "layer s4d": S4DLayerConfig(causal=True, prenorm=False, ssm=S4DConfig(d_state=4)),
     "layer s5": S5LayerConfig(causal=True, ssm=S5Config(d_state=8, systems=2)),
