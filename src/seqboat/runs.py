@@ -73,6 +73,25 @@ def find_run(run: Path | str | None) -> Path:
     return shipped[str(run)] if str(run) in shipped and not Path(run).exists() else Path(run)
 
 
+def start_from(config: RunConfig, run: Path | str) -> RunConfig:
+    """A configuration whose training starts from the backbone of a trained run.
+
+    The model becomes that of the run; dropout on its inputs, n-grams and the head stay those of the configuration.
+
+        config = start_from(find_recipe("classify")(), "enwik8-small")
+
+    Args:
+        config: of the run to come.
+        run: the folder of a run, one of its checkpoints, or the name of a model that comes with the package.
+    """
+    source = Run(run)
+    kept = ("dropout", "ngrams", "ngram_buckets", "head_bias", "head_init")
+    model = dataclasses.replace(
+        source.config.model, vocab=config.model.vocab, **{name: getattr(config.model, name) for name in kept}
+    )
+    return config.replace(model=model, start={"run": str(source.path.resolve())})
+
+
 class Run:
     """A trained run. Nothing is read before it is asked for, and everything comes from one and the same checkpoint.
 

@@ -27,6 +27,7 @@ them all. Parts are chosen by name; another mixer keeps the settings of the reci
   seqboat train lra.image-small --model.mixer NAME --match-parameters
   seqboat train recall --model.mixer.router sigmoid            (seqboat list routers)
   seqboat train classify --data.train reviews.csv
+  seqboat train classify --data.train reviews.csv --from enwik8-small --start.freeze_steps 100
   seqboat train lm --data.text notes/*.txt
   seqboat train lra.pathx --dry-run --gpu a10                  (memory and time, without data)
   seqboat train lra.pathx --fit 24 --training.precision bf16   (micro-batches that fit in 24 GB)
@@ -49,6 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--config", metavar="FILE", help="YAML file of settings, on top of the recipe or instead of one"
     )
     parser.add_argument("--out", metavar="DIR", help="folder of the run (default: runs/RECIPE)")
+    parser.add_argument(
+        "--from",
+        dest="start",
+        metavar="RUN",
+        help="start from the weights of a run or of a model that comes with the package, with a new head",
+    )
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in --out")
     parser.add_argument(
         "--match-parameters",
@@ -88,6 +95,10 @@ def run(options: argparse.Namespace) -> int:
     if config is None and options.resume and options.out is not None:
         source = str(Path(options.out) / "config.yaml")
         config = from_yaml(source)
+    if config is not None and options.start is not None:
+        from seqboat.runs import start_from
+
+        config = start_from(config, options.start)
     if config is None:
         raise ValueError("name a recipe (seqboat list recipes), or give --config FILE, or --resume --out DIR")
     config = override(config, options.fields, _say)

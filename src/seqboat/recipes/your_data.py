@@ -17,7 +17,7 @@ from seqboat.training.optim import OptimizerConfig, ScheduleConfig
 
 
 def classify(mixer: MixerChoice = None) -> RunConfig:
-    """A class for each text of a table (--data.train FILE): two layers of width 64, texts of up to 1,024 bytes.
+    """A class for each text of a table (--data.train FILE): one layer of width 64, texts of up to 1,024 bytes.
 
     The model reads bytes and, beside them, n-grams of 4 and 6 bytes.
     """
@@ -35,7 +35,7 @@ def classify(mixer: MixerChoice = None) -> RunConfig:
                 ),
             ),
             d_model=64,
-            num_layers=2,
+            num_layers=1,
             dropout=0.1,
             ngrams=(4, 6),
             head_init="xavier",

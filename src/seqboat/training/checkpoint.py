@@ -35,6 +35,7 @@ from seqboat.checks import require, short
 from seqboat.data.console import printable
 from seqboat.data.files import digest_of, flush_file, flush_folder, open_regular, write_text
 from seqboat.training.config import RunConfig, from_dict
+from seqboat.training.config.fields import NEW_PARTS
 from seqboat.training.parallel import gather_shards, shard_like
 
 FORMAT = 1
@@ -439,6 +440,32 @@ def load_model_tensors(model: torch.nn.Module, tensors: Mapping[str, Tensor]) ->
     with torch.no_grad():
         for name, value in tensors.items():
             own[name].copy_(shard_like(value, own[name]))
+
+
+def load_start(model: torch.nn.Module, run: Path | str) -> None:
+    """Give the backbone of a fresh model the weights of a run.
+
+    Args:
+        model: with the same backbone, besides parts that are new.
+        run: the folder of the run, whose best checkpoint is taken, or one of its checkpoints.
+    """
+    path = Path(run)
+    if path.name.startswith("step-"):
+        found: Checkpoint | None = verify(path)
+    else:
+        store = CheckpointStore(path)
+        found = store.best() or store.newest()
+    if found is None:
+        raise ValueError(f"{run} holds no whole checkpoint to start from")
+    tensors = found.tensors(MODEL)
+    with torch.no_grad():
+        for name, own in _own_tensors(model).items():
+            if not name.startswith("backbone.") or (name.startswith(NEW_PARTS) and name not in tensors):
+                continue
+            if name not in tensors or tensors[name].shape != own.shape:
+                there = tuple(tensors[name].shape) if name in tensors else "nothing"
+                raise ValueError(f"{run}: {name} must have shape {tuple(own.shape)}, it has {there}")
+            own.copy_(tensors[name])
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -222,6 +222,13 @@ class Trainer:
         self._sizes(config.evaluation.split)
         torch.manual_seed(config.seed)
         model = config.build_model(self.task).to(world.device).train()
+        start = config.start
+        if start.run:
+            if not (resume and ck.CheckpointStore(folder).steps()):
+                ck.load_start(model, start.run)
+            if start.freeze_steps >= config.schedule.steps:
+                for name, parameter in model.named_parameters():
+                    parameter.requires_grad_(start.lr_factor(name, config.model.num_layers) is None)
         if training.gradient_checkpointing:
             model.backbone.gradient_checkpointing = True  # type: ignore[union-attr]
         if training.compile:

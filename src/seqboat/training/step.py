@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -102,7 +103,10 @@ class Stepper:
         self.config, self.task, self.model, self.world = config, task, model, world
         self.steps_per_epoch = steps_per_epoch
         self.module = model.module
-        self.optimizer = build_optimizer(self.module, config.optimizer)
+        factor = (
+            partial(config.start.lr_factor, num_layers=config.model.num_layers) if config.start.run else None
+        )
+        self.optimizer = build_optimizer(self.module, config.optimizer, factor)
         self.modules = routed_modules(self.module)
         for watch in watches(self.module).values():
             watch.warns = False  # the training loop reports dead routers itself
@@ -120,7 +124,7 @@ class Stepper:
         """
         config, world = self.config, self.world
         lr = learning_rate(step, config.optimizer.lr, config.schedule)
-        set_learning_rate(self.optimizer, lr)
+        set_learning_rate(self.optimizer, lr, frozen=step < config.start.freeze_steps)
         set_training_step(self.module, step)
         if config.training.carry_state and step % self.steps_per_epoch == 0:
             self.carried = [None] * len(self.carried)

@@ -20,7 +20,16 @@ from torch import Tensor, nn
 from seqboat.checks import check_choice, check_positive, check_rate, require
 from seqboat.core.nn import init_linear
 from seqboat.core.sma import Packed, PackedModule
-from seqboat.mixers.seqboat.spans import KERNELS, SPANS, Kernel, MemorySpan, Scoring, SpanName, WorkingMemory
+from seqboat.mixers.seqboat.spans import (
+    KERNELS,
+    SPANS,
+    Kernel,
+    MemorySpan,
+    Scoring,
+    SpanName,
+    WorkingMemory,
+    longest_known,
+)
 from seqboat.ops.flex import FLEX_ATTENTIONS
 from seqboat.ops.functions import ATTENTIONS, HIDDEN, AttentionName
 from seqboat.ops.fused import gates, is_plain
@@ -187,7 +196,7 @@ class GAU(PackedModule):
             self.beta,
             self.out.weight,
             self.out.bias,
-            span.neighbors(packed.row, packed.position, self._scoring()),
+            span.neighbors(packed.row, packed.position, self._scoring(), longest_known(packed)),
         )
 
     def make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> WorkingMemory:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqboat.core.sma import Packed
-from seqboat.ops.band import Neighbors
+from seqboat.ops.band import Neighbors, on_cpu
 from seqboat.ops.banded import banded
 from seqboat.ops.dense import dense
 from seqboat.ops.flex import flex_banded
@@ -193,6 +193,13 @@ class Span(ABC):
         )
 
 
+def longest_known(packed: Packed) -> int | None:
+    """Tokens of the longest sequence, where the host can tell without waiting for another device."""
+    if packed.longest is not None or torch.compiler.is_compiling() or not on_cpu(packed.offsets):
+        return packed.longest
+    return packed.slots
+
+
 class MemorySpan(Span):
     """The working memory: a band of the packed array."""
 
@@ -233,15 +240,28 @@ class MemorySpan(Span):
             query = query.index_select(0, source)
             value = torch.cat([old.values, value.to(old.values.dtype)]).index_select(0, source)
             position = torch.cat([old.positions, position]).index_select(0, source)
-        near = self.neighbors(group, position, scoring)
+        longest = longest_known(packed) if state is None else None
+        near = self.neighbors(group, position, scoring, longest)
         attended = KERNELS[scoring.kernel](query, key, value, near, scoring.dropout)
         return attended if places is None else attended.index_select(0, places)
 
-    def neighbors(self, group: Tensor, position: Tensor, scoring: Scoring) -> Neighbors:
-        """What each token of a packed array sees, given its sequence and its position."""
+    def neighbors(
+        self, group: Tensor, position: Tensor, scoring: Scoring, longest: int | None = None
+    ) -> Neighbors:
+        """What each token of a packed array sees, given its sequence and its position.
+
+        Args:
+            group: (tokens,), their sequences.
+            position: (tokens,), their positions.
+            scoring: how they attend.
+            longest: tokens of the longest sequence, if known: nothing lies further away.
+        """
         attention, positions, table, scale = scoring[:4]
         coordinate = positions.coordinate(position, None)
-        return Neighbors(group, coordinate, table, self.left, self.right, attention, scale)
+        left, right = self.left, self.right
+        if longest is not None:
+            left, right = (min(side, max(longest - 1, 1)) if side else 0 for side in (left, right))
+        return Neighbors(group, coordinate, table, left, right, attention, scale)
 
     def _oldest_first(self, state: WorkingMemory) -> WorkingMemory:
         """The memory with its oldest tokens first, its sequences behind each other."""

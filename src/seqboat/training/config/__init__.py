@@ -6,6 +6,7 @@ from seqboat.training.config.fields import (
     EvaluationConfig,
     Precision,
     RunConfig,
+    StartConfig,
     TrackerName,
     TrainingConfig,
 )
@@ -25,6 +26,7 @@ __all__ = [
     "EvaluationConfig",
     "Precision",
     "RunConfig",
+    "StartConfig",
     "TrackerName",
     "TrainingConfig",
     "change_field",

@@ -137,6 +137,48 @@ class EvaluationConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StartConfig:
+    """A trained run whose backbone training starts from (`seqboat train RECIPE --from RUN`)."""
+
+    run: str = ""
+    """Folder of the run or of one of its checkpoints; empty starts from fresh weights."""
+    lr: float = 0.3
+    """Learning rate of the weights that come from the run, as a fraction of that of new ones."""
+    layer_decay: float = 0.8
+    """Factor on that rate from each layer to the one below it."""
+    freeze_steps: int = 0
+    """Steps for which these weights stay as they are; all steps or more never train them."""
+
+    def __post_init__(self) -> None:
+        require(self.lr > 0, f"start.lr must be positive, got {self.lr!r}")
+        require(0 < self.layer_decay <= 1, f"start.layer_decay must be in (0, 1], got {self.layer_decay!r}")
+        check_positive("start.freeze_steps", self.freeze_steps, least=0)
+
+    def lr_factor(self, name: str, num_layers: int) -> float | None:
+        """The learning rate of a parameter as a fraction of that of new ones; None for a new one.
+
+        >>> start = StartConfig(run="runs/lm", lr=0.5, layer_decay=0.1)
+        >>> [start.lr_factor(f"backbone.{name}", 2) for name in ("layers.1.w", "layers.0.w", "embedding.weight")]
+        [0.5, 0.05, 0.005]
+        >>> start.lr_factor("head.out.weight", 2), start.lr_factor("backbone.ngrams.table.weight", 2)
+        (None, None)
+        """
+        if not self.run or not name.startswith("backbone.") or name.startswith(NEW_PARTS):
+            return None
+        part, _, rest = name.removeprefix("backbone.").partition(".")
+        below = num_layers
+        if part == "layers":
+            below = num_layers - 1 - int(rest.partition(".")[0])
+        elif part == "norm":
+            below = 0
+        return round(self.lr * self.layer_decay**below, 12)
+
+
+NEW_PARTS = ("backbone.ngrams.",)
+"""Parts of a backbone that the run to start from may lack."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Everything that a run depends on."""
 
@@ -152,6 +194,8 @@ class RunConfig:
     """How the steps are taken."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """How held-out data is scored."""
+    start: StartConfig = StartConfig()
+    """Which trained weights training starts from, if any."""
     seed: int = 0
     """Of the initial weights, the order of the data and the noise of dropout and routers."""
     recipe: str = ""
