@@ -58,7 +58,7 @@ def measure_products(tokens: int, sizes: tuple[tuple[int, int], ...] = SIZES) ->
         weights = [torch.randn(outputs, inputs) for _ in range(LAYERS)]
         codes = [quantize_rows(weight) for weight in weights]
         stored = [FloatProduct(weight, bias) for weight in weights]
-        kinds: dict[str, Callable[[int], Tensor]] = {
+        kinds: dict[str, Callable[..., Tensor]] = {
             "float32, as stored": lambda i, x=x, w=weights, b=bias: F.linear(x, w[i], b),
             "float32, by input channel": lambda i, x=x, p=stored: p[i](x),
             "_weight_int8pack_mm": lambda i, x=x, c=codes: torch._weight_int8pack_mm(x, *c[i]),

@@ -303,7 +303,7 @@ class ThresholdRouter(SigmoidRouter):
         self.threshold = threshold
 
     def start_at(self, log_odds: float) -> None:
-        super().start_at(self._border + log_odds)
+        super().start_at(self.border + log_odds)
 
     def route(self, x: Tensor) -> Routing:
         return above_border(self.linear(self.logits, x), self.border)
