@@ -24,8 +24,9 @@ WHOLE = (RouterConfig, SSMConfig)
 """Parts that carry over as a whole or not at all."""
 MEANINGS = {"chunk": "window", "ema": "ssm"}
 """Fields with another name for the same thing."""
-APART = ("ffn",)
-"""Fields that mean the same only in variants of one mixer: SeqBoat's block is beside attention, MEGA's after it."""
+APART = ("ffn", "init")
+"""Fields that mean the same only in variants of one mixer: SeqBoat's block is beside attention, MEGA's after it, and
+each mixer has its own initial weights."""
 SYNONYMS = {"original": "relative", "compressed": "relative", "relative": "original"}
 """Values with another name for the same thing: a learned bias per distance."""
 

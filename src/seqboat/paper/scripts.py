@@ -24,6 +24,7 @@ COMMON: dict[str, Any] = {
     "--lr-scheduler": "linear_decay",
     "--warmup-power": 1,
     "weight decay on": "all",
+    "initial weights": "paper",
 }
 """The same in all scripts, unless they say otherwise."""
 _CLASSIFIER: dict[str, Any] = {
@@ -188,6 +189,7 @@ def _read(config: RunConfig) -> dict[str, Any]:
         "--attention-activation-fn": mixer.gau.attention,
         "--attention-dropout": mixer.gau.attention_dropout,
         "--act-dropout": 0.0,
+        "initial weights": mixer.init,
         "--dropout": mixer.dropout if mixer.dropout == model.dropout else None,
         "--truncation-length": mixer.ssm.truncation,
         "--max-positions": mixer.gau.max_positions,
