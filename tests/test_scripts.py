@@ -20,7 +20,7 @@ from seqboat.paper.scripts import (
 from seqboat.recipes import RECIPES, find_recipe
 from seqboat.training.config import override
 
-PAGE = Path(__file__).parents[1] / "docs" / "published.md"
+PAGE = Path(__file__).parents[1] / "docs" / "differences.md"
 
 
 def test_every_recipe_of_the_paper_has_its_command_line() -> None:
@@ -82,5 +82,5 @@ def test_switches_work(difference: tuple[str, ...]) -> None:
 
 
 def test_the_page_has_the_table() -> None:
-    """docs/published.md is not typed by hand where it can be made."""
+    """docs/differences.md is not typed by hand where it can be made."""
     assert "\n".join(differences_table()) in PAGE.read_text(encoding="utf-8")

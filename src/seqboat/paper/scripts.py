@@ -370,6 +370,6 @@ DIFFERENCES: tuple[Difference, ...] = (
 
 
 def differences_table() -> list[str]:
-    """The table of docs/published.md."""
+    """The table of docs/differences.md."""
     rows = [f"| {' | '.join(difference)} |" for difference in DIFFERENCES]
     return ["| | paper | published scripts | ours | switch |", "|---|---|---|---|---|", *rows]
