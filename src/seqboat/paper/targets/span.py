@@ -39,6 +39,9 @@ def _tables(trials: Sequence[Trial], records: Records) -> list[str]:
     for task in dict.fromkeys(trial.task for trial in trials):
         own = [trial for trial in trials if trial.task == task]
         layers = max((len(r["spans"]) for trial in own for r in records[trial.name]), default=0)
+        if not layers:
+            lines += [f"{own[0].task_title}: not run.", ""]
+            continue
         rows = []
         for trial in own:
             assert trial.size is not None
