@@ -103,6 +103,24 @@ class SecondTensor(Tensor):
         _waited("tolist")
         return self.inner.tolist()
 
+    def new_tensor(  # type: ignore[override]
+        self, data: Any, dtype: torch.dtype | None = None, **_: Any
+    ) -> Tensor:
+        """A tensor of Python values on this device."""
+        return torch.tensor(data, dtype=dtype or self.dtype, device=self.device)
+
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(self._placed(index))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        super().__setitem__(self._placed(index), value)
+
+    def _placed(self, index: Any) -> Any:
+        """A list of numbers as a tensor of this device, which torch would make where no mode sees it."""
+        if not isinstance(index, list):
+            return index
+        return torch.tensor(index, dtype=None if index else torch.int64, device=self.device)
+
     def data_ptr(self) -> int:
         """Where the data lie."""
         return int(self.inner.data_ptr())
@@ -149,7 +167,8 @@ def second_device() -> Iterator[torch.device]:
     # these two copy from Python values where no mode sees it
     torch.tensor, torch.as_tensor = (_moving(make) for make in makers)
     try:
-        with _Mode():
+        # torch makes a thread per device at the first backward pass of a process, which may have been before
+        with torch.autograd.set_multithreading_enabled(False), _Mode():
             yield device
     finally:
         torch.tensor, torch.as_tensor = makers
