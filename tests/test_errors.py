@@ -142,7 +142,7 @@ def test_state_given_to_a_bidirectional_mixer(case: Case) -> None:
         ),
         (
             lambda: S4D(8, S4DConfig(init="hippo"), causal=True),  # type: ignore[arg-type]
-            "init must be one of legs, lin, inv; got 'hippo'",
+            "init must be one of legs, lin, inv, inv-lin; got 'hippo'",
         ),
         (
             lambda: S4D(8, S4DConfig(dt_min=0.2), causal=True),

@@ -59,7 +59,7 @@ from seqboat.models.backbone import BackboneConfig, Classifier, LanguageModel
 
 WINDOW = 4
 LAYER = LayerConfig(
-    gau=GAUConfig(d_z=8, d_v=16, window=WINDOW, positions="rotary"), causal=True, prenorm=True
+    gau=GAUConfig(d_z=8, d_v=16, window=WINDOW, positions="rotary"), causal=True, prenorm=True, init="paper"
 )
 STACK = BackboneConfig(mixer=LAYER, d_model=16, num_layers=2, vocab=64, scaled_embedding=True)
 
@@ -551,8 +551,8 @@ def test_configurations(tmp_path: Path) -> None:
         SeqBoatConfig(mixer={"name": "rnn"})
     with pytest.raises(ValueError, match="num_layers must be an integer >= 1, got 0"):
         SeqBoatConfig(num_hidden_layers=0)
-    with pytest.raises(ValueError, match="reads real values"):
-        SeqBoatConfig.from_backbone(dataclasses.replace(STACK, vocab=None))
+    real = dataclasses.replace(STACK, vocab=None, channels=3)
+    assert SeqBoatConfig.from_backbone(real).backbone() == real
 
 
 def test_other_sizes_of_the_vocabulary(tmp_path: Path) -> None:
@@ -789,7 +789,7 @@ def test_another_program_with_the_models_registered(
 
 def test_only_models_of_tokens_are_converted() -> None:
     with pytest.raises(
-        ValueError, match="only language models and classifiers can be exported, not a Linear"
+        ValueError, match="only language models, classifiers and taggers can be exported, not a Linear"
     ):
         to_transformers(torch.nn.Linear(2, 2))
 

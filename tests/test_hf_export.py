@@ -100,7 +100,7 @@ def test_a_classifier_knows_its_labels(folder: Path, tmp_path: Path) -> None:
     assert "tensor" in run_card((out / "README.md").read_text(), out)
 
 
-def test_labels_without_the_table(folder: Path, tmp_path: Path) -> None:
+def test_labels_are_those_of_the_run(folder: Path, tmp_path: Path) -> None:
     table = folder / "table.csv"
     content = table.read_text()
     try:
@@ -111,7 +111,7 @@ def test_labels_without_the_table(folder: Path, tmp_path: Path) -> None:
     finally:
         table.write_text(content)
     for name in ("one", "two"):
-        assert AutoConfig.from_pretrained(tmp_path / name).id2label == {0: "LABEL_0", 1: "LABEL_1"}
+        assert AutoConfig.from_pretrained(tmp_path / name).id2label == {0: "bad", 1: "good"}
 
 
 def test_ids_that_are_no_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,18 +136,21 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 def test_runs_that_cannot_be_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(small_run(ToyConfig(kind="match"), **ONCE), tmp_path / "match", display=Spy())
-    train(small_run(ToyConfig(real=True), **ONCE), tmp_path / "real", display=Spy())
     out = tmp_path / "out"
-    assert "match cannot be exported (task toy): only language models and classifiers" in refusal(
+    assert "match cannot be exported (task toy): only language models, classifiers and taggers" in refusal(
         capsys, tmp_path / "match", out
-    )
-    assert "real cannot be exported (task toy): the model reads real values" in refusal(
-        capsys, tmp_path / "real", out
     )
     assert "is not the folder of a run" in refusal(capsys, tmp_path / "nowhere", out)
     (tmp_path / "empty").mkdir()
     assert "holds no whole checkpoint" in refusal(capsys, tmp_path / "empty", out)
     assert not out.exists()
+
+
+def test_models_of_real_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(small_run(ToyConfig(real=True), **ONCE), tmp_path / "real", display=Spy())
+    assert main(["export-hf", str(tmp_path / "real"), str(tmp_path / "out")]) == 0
+    assert "no tokenizer: the model reads real values (input_values)" in capsys.readouterr().out
+    assert "Inputs are real values" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_places_that_are_taken(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,9 @@ from seqboat.training.config import from_dict, override, to_dict, to_yaml
 from seqboat.training.optim import build_optimizer
 
 FULL = [name for name in RECIPES if f"{name}-small" in RECIPES]
-FILES = {"classify": ["--data.train", "train.csv"], "lm": ["--data.text", "notes.txt"]}
+TABLE = ["--data.train", "train.csv"]
+FILES = {"classify": TABLE, "regress": TABLE, "tag": TABLE, "lm": ["--data.text", "notes.txt"]}
+FACTS = {"input": "text", "labels": ["a", "b"], "target_mean": 0.0, "target_std": 1.0}
 
 # training examples and epochs; steps = examples / batch x epochs, to the nearest thousand where published so
 EPOCHS = {
@@ -112,9 +114,8 @@ def synthetic_batch(task: Task, rows: int, time: int) -> Batch:
             return torch.randn(rows, length, task.channels)
         return torch.randint(task.vocab, (rows, length))
 
-    if task.kind == "lm":
-        assert task.vocab is not None
-        return Batch(inputs(time), None, torch.randint(task.vocab, (rows, time)))
+    if task.kind in ("lm", "tag"):
+        return Batch(inputs(time), None, torch.randint(task.classes, (rows, time)))
     second = inputs(time - 1) if task.kind == "match" else None
     return Batch(inputs(time), None, torch.randint(2, (rows,)), second)
 
@@ -127,7 +128,9 @@ def test_every_recipe_takes_a_step(name: str) -> None:
     torch.manual_seed(0)
     config = override(RECIPES[name](), FILES.get(name, []))
     task = config.build_task()
-    model = config.build_model(task, classes=2 if name == "classify" else None)
+    if name in FILES and name != "lm":
+        task.facts = FACTS
+    model = config.build_model(task)
     optimizer = build_optimizer(model, dataclasses.replace(config.optimizer, lr=0.001))
     batch = synthetic_batch(task, 2, 40 if name == "enwik8" else 100)
     output = apply_model(model, task.kind, batch)

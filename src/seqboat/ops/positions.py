@@ -9,6 +9,8 @@ To add a scheme, write a class here and give it a name in `PositionsName` and `P
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal, TypeVar
 
 import torch
@@ -182,6 +184,18 @@ def frequencies(dim: int, device: torch.device) -> Tensor:
 
 
 _known_frequencies: dict[tuple[int, torch.device], Tensor] = {}
+
+
+@contextmanager
+def separate_frequencies() -> Iterator[None]:
+    """Inside, nothing is shared with the outside: for tensors without content, which must not be kept."""
+    known = dict(_known_frequencies)
+    _known_frequencies.clear()
+    try:
+        yield
+    finally:
+        _known_frequencies.clear()
+        _known_frequencies.update(known)
 
 
 def sinusoids(position: Tensor, d_model: int) -> Tensor:

@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from seqboat.checks import check_positive, require
+from seqboat.checks import ABSENT, check_positive, require
 from seqboat.core.state import check_state, concat_rows, map_state, rebuild, select_rows, tensors
 from seqboat.data.files import replacing
 from seqboat.models.backbone import BackboneState, LanguageModel
@@ -195,7 +195,8 @@ def _spell(config: Any) -> str:
     parts = []
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if value != field.default:
+        # how weights began is no setting of a trained model
+        if value != field.default and ABSENT not in field.metadata:
             parts.append(f"{field.name}={_spell(value)}")
     return f"{type(config).__name__}({', '.join(parts)})"
 

@@ -33,6 +33,9 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(str(error)) from error
     count = sum(parameter.numel() for parameter in done.model.parameters())
     print(f"{done.folder}: {type(done.model).__name__}, {count:,} parameters")
-    print("tokenizer: bytes" if done.tokenizer else "no tokenizer: token ids are those of the task")
+    inputs = "token ids are those of the task"
+    if done.model.config.channels is not None:
+        inputs = "the model reads real values (input_values)"
+    print("tokenizer: bytes" if done.tokenizer else f"no tokenizer: {inputs}")
     print("load it after `import seqboat.hf`, which registers the model type")
     return 0

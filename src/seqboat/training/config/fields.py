@@ -217,6 +217,9 @@ class RunConfig:
             f"model.vocab must be {want} for the task {task.name}, got {have}",
         )
         backbone = dataclasses.replace(self.model, vocab=want, channels=task.channels)
+        if want is None:
+            # n-grams of tokens: a recipe for texts has them, and takes other inputs too
+            backbone = dataclasses.replace(backbone, ngrams=())
         if task.kind == "lm":
             return LanguageModel(backbone)
         heads: dict[str, type[Matcher | Tagger | Classifier]] = {"match": Matcher, "tag": Tagger}

@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+
+from seqboat.ops.positions import separate_frequencies
 
 aten = torch.ops.aten
 META = torch.device("meta")
@@ -89,6 +92,16 @@ class Meter(TorchDispatchMode):
         self.started = 0
         """operations that a device would run"""
         self._alive: set[int] = set()
+        self._separate = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._separate.enter_context(separate_frequencies())
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self._separate.close()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
