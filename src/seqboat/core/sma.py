@@ -82,7 +82,7 @@ class Packed(NamedTuple):
     offsets: Tensor
     """(batch + 1,): where each sequence begins in the packed array"""
     longest: int | None = None
-    """tokens of the longest sequence, where that is already known"""
+    """tokens of the longest sequence, if the host knows it"""
 
     @property
     def slot(self) -> Tensor:
@@ -122,8 +122,10 @@ def pack(active: Tensor, seen: Tensor | None = None) -> Packed:
     if hasattr(active, "stands_for"):
         # a tensor without content: as long as can be
         index, longest = listed.nonzero(), time
-    elif active.device.type == "cpu" or torch.compiler.is_compiling() or not active.numel():
+    elif torch.compiler.is_compiling() or not active.numel():
         index = listed.nonzero()
+    elif active.device.type == "cpu":
+        index, longest = listed.nonzero(), int(per_row.amax())
     else:
         # both sizes in one transfer
         size, longest = torch.stack([per_row.sum(), per_row.amax()]).tolist()

@@ -177,7 +177,9 @@ class SparseModularActivation(RecurrentMixer):
         if transformed() and vectorized(routing.active):
             return self._mix_masked(x, routing, state, base, dense)
         gathered = pack_modules(routing.active, seen)
-        if self.training and x.numel() and not torch.compiler.is_compiling():
+        watched = self.training and not torch.compiler.is_compiling() and x.numel() > 0
+        # one module that is active, as it was before: nothing to notice
+        if watched and (len(self.units) > 1 or not gathered.flat.shape[0] or self.watch.inactive[0]):
             self.watch.notice(gathered.counts)
         packed = take(x.reshape(-1, self.d_model), gathered.flat)
         tokens = [packed] if len(self.units) == 1 else packed.split(gathered.counts)

@@ -28,7 +28,6 @@ from seqboat.mixers.seqboat.spans import (
     Scoring,
     SpanName,
     WorkingMemory,
-    longest_known,
 )
 from seqboat.ops.flex import FLEX_ATTENTIONS
 from seqboat.ops.functions import ATTENTIONS, HIDDEN, AttentionName
@@ -196,7 +195,7 @@ class GAU(PackedModule):
             self.beta,
             self.out.weight,
             self.out.bias,
-            span.neighbors(packed.row, packed.position, self._scoring(), longest_known(packed)),
+            span.neighbors(packed.row, packed.position, self._scoring(), packed.longest),
         )
 
     def make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> WorkingMemory:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqboat.core.sma import Packed
-from seqboat.ops.band import Neighbors, on_cpu
+from seqboat.ops.band import Neighbors
 from seqboat.ops.banded import banded
 from seqboat.ops.dense import dense
 from seqboat.ops.flex import flex_banded
@@ -193,13 +193,6 @@ class Span(ABC):
         )
 
 
-def longest_known(packed: Packed) -> int | None:
-    """Tokens of the longest sequence, where the host can tell without waiting for another device."""
-    if packed.longest is not None or torch.compiler.is_compiling() or not on_cpu(packed.offsets):
-        return packed.longest
-    return packed.slots
-
-
 class MemorySpan(Span):
     """The working memory: a band of the packed array."""
 
@@ -240,7 +233,7 @@ class MemorySpan(Span):
             query = query.index_select(0, source)
             value = torch.cat([old.values, value.to(old.values.dtype)]).index_select(0, source)
             position = torch.cat([old.positions, position]).index_select(0, source)
-        longest = longest_known(packed) if state is None else None
+        longest = packed.longest if state is None else None
         near = self.neighbors(group, position, scoring, longest)
         attended = KERNELS[scoring.kernel](query, key, value, near, scoring.dropout)
         return attended if places is None else attended.index_select(0, places)
