@@ -13,9 +13,10 @@ from mixer_cases import shrink
 from seqboat.core.routers import AlwaysActiveConfig
 from seqboat.mixers import MIXERS
 from seqboat.mixers.base import directions_of
+from seqboat.mixers.seqboat.gau import GAUConfig
 from seqboat.mixers.seqboat.layer import SeqBoatConfig
 from seqboat.models.backbone import BackboneConfig
-from seqboat.ops import band
+from seqboat.ops import band, positions
 from seqboat.tasks.base import apply_model
 from seqboat.training.config import RunConfig
 from seqboat.training.planning import estimate as estimates
@@ -95,3 +96,11 @@ def test_meter_lets_go_of_what_is_freed() -> None:
         assert meter.held == 760 and meter.peak == 760
         del y
         assert meter.held == 400 and meter.peak == 760
+
+
+def test_estimates_leave_nothing_behind() -> None:
+    positions._known_frequencies.clear()
+    layer = SeqBoatConfig(gau=GAUConfig(d_z=32, positions="rotary"), causal=True)
+    estimate(run_of(layer, causal=True))
+    assert all(type(known) is torch.Tensor for known in positions._known_frequencies.values())
+    layer.build(8)(torch.randn(1, 5, 8)).y.sum().backward()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager
 from typing import Any, Self
 
 import torch
@@ -92,16 +92,18 @@ class Meter(TorchDispatchMode):
         self.started = 0
         """operations that a device would run"""
         self._alive: set[int] = set()
-        self._separate = ExitStack()
+        self._separate: list[AbstractContextManager[None]] = []
 
     def __enter__(self) -> Self:
-        self._separate.enter_context(separate_frequencies())
+        # entered again for what an operation does inside
+        self._separate.append(separate_frequencies())
+        self._separate[-1].__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
-        self._separate.close()
+        self._separate.pop().__exit__(None, None, None)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
