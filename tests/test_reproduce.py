@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import multiprocessing
-import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +20,7 @@ from seqboat.mixers import MIXERS
 from seqboat.mixers.base import directions_of
 from seqboat.paper.machine import Machine, fitting
 from seqboat.paper.matching import count_of_run
-from seqboat.paper.reproduce import estimate, plan, run_job
+from seqboat.paper.reproduce import estimate, plan, refreshed, run_job
 from seqboat.paper.results import add_records, read_records
 from seqboat.paper.targets import GROUPS, TARGETS, base
 from seqboat.paper.targets.activation import ActivationTarget
@@ -35,6 +33,7 @@ from seqboat.paper.trials import Trial
 from seqboat.recipes import RECIPES, find_recipe
 from seqboat.runs import Run
 from seqboat.tasks import TASKS
+from seqboat.training import loop
 from seqboat.training.config import RunConfig, from_yaml, override
 from seqboat.training.loop import train
 from seqboat.training.planning.estimate import estimate as estimate_run
@@ -590,25 +589,21 @@ def test_micro_batches_fit_in_memory(target: Target, tmp_path: Path) -> None:
     assert machine.configure(begun, begun).training.accumulation == 2
 
 
-def test_several_processes_are_started_by_torchrun(
+def test_several_processes_train_a_run(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = plan(target, "small", tmp_path, only=["fast"], machine=Machine(processes=2))[0]
-    seen: list[list[str]] = []
+    seen: list[int] = []
 
-    def started(words: list[str]) -> Any:
-        seen.append(words)
-        (config,) = (word.partition("=")[2] for word in words if word.startswith("--config="))
-        train(from_yaml(config), job.folder, resume="--resume" in words, display=Spy())
-        return subprocess.CompletedProcess(words, 0)
+    def started(command: list[str], processes: int) -> int:
+        seen.append(processes)
+        config = from_yaml(command[command.index("--config") + 1])
+        train(config.replace(training={"processes": 1}), job.folder, resume=True, display=Spy())
+        return 0
 
-    monkeypatch.setattr(reproduce, "subprocess", SimpleNamespace(run=started))
-    assert run_job(job).exit_code == 0
-    assert "--nproc-per-node=2" in seen[0] and Run(job.folder).config == job.config
-    failed = SimpleNamespace(run=lambda words: subprocess.CompletedProcess(words, 1))
-    monkeypatch.setattr(reproduce, "subprocess", failed)
-    other = job._replace(folder=tmp_path / "other")
-    assert run_job(other).exit_code == 1
+    monkeypatch.setattr(loop, "launch", started)
+    assert run_job(job).exit_code == 0 and seen == [2]
+    assert refreshed(job).finished
 
 
 def _record(trial: str, seed: int, test: float, commit: str = "abc1234") -> dict[str, Any]:

@@ -177,7 +177,7 @@ def test_launch_passes_signals_on() -> None:
 
 def test_callbacks_need_one_process(tmp_path: Path) -> None:
     config = small_run(training={"processes": 2})
-    with pytest.raises(ValueError, match=r"callbacks need training\.processes=1"):
+    with pytest.raises(ValueError, match=r"on_step needs training\.processes=1"):
         train(config, tmp_path / "run", on_step=lambda *_: None)
 
 

@@ -57,7 +57,7 @@ class Machine:
         """
         if before is not None:
             config = config.replace(training={name: getattr(before.training, name) for name in KEPT})
-        config = override(config, self.settings)
+        config = override(config, self.settings).replace(training={"processes": self.processes})
         if before is None and self.memory is not None:
             accumulation = fitting(config, self.processes, self.memory)
             config = config.replace(training={"accumulation": accumulation})

@@ -10,9 +10,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import tempfile
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -22,7 +19,7 @@ from seqboat.paper.machine import Machine
 from seqboat.paper.targets.base import Job, Target
 from seqboat.paper.trials import Bench, Scale, Trial
 from seqboat.training.checkpoint import CheckpointStore
-from seqboat.training.config import difference, to_yaml
+from seqboat.training.config import difference
 from seqboat.training.display import Display
 from seqboat.training.loop import RunOutcome, train
 
@@ -101,30 +98,7 @@ def refreshed(job: Job) -> Job:
 
 def run_job(job: Job, display: Display | None = None) -> RunOutcome:
     """Train a run to its end, continuing where it stopped."""
-    if job.machine.processes > 1:
-        return _run_processes(job)
     return train(job.config, job.folder, resume=True, display=display)
-
-
-def _run_processes(job: Job) -> RunOutcome:
-    """Train a run with several processes, each on its device, started by torchrun."""
-    with tempfile.TemporaryDirectory() as folder:
-        config = Path(folder) / "config.yaml"
-        config.write_text(to_yaml(job.config), encoding="utf-8")
-        launcher = [
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc-per-node={job.machine.processes}",
-        ]
-        words = ["-m", "seqboat", "train", f"--config={config}", f"--out={job.folder}", "--resume"]
-        code = subprocess.run([sys.executable, *launcher, *words]).returncode
-    now = refreshed(job)
-    if now.finished:
-        return RunOutcome(0, now.step, None, "finished")
-    return RunOutcome(
-        code or 1, now.step, None, f"the processes ended with code {code} after step {now.step}"
-    )
 
 
 def estimate(jobs: Sequence[Job]) -> tuple[float, int]:

@@ -115,7 +115,6 @@ def train(
     *,
     resume: bool = False,
     display: Display | None = None,
-    on_phase: Callable[[str], None] | None = None,
     on_step: Callable[[int, nn.Module], None] | None = None,
 ) -> RunOutcome:
     """Train a model.
@@ -125,13 +124,12 @@ def train(
         folder: of the run; must be new or empty, unless resuming.
         resume: continue from the newest whole checkpoint; a folder without checkpoints starts from step 0.
         display: shows progress; chosen to fit the terminal by default.
-        on_phase: called before each phase of saving (`checkpoint.PHASES`).
         on_step: called with the number of steps taken and the model after every step.
     """
     folder = Path(folder)
     if config.training.processes > 1 and not launched():
-        if on_step is not None or on_phase is not None:
-            raise ValueError("callbacks need training.processes=1, or torchrun to start the processes")
+        if on_step is not None:
+            raise ValueError("on_step needs training.processes=1, or torchrun to start the processes")
         return _train_in_processes(config, folder, resume)
     with join(config.training.device, config.training.timeout) as world:
         display = display or make_display(world.first)
@@ -149,7 +147,7 @@ def train(
                     error = caught
             world.agree(error)
             stack.callback(display.close)
-            return Trainer(config, folder, world, display, resume, lock, on_phase, on_step).run()
+            return Trainer(config, folder, world, display, resume, lock, on_step).run()
 
 
 def _train_in_processes(config: RunConfig, folder: Path, resume: bool) -> RunOutcome:
@@ -201,7 +199,6 @@ class Trainer:
         display: Display,
         resume: bool,
         lock: Lock | None,
-        on_phase: Callable[[str], None] | None,
         on_step: Callable[[int, nn.Module], None] | None,
     ) -> None:
         self.config, self.folder, self.world, self.display = config, folder, world, display
@@ -240,7 +237,7 @@ class Trainer:
         parallel = parallelize(model, world, training.distributed)
         self.module = parallel.module
         self.stepper = Stepper(config, self.task, parallel, world, self.plan.per_epoch)
-        self.store = ck.CheckpointStore(folder, training.keep, on_phase, display.tell)
+        self.store = ck.CheckpointStore(folder, training.keep, warn=display.tell)
         self.metrics = MetricsWriter(folder / "metrics.jsonl", display.tell)
         self.memory = MemoryMeter(world.device)
         self.trackers: list[Any] = []
