@@ -519,8 +519,16 @@ def test_other_encodings_are_found_and_said(tmp_path: Path) -> None:
     path.write_bytes("text,label\ncafé,1\n".encode("utf-16"))
     with pytest.warns(UserWarning, match="read as UTF-16"):
         assert records(path)[0] == [{"text": "café", "label": "1"}]
+    path.write_bytes("text,label\ncafé,1\n".encode("utf-16") + b"\0")
+    with pytest.warns(UserWarning, match="read as UTF-16"):
+        assert records(path)[0] == [{"text": "café", "label": "1"}], "half a character at the end"
+    # without the mark at its beginning it cannot be told, but said
+    path.write_bytes("text,label\ncafé,1\n".encode("utf-16-le"))
+    assert records(path, encoding="utf-16-le")[0] == [{"text": "café", "label": "1"}]
     with pytest.raises(ValueError, match="encoding must be one that Python knows, such as utf-8 or latin-1"):
         ClassifyTaskConfig(train=str(path), encoding="klingon")
+    with pytest.raises(ValueError, match="delimiter must be one character, got ', '"):
+        ClassifyTaskConfig(train=str(path), delimiter=", ")
 
 
 @pytest.mark.parametrize("indent", [None, 1])
@@ -586,14 +594,15 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_bad_rows_keep_their_place(
     classifier: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    table = write_csv(tmp_path / "new.csv", ["id", "text"], [[1, "fine"], [2, ""], [3, "good"]])
+    table = write_csv(tmp_path / "new.csv", ["id", "text"], [[1, ""], [2, "fine"], [3, "good"]])
     capsys.readouterr()
-    assert main(["predict", str(classifier), str(table)]) == 0
+    assert main(["predict", str(classifier), str(table), "--probabilities"]) == 0
     said = capsys.readouterr()
     rows = list(csv.DictReader(io.StringIO(said.out)))
     assert [row["row"] for row in rows] == ["line 2", "line 3", "line 4"]
-    assert [row["error"] for row in rows] == ["", "empty text", ""]
-    assert rows[0]["label"] in "pq" and 0.5 <= float(rows[0]["probability"]) <= 1
+    assert [row["error"] for row in rows] == ["empty text", "", ""]
+    assert rows[0]["label"] == "" and rows[1]["label"] in ("p", "q")
+    assert float(rows[1]["probability"]) == max(float(rows[1]["p(p)"]), float(rows[1]["p(q)"]))
     assert said.err == "seqboat predict: 1 of 3 rows could not be read\n"
 
 
@@ -655,3 +664,11 @@ def test_what_cannot_be_predicted_says_so(
         assert message in error and error.count("\n") == 1
     with pytest.raises(ValueError, match="inputs must be a list of texts, got one text"):
         Predictor(classifier).predict("one")
+
+
+def test_both_texts_of_a_pair_are_needed(tmp_path: Path) -> None:
+    assert main(["train", *pair_table(tmp_path), *TINY, f"--out={tmp_path / 'run'}"]) == 0
+    predictor = Predictor(tmp_path / "run")
+    assert len(predictor.predict([{"text": "one", "other": "two"}])) == 1
+    with pytest.raises(ValueError, match="each input must be a mapping with 'text' and 'other'"):
+        predictor.predict(["one"])

@@ -86,6 +86,18 @@ class Predictor:
         self.device = torch.device(device)
         self.model = self.run.model.to(self.device)
 
+    def columns(self, probabilities: bool, activation: bool) -> list[str]:
+        """Names of the fields of flat answers, whatever the first one is."""
+        said = ["spans"] if self._spans else list(self.task.target.said)
+        labels = self.task.labels if probabilities and self.task.kind != "tag" else None
+        each = [f"p({label})" for label in labels or ()]
+        return ["row", *said, *each, *(["activation"] if activation else []), "error"]
+
+    @property
+    def _spans(self) -> bool:
+        """Whether tags are told as spans of characters."""
+        return self.task.kind == "tag" and self.task.source.text_bytes
+
     def predict(self, inputs: Iterable[Any], *, activation: bool = False) -> list[dict[str, Any]]:
         """Answers for inputs in memory.
 
@@ -102,10 +114,14 @@ class Predictor:
 
     def _read(self, inputs: Iterable[Any]) -> Iterator[_Waiting]:
         require(not isinstance(inputs, str | bytes), "inputs must be a list of texts, got one text")
+        first, second = self.task.config.text_column, self.task.config.second_column
         for number, value in enumerate(inputs):
-            values = value if isinstance(value, Mapping) else {self.task.config.text_column: _plain(value)}
+            require(
+                second is None or isinstance(value, Mapping),
+                f"each input must be a mapping with {first!r} and {second!r}: the run compares two texts",
+            )
+            values = value if isinstance(value, Mapping) else {first: _plain(value)}
             stored = self.task.source.read(values)
-            second = self.task.config.second_column
             other = None if second is None else self.task.source.read(values, second)
             yield self._wait(str(number), stored, other)
 
@@ -121,9 +137,7 @@ class Predictor:
     def _wait(self, place: str, stored: NDArray[Any], second: NDArray[Any] | None) -> _Waiting:
         facts, source = self.task.facts, self.task.source
         other = None if second is None else source.sequence(second, facts)
-        text = None
-        if source.text_bytes and self.task.kind == "tag":
-            text = bytes(stored).decode()
+        text = bytes(stored).decode() if self._spans else None
         return _Waiting(place, source.sequence(stored, facts), other, text, None)
 
     def _answers(self, records: Iterable[_Waiting], activation: bool) -> Iterator[dict[str, Any]]:

@@ -6,7 +6,7 @@ import argparse
 import csv
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -79,14 +79,15 @@ def run(options: argparse.Namespace) -> int:
             failed += "error" in answer
             yield answer
 
+    columns = predictor.columns(options.probabilities, options.activation)
     if options.out is None:
-        write(sys.stdout, kind, counted(), options.probabilities)
+        write(sys.stdout, kind, counted(), columns)
     else:
         with (
             replacing(Path(options.out)) as partial,
             open(partial, "w", newline="", encoding="utf-8") as file,
         ):
-            write(file, kind, counted(), options.probabilities)
+            write(file, kind, counted(), columns)
     if failed:
         print(f"seqboat predict: {failed:,} of {count:,} rows could not be read", file=sys.stderr)
     return 0
@@ -114,33 +115,26 @@ def _from_lines(predictor: Any, lines: IO[str], activation: bool) -> Iterator[di
     yield from flush()
 
 
-def write(file: Any, kind: str, answers: Iterable[dict[str, Any]], probabilities: bool) -> None:
-    """Write answers as JSON lines or CSV."""
+def write(file: Any, kind: str, answers: Iterable[dict[str, Any]], columns: Sequence[str]) -> None:
+    """Write answers as JSON lines, or as CSV with these columns."""
     if kind == "jsonl":
+        detailed = any(column.startswith("p(") for column in columns)
         for answer in answers:
-            if not probabilities:
+            if not detailed:
                 answer.pop("probabilities", None)
             file.write(json.dumps(answer, ensure_ascii=False) + "\n")
         return
-    writer: Any = None
-    columns: list[str] = []
+    writer = csv.DictWriter(file, columns, restval="", extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
     for answer in answers:
-        flat = _flat(answer, probabilities)
-        if writer is None:
-            columns = list(dict.fromkeys([*flat, "error"]))
-            if set(flat) == {"row", "error"}:
-                columns = ["row", "error"]
-            writer = csv.DictWriter(file, columns, restval="", extrasaction="ignore", lineterminator="\n")
-            writer.writeheader()
-        writer.writerow(flat)
+        writer.writerow(_flat(answer))
 
 
-def _flat(answer: dict[str, Any], probabilities: bool) -> dict[str, Any]:
+def _flat(answer: dict[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in answer.items():
         if name == "probabilities":
-            if probabilities:
-                flat |= {f"p({label})": f"{p:.6g}" for label, p in value.items()}
+            flat |= {f"p({label})": f"{p:.6g}" for label, p in value.items()}
         elif name == "labels":
             flat[name] = "|".join(value)
         elif isinstance(value, list):

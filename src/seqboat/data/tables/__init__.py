@@ -7,19 +7,12 @@ Column names, encoding and delimiter are detected from the first megabyte. A war
 or not separated as its name suggests.
 """
 
-from seqboat.data.tables.records import (
-    MAX_LABEL,
-    MAX_RECORD,
-    TABLE_SUFFIXES,
-    TableRecord,
-    bad_text,
-    is_table,
-    read_records,
-)
+from seqboat.data.tables.delimited import MAX_LABEL
+from seqboat.data.tables.detect import TABLE_SUFFIXES
+from seqboat.data.tables.records import TableRecord, bad_text, is_table, read_records
 
 __all__ = [
     "MAX_LABEL",
-    "MAX_RECORD",
     "TABLE_SUFFIXES",
     "TableRecord",
     "bad_text",

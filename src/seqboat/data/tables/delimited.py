@@ -29,10 +29,8 @@ class Lines:
         self.name = name
         self.skips = skips
         # undecodable bytes become surrogates, so that one bad row does not stop the reading
-        encoding = "utf-8-sig" if encoding == "utf-8" else encoding
-        self._text = io.TextIOWrapper(
-            io.BufferedReader(stream, 1 << 20), encoding, errors="surrogateescape", newline=""
-        )
+        encoding, errors = ("utf-8-sig", "surrogateescape") if encoding == "utf-8" else (encoding, "replace")
+        self._text = io.TextIOWrapper(io.BufferedReader(stream, 1 << 20), encoding, errors=errors, newline="")
         self._returned: deque[str] = deque()
         self.number = 0
         """number of the last line returned"""

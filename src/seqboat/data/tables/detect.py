@@ -34,12 +34,16 @@ class Form(NamedTuple):
     """what a user should know: guesses that could be wrong"""
 
 
-def detect(path: Path, wanted: Sequence[str] = ()) -> Form:
-    """Find out how a table is written; a ValueError names the file and says what else it is.
+def detect(
+    path: Path, wanted: Sequence[str] = (), encoding: str | None = None, delimiter: str | None = None
+) -> Form:
+    """Detect how a table is written; a ValueError names the file and says what else it is.
 
     Args:
         path: of the table.
         wanted: names of columns; a delimiter that gives them is preferred.
+        encoding: if it is known.
+        delimiter: if it is known.
     """
     require(path.is_file(), f"{path} is not a file: expected a table (CSV, TSV, JSONL or Parquet)")
     suffixes = [suffix.lower() for suffix in path.suffixes]
@@ -58,9 +62,11 @@ def detect(path: Path, wanted: Sequence[str] = ()) -> Form:
     )
     require(not looks_like_html(head[:512]), f"{path} is a web page, not a table")
     require(bool(head.strip()), f"{path} is empty")
-    encoding, notes = _encoding(path, head)
+    encoding, notes = _encoding(path, head) if encoding is None else (encoding, ())
     if any(suffix in JSON_SUFFIXES for suffix in suffixes):
         return Form(_json_kind(head.decode(encoding, "replace"), suffixes), encoding, notes=notes)
+    if delimiter is not None:
+        return Form("delimited", encoding, delimiter, notes)
     expected = next(DELIMITERS[suffix] for suffix in suffixes if suffix in DELIMITERS)
     delimiter = _delimiter(head.decode(encoding, "replace").lstrip("\ufeff"), expected, wanted)
     if delimiter != expected:

@@ -7,22 +7,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from seqboat.checks import require
 from seqboat.data.sources import open_stream
 from seqboat.data.store import Skips
-from seqboat.data.tables.delimited import MAX_LABEL, MAX_RECORD, Lines, delimited_records
+from seqboat.data.tables.delimited import Lines, delimited_records
 from seqboat.data.tables.detect import TABLE_SUFFIXES, Form, detect
 from seqboat.data.tables.objects import array_records, line_records, parquet_records
-
-__all__ = [
-    "MAX_LABEL",
-    "MAX_RECORD",
-    "TABLE_SUFFIXES",
-    "TableRecord",
-    "bad_text",
-    "is_table",
-    "read_records",
-]
 
 
 class TableRecord(NamedTuple):
@@ -72,13 +61,7 @@ def read_records(
     Raises:
         ValueError: naming the file, where it is no table or has no such column.
     """
-    form = detect(path, columns)
-    if encoding is not None:
-        check_encoding(encoding)
-        form = form._replace(encoding=encoding, notes=form.notes[len(form.notes) :])
-    if delimiter is not None:
-        require(len(delimiter) == 1, f"delimiter must be one character, got {delimiter!r}")
-        form = form._replace(delimiter=delimiter, notes=())
+    form = detect(path, columns, encoding, delimiter)
     for note in form.notes:
         warnings.warn(note, stacklevel=2)
     for line, values in _open(path, form, columns, label, skips):

@@ -42,6 +42,8 @@ class Target(ABC):
     kind: ClassVar[Kind] = "classify"
     metric: ClassVar[str] = "accuracy"
     better: ClassVar[Literal["higher", "lower"]] = "higher"
+    said: ClassVar[tuple[str, ...]]
+    """Fields of an answer, besides the probabilities of labels."""
 
     def __init__(self, config: OwnTaskConfig) -> None:
         self.config = config
@@ -190,6 +192,8 @@ class ClassTarget(_Labeled):
         balanced: whether rare classes count more in the loss.
     """
 
+    said = ("label", "probability")
+
     def __init__(self, config: OwnTaskConfig, balanced: bool = False) -> None:
         super().__init__(config)
         self.balanced = balanced
@@ -266,6 +270,7 @@ class LabelsTarget(_Labeled):
     """
 
     metric = "f1"
+    said = ("labels",)
     least = 1
 
     def __init__(self, config: OwnTaskConfig, separator: str) -> None:
@@ -324,6 +329,7 @@ class NumberTarget(Target):
 
     metric = "rmse"
     better = "lower"
+    said = ("value",)
 
     def read(self, values: Mapping[str, Any], stored: NDArray[Any]) -> float:
         value = values.get(self.config.label_column)
@@ -400,6 +406,7 @@ class TagTarget(_Labeled):
     """A tag for each token: of a text from spans of characters, of words or of a series one by one."""
 
     kind = "tag"
+    said = ("tags",)
 
     def read(self, values: Mapping[str, Any], stored: NDArray[Any]) -> list[str]:
         tags = values.get(self.config.label_column)

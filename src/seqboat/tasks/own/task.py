@@ -114,6 +114,10 @@ class OwnTaskConfig:
         )
         if self.encoding is not None:
             check_encoding(self.encoding)
+        require(
+            self.delimiter is None or len(self.delimiter) == 1,
+            f"delimiter must be one character, got {self.delimiter!r}",
+        )
 
     def target(self) -> Target:
         """What is learned."""
