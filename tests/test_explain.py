@@ -223,7 +223,7 @@ def test_the_data_may_be_elsewhere(flag: str, tmp_path: Path, capsys: Any, monke
         assert "holds no prepared data" in refused(capsys, *words)
         assert main([*words, *there]) == 0
         capsys.readouterr()
-    # an input of its own needs the data only for what is known of all of it
+    # a given input needs the data only for facts about all of it
     asked: list[str] = []
     store = SimpleNamespace(manifest={"extra": {"mean": 0.0, "std": 0.1}})
 

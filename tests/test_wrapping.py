@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from closeness import assert_same_numbers
 from seqboat import AsTensor, PaddedUnit, SeqBoat, SparseModularActivation
 from seqboat.core.routers import SigmoidRouter
 
@@ -127,6 +128,6 @@ def test_a_layer_stands_in_a_sequential() -> None:
     layer = SparseModularActivation(nn.Linear(WIDTH, WIDTH), WIDTH)
     model = nn.Sequential(nn.Linear(3, WIDTH), AsTensor(layer), nn.Linear(WIDTH, 1))
     x = torch.randn(2, 5, 3)
-    assert torch.equal(model(x), model[2](layer(model[0](x)).y))
+    assert_same_numbers(model(x), model[2](layer(model[0](x)).y))
     with pytest.raises(ValueError, match="mixer must be a layer of this package, got Linear"):
         AsTensor(nn.Linear(1, 1))  # type: ignore[arg-type]
