@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from against import around, by_head, check_against, enlarge
+from closeness import assert_same_numbers
 from seqboat import tasks
 from seqboat.core.losses import extra_loss
 from seqboat.core.state import state_bytes
@@ -257,6 +259,48 @@ def test_training_pays_for_spans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         train(config, tmp_path / str(weight), display=Spy(), on_step=keep)
         spans[weight] = torch.cat(found)
     assert (spans[1.0] < spans[0.0] - 0.2).all() and (spans[1.0] < 4.5).all()
+
+
+def shared_stack(num_layers: int) -> Classifier:
+    mixer = dataclasses.replace(BASE, shared_distances=True, causal=False)
+    torch.manual_seed(0)
+    return Classifier(BackboneConfig(mixer=mixer, d_model=8, num_layers=num_layers, vocab=5), 2).double()
+
+
+def test_layers_share_their_distances() -> None:
+    model = shared_stack(3)
+    tables = [name for name, _ in model.named_parameters() if name.endswith("distances")]
+    assert tables == ["backbone.layers.0.distances"]
+    ids = torch.randint(5, (2, 12))
+    model(ids).logits.square().sum().backward()
+    first: Any = model.backbone.layers[0]
+    gradient = first.distances.grad.clone()
+    # as many tables as layers, all of the same numbers: the gradients add up
+    apart = copy.deepcopy(model)
+    layers: list[Any] = list(apart.backbone.layers)
+    for layer in layers[1:]:
+        assert layer._owner[0] is layers[0]
+        layer.distances = torch.nn.Parameter(first.distances.detach().clone())
+        layer._owner.clear()
+    apart.zero_grad()
+    apart(ids).logits.square().sum().backward()
+    summed = sum(layer.distances.grad for layer in layers)
+    torch.testing.assert_close(gradient, summed, rtol=1e-12, atol=1e-15)
+    assert not torch.equal(gradient, layers[0].distances.grad)
+    # weights come back, and a device or dtype is changed for all layers
+    other = shared_stack(3)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    other.load_state_dict(model.state_dict())
+    assert_same_numbers(other(ids).logits, model(ids).logits)
+    assert model.float()(ids).logits.dtype == torch.float32
+
+
+def test_one_layer_alone_has_its_distances() -> None:
+    layer = AdaptiveSpan(8, dataclasses.replace(BASE, shared_distances=True))
+    assert layer(torch.randn(1, 5, 8)).y.shape == (1, 5, 8)
+    assert "distances" in dict(layer.named_parameters())
 
 
 def test_dropout_only_in_training() -> None:

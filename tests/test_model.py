@@ -86,9 +86,20 @@ def test_head_by_formula() -> None:
     torch.manual_seed(0)
     model = Classifier(TOKENS, 4).double()
     x = torch.randn(3, 8, dtype=torch.float64)
-    hidden = F.gelu(x @ model.head.hidden.weight.T + model.head.hidden.bias)
-    assert_near(model.head(x), hidden @ model.head.out.weight.T + model.head.out.bias, 1e-12)
-    assert model.head.hidden.out_features == 16
+    head = model.head
+    assert head.hidden is not None
+    hidden = F.gelu(x @ head.hidden.weight.T + head.hidden.bias)
+    assert_near(head(x), hidden @ head.out.weight.T + head.out.bias, 1e-12)
+    assert head.hidden.out_features == 16
+
+
+def test_linear_head() -> None:
+    linear = replace(TOKENS, head_hidden=False)
+    torch.manual_seed(0)
+    head = Classifier(linear, 4).double().head
+    x = torch.randn(3, 8, dtype=torch.float64)
+    assert_near(head(x), x @ head.out.weight.T + head.out.bias, 1e-12)
+    assert Matcher(linear).head.hidden is not None
 
 
 def test_published_head() -> None:

@@ -121,6 +121,7 @@ def model_to_published(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, A
     assert isinstance(backbone.mixer, SeqBoatConfig)
     lm = isinstance(model, LanguageModel)
     require(backbone.channels == 1, f"published inputs have one channel, got {backbone.channels}")
+    require(lm or backbone.head_hidden, "the published head has a hidden layer: head_hidden must be True")
     require(lm or not backbone.head_bias, "the published head has no bias: head_bias must be False")
     require(lm or not backbone.scaled_embedding, "published classifiers do not scale their embedding")
     require(

@@ -65,6 +65,14 @@ class SecondStream(Protocol):
         """Take the second stream from the front of the sequence, where the stack puts it."""
 
 
+@runtime_checkable
+class SharesParameters(Protocol):
+    """A mixer whose layers have parameters in common, which belong to the first one of a stack."""
+
+    def share(self, first: Any) -> None:
+        """Use the common parameters of `first` from now on."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class BackboneConfig:
     """An input layer and a stack of mixers, identical unless the mixer's configuration builds the stack itself."""
@@ -91,6 +99,8 @@ class BackboneConfig:
     """Lengths of the n-grams of tokens that are embedded beside the tokens; not for language models."""
     ngram_buckets: int = 16_384
     """Embeddings for each length of n-grams, which a hash chooses from."""
+    head_hidden: bool = True
+    """Whether the head of a classifier or tagger has a hidden layer; that of a matcher always has one."""
     head_bias: bool = True
     """Whether the class scores of a classifier or matcher have a bias."""
     head_init: HeadInit = "normal"
@@ -158,6 +168,9 @@ class Backbone(nn.Module):
             self.layers = nn.ModuleList(config.mixer.build(d_model) for _ in range(config.num_layers))
         first = self.layers[0]
         assert isinstance(first, Mixer)
+        for layer in self.layers[1:]:
+            if isinstance(layer, SharesParameters):
+                layer.share(first)
         asked = config.absolute_positions
         self.absolute_positions = first.wants_positions if asked is None else asked
         if self.absolute_positions:
@@ -379,7 +392,7 @@ class ClassifierOutput(NamedTuple):
 
 
 class Head(nn.Module):
-    """One hidden layer of width 2 d_model with GELU, then class scores.
+    """One hidden layer of width 2 d_model with GELU, unless the configuration has none, then class scores.
 
     Args:
         config: of the backbone.
@@ -391,8 +404,9 @@ class Head(nn.Module):
         super().__init__()
         check_positive("classes", classes)
         d_model = config.d_model
-        self.hidden = nn.Linear(features * d_model, 2 * d_model)
-        self.out = nn.Linear(2 * d_model, classes, bias=config.head_bias)
+        deep = config.head_hidden or features > 1
+        self.hidden = nn.Linear(features * d_model, 2 * d_model) if deep else None
+        self.out = nn.Linear(2 * d_model if deep else d_model, classes, bias=config.head_bias)
         self.dropout, self.init = config.dropout, config.head_init
         self.reset_parameters()
 
@@ -400,10 +414,12 @@ class Head(nn.Module):
         """Initial values: weights as `head_init` says, biases 0."""
         init_linear(self)
         if self.init == "xavier":
-            for part in (self.hidden, self.out):
-                nn.init.xavier_uniform_(part.weight)
+            for part in self.children():
+                nn.init.xavier_uniform_(part.weight)  # type: ignore[arg-type]
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.hidden is None:
+            return self.out(F.dropout(x, self.dropout, self.training))
         hidden = F.dropout(self.hidden(x), self.dropout, self.training)
         return self.out(F.gelu(hidden))
 

@@ -43,6 +43,8 @@ class AdaptiveSpanConfig(BlockConfig):
     """The span of every head at the beginning of training, in tokens."""
     span_weight: float = 2e-6
     """Loss per token of span; the default is the paper's for its small model of enwik8."""
+    shared_distances: bool = False
+    """Whether the layers of a model share the embeddings of distances, as in the published code."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -96,14 +98,23 @@ class AdaptiveSpan(RecurrentMixer):
         sides = 1 if config.causal else 2
         self.distances = nn.Parameter(torch.empty(sides * config.max_span + 1, self.d_head))
         self.span_ratio = nn.Parameter(torch.empty(self.heads))
+        # the layer whose embeddings of distances this one uses, in a list so that it is no submodule
+        self._owner: list[AdaptiveSpan] = []
         self._reach: tuple[Any, int] | None = None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Weights and distances N(0, 0.02), truncated at two standard deviations; the spans as configured."""
         init_linear(self)
-        nn.init.trunc_normal_(self.distances, std=0.02, a=-0.04, b=0.04)
+        if not self._owner:
+            nn.init.trunc_normal_(self.distances, std=0.02, a=-0.04, b=0.04)
         nn.init.constant_(self.span_ratio, self.config.first_span / self.config.max_span)
+
+    def share(self, first: AdaptiveSpan) -> None:
+        """Use the embeddings of distances of `first`, if the configuration says so."""
+        if self.config.shared_distances:
+            del self.distances
+            self._owner.append(first)
 
     def closing_norm(self) -> nn.Module | None:
         return self.block.closing_norm()
@@ -200,9 +211,8 @@ class AdaptiveSpan(RecurrentMixer):
     def _embed(self, distance: Tensor) -> Tensor:
         """Embeddings of distances from a query back to a key."""
         side = self.config.max_span
-        return self.distances[
-            distance.clamp(0 if self.causal else -side, side) + (0 if self.causal else side)
-        ]
+        table = self._owner[0].distances if self._owner else self.distances
+        return table[distance.clamp(0 if self.causal else -side, side) + (0 if self.causal else side)]
 
     def _weigh(self, scores: Tensor, visible: Tensor, distance: Tensor) -> Tensor:
         """Masked weights of scores (batch, heads, ..., keys)."""

@@ -24,11 +24,15 @@ class Settings(NamedTuple):
     """on the inputs of the first layer"""
     accumulation: int = 1
     """micro-batches per step"""
+    linear_head: bool = False
+    """one linear layer with a bias behind the pooled tokens, unless two sequences are compared"""
 
     def apply(self, base: RunConfig) -> RunConfig:
         """The recipe with these settings, evaluated 100 times during training."""
+        head = {"head_hidden": False, "head_bias": True} if self.linear_head else {}
         return base.replace(
             model={
+                **head,
                 "mixer": self.mixer,
                 "d_model": self.d_model,
                 "num_layers": self.num_layers,

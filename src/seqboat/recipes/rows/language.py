@@ -2,8 +2,7 @@
 
 - Transformer-XL: `run_enwik8_base.sh` of kimiyoung/transformer-xl. Evaluation there remembers 2,100 tokens; ours
   remembers as many as training, unless `--model.mixer.memory` says more.
-- Adaptive Span: `enwik8.sh` of facebookresearch/adaptive-span. Its layers share one table of distances; ours have one
-  each.
+- Adaptive Span: `enwik8.sh` of facebookresearch/adaptive-span, whose layers share one table of distances.
 
 Both read contiguous text in segments of 512 bytes and carry their memory along.
 """
@@ -25,7 +24,9 @@ TRANSFORMER_XL = Settings(
     dropout=0.1,
 )
 ADAPTIVE_SPAN = Settings(
-    AdaptiveSpanConfig(heads=8, d_ff=2048, max_span=8192, span_weight=5e-7, causal=True, dropout=0.3),
+    AdaptiveSpanConfig(
+        heads=8, d_ff=2048, max_span=8192, span_weight=5e-7, shared_distances=True, causal=True, dropout=0.3
+    ),
     512,
     12,
     OptimizerConfig(name="adagrad", lr=0.07, weight_decay=0.0, clip=0.03),

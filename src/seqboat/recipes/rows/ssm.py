@@ -8,8 +8,8 @@
   pairs, so that ours has six.
 - H3: no settings for the Long Range Arena were found. Ours: sizes and training of S4D, with H3's feed-forward block.
 
-State-space parameters have a separate learning rate and no weight decay, all others decay. Pooling is our mean over
-all tokens (S4 and Liquid-S4 take the last one on Pathfinder), and so is the head.
+State-space parameters have a separate learning rate and no weight decay, all others decay. The head is linear, except
+for Retrieval. Pooling is our mean over all tokens (S4 and Liquid-S4 take the last one on Pathfinder).
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ def _settings(
         ),
         ScheduleConfig(steps=steps, warmup_steps=warmup, warmup_from=0.0, shape="cosine"),
         batch,
+        linear_head=True,
     )
 
 
