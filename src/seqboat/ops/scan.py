@@ -46,14 +46,14 @@ class BlockTables(NamedTuple):
     """(dim, states): decay of a state over a block; (dim, states / 2) if complex"""
 
 
-def _as_states(u: Tensor, decay: Tensor) -> Tensor:
+def as_states(u: Tensor, decay: Tensor) -> Tensor:
     """View pairs of real numbers as complex numbers if the decay is complex."""
     if not decay.is_complex():
         return u
     return torch.view_as_complex(u.contiguous().unflatten(-1, (u.shape[-1] // 2, 2)))
 
 
-def _as_pairs(s: Tensor) -> Tensor:
+def as_pairs(s: Tensor) -> Tensor:
     return torch.view_as_real(s).flatten(-2) if s.is_complex() else s
 
 
@@ -114,29 +114,29 @@ def _carry(
     return _carry_serial(u[:, few], decay, states[:, few], final, reverse)
 
 
-def _by_block(u: Tensor, batch: int, blocks: int) -> Tensor:
+def by_block(u: Tensor, batch: int, blocks: int) -> Tensor:
     """(dim, batch * blocks, states) to (batch, blocks, dim, states), where the states of a block lie together."""
     return u.transpose(0, 1).contiguous().view(batch, blocks, u.shape[0], u.shape[2])
 
 
-def _by_channel(states: Tensor) -> Tensor:
+def by_channel(states: Tensor) -> Tensor:
     """(batch, blocks, dim, states) as (dim, batch * blocks, states)."""
     return states.flatten(0, 1).transpose(0, 1)
 
 
 def _carry_both(u: Tensor, decay: Tensor, start: Tensor | None, bidirectional: bool) -> Tensor:
     """States that enter each block: from the left, and in the second half of the states from the right."""
-    u = _as_states(u, decay)
+    u = as_states(u, decay)
     states = torch.empty_like(u)
     half = decay.shape[-1] // 2 if bidirectional else decay.shape[-1]
-    first = None if start is None else _as_states(start, decay)
+    first = None if start is None else as_states(start, decay)
     _carry(u[..., :half], decay[:, :half], states[..., :half], first)
     if bidirectional:
         _carry(u[..., half:], decay[:, half:], states[..., half:], reverse=True)
-    return _as_pairs(states)
+    return as_pairs(states)
 
 
-def _to_channels(x: Tensor, block: int) -> Tensor:
+def to_channels(x: Tensor, block: int) -> Tensor:
     """(batch, time, dim) to (dim, batch * blocks, block), the last block padded with zeros."""
     time, dim = x.shape[1:]
     blocks = -(-time // block)
@@ -161,10 +161,10 @@ def _block_scan(
         batch, time, dim = x.shape
         block = enter.shape[1]
         blocks = -(-time // block)
-        inputs = _to_channels(x, block)
-        states = _carry_both(_by_block(torch.bmm(inputs, enter), batch, blocks), decay, start, bidirectional)
+        inputs = to_channels(x, block)
+        states = _carry_both(by_block(torch.bmm(inputs, enter), batch, blocks), decay, start, bidirectional)
         outputs = torch.bmm(inputs, mix)
-        outputs.baddbmm_(_by_channel(states), leave)
+        outputs.baddbmm_(by_channel(states), leave)
         return outputs.view(dim, batch, blocks * block)[:, :, :time].contiguous(), states.flatten(0, 1)
 
 
@@ -197,16 +197,16 @@ def _block_scan_backward(
         if grad_outputs.is_contiguous() and time == blocks * block:
             grad = grad_outputs.view(dim, batch * blocks, block)
         else:
-            grad = _to_channels(grad_outputs.permute(1, 2, 0), block)
+            grad = to_channels(grad_outputs.permute(1, 2, 0), block)
         # transposed again rather than saved: x is usually alive anyway, a transposed copy would not be
-        inputs = _to_channels(x, block)
+        inputs = to_channels(x, block)
         grad_mix = torch.bmm(inputs.transpose(1, 2), grad)
-        grad_leave = torch.bmm(_by_channel(states).transpose(1, 2), grad)
-        toward = _by_block(torch.bmm(grad, leave.transpose(1, 2)), batch, blocks)
+        grad_leave = torch.bmm(by_channel(states).transpose(1, 2), grad)
+        toward = by_block(torch.bmm(grad, leave.transpose(1, 2)), batch, blocks)
         if grad_states is not None:
             toward = toward + grad_states.view_as(toward)
         # the adjoint of a carry is a carry in the other direction, with the conjugate decay
-        seen, toward = _as_states(states, decay), _as_states(toward, decay)
+        seen, toward = as_states(states, decay), as_states(toward, decay)
         keep = decay.conj().resolve_conj()
         half = decay.shape[-1] // 2 if bidirectional else decay.shape[-1]
         back = torch.empty_like(toward)
@@ -214,12 +214,12 @@ def _block_scan_backward(
         if bidirectional:
             _carry(toward[..., half:], keep[:, half:], back[..., half:])
         grad_decay = (back * seen.conj()).sum(dim=(0, 1))
-        grad_entered = _by_channel(_as_pairs(back))
+        grad_entered = by_channel(as_pairs(back))
         grad_enter = torch.bmm(inputs.transpose(1, 2), grad_entered)
         grad_x = torch.bmm(grad, mix.transpose(1, 2))
         grad_x.baddbmm_(grad_entered, enter.transpose(1, 2))
         grad_x = grad_x.view(dim, batch, blocks * block)[:, :, :time].permute(1, 2, 0).contiguous()
-        return grad_x, grad_mix, grad_enter, grad_leave, grad_decay, _as_pairs(first).contiguous()
+        return grad_x, grad_mix, grad_enter, grad_leave, grad_decay, as_pairs(first).contiguous()
 
 
 @_block_scan_backward.register_fake
@@ -286,15 +286,15 @@ def _plain_block_scan(
     batch, time, dim = x.shape
     block = enter.shape[1]
     blocks = -(-time // block)
-    inputs = _to_channels(x, block)
-    u = _as_states(_by_block(torch.bmm(inputs, enter), batch, blocks), decay)
+    inputs = to_channels(x, block)
+    u = as_states(by_block(torch.bmm(inputs, enter), batch, blocks), decay)
     half = decay.shape[-1] // 2 if bidirectional else decay.shape[-1]
-    first = None if start is None else _as_states(start, decay)
+    first = None if start is None else as_states(start, decay)
     carried = [_plain_carry(u[..., :half], decay[:, :half], first)]
     if bidirectional:
         carried.append(_plain_carry(u[..., half:], decay[:, half:], None, reverse=True))
-    states = _as_pairs(torch.cat(carried, dim=-1))
-    outputs = torch.bmm(inputs, mix) + torch.bmm(_by_channel(states), leave)
+    states = as_pairs(torch.cat(carried, dim=-1))
+    outputs = torch.bmm(inputs, mix) + torch.bmm(by_channel(states), leave)
     return outputs.view(dim, batch, blocks * block)[:, :, :time].contiguous(), states.flatten(0, 1)
 
 
@@ -493,5 +493,5 @@ def final_state(
     blocks = -(-time // block)
     entered = states.index_select(0, torch.arange(batch, device=x.device) * blocks + last // block)
     keep = torch.exp(log_decay * (inside + 1)[:, None, None])
-    carried = _as_pairs(_as_states(entered, keep) * keep)
+    carried = as_pairs(as_states(entered, keep) * keep)
     return torch.where((lengths > 0)[:, None, None], carried + added, before)
