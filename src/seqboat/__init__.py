@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from seqboat.mixers.ssm.s5 import S5Config
     from seqboat.models.backbone import Backbone, BackboneConfig, Classifier, LanguageModel, Matcher
     from seqboat.models.compile import compile_model, compile_step
+    from seqboat.ops.kernels.registry import kernels, use_kernels, using_kernels
     from seqboat.retrofitting.model import RateSchedule, Retrofit, load_retrofit, retrofit
 
 _HOMES = {
@@ -98,6 +99,7 @@ _HOMES = {
     "dead_routers": "core.watch",
     "detach_state": "core.state",
     "extract": "core.sma",
+    "kernels": "ops.kernels.registry",
     "load_retrofit": "retrofitting.model",
     "override_activation": "core.policy",
     "pack": "core.sma",
@@ -107,6 +109,8 @@ _HOMES = {
     "set_training_step": "core.routers",
     "state_bytes": "core.state",
     "update_budgets": "core.policy",
+    "use_kernels": "ops.kernels.registry",
+    "using_kernels": "ops.kernels.registry",
 }
 """Where each public name lives."""
 
@@ -162,6 +166,7 @@ __all__ = [
     "detach_state",
     "extra_loss",
     "extract",
+    "kernels",
     "load_retrofit",
     "override_activation",
     "pack",
@@ -171,6 +176,8 @@ __all__ = [
     "set_training_step",
     "state_bytes",
     "update_budgets",
+    "use_kernels",
+    "using_kernels",
 ]
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from seqboat.ops.band import NEIGHBORS, Band, BandScores, Neighbors, TableGradient, confine
 from seqboat.ops.functions import ATTENTIONS, HIDDEN, draw_seed, drop, dropout_mask, weigh_back
+from seqboat.ops.kernels.registry import SEAM, Implementation, attempt, pick
 from seqboat.ops.precision import widen
 from seqboat.ops.transforms import differentiates_again, gradients_of, transformed
 
@@ -21,9 +22,32 @@ INPUTS = f"Tensor q, Tensor k, Tensor v, {NEIGHBORS}, float dropout, int seed"
 
 @torch.library.custom_op("seqboat::banded", mutates_args=(), schema=f"({INPUTS}) -> Tensor")
 def _banded(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
-    *near, dropout, seed = rest
+    *fields, dropout, seed = rest
+    near = Neighbors(*fields)
     with torch.autocast(q.device.type, enabled=False):
-        return _forward(q, k, v, Neighbors(*near), dropout, seed)
+        found = _pick("attention", q, v, near, dropout)
+        if found is not None and not found.differentiable:
+            out = attempt("attention", found, q, k, v, near)
+            if out is not None:
+                return out
+        return _forward(q, k, v, near, dropout, seed)
+
+
+def _pick(operation: str, q: Tensor, v: Tensor, near: Neighbors, dropout: float) -> Implementation | None:
+    """What computes this call instead of torch."""
+    if not SEAM.open and q.device.type == "cpu":
+        return None
+    return pick(
+        operation,
+        device=q.device,
+        dtype=q.dtype,
+        d_z=q.shape[1],
+        d_v=v.shape[1],
+        attention=near.attention,
+        table=near.table is not None,
+        dropout=dropout,
+        gradient=torch.is_grad_enabled() and (q.requires_grad or v.requires_grad),
+    )
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, near: Neighbors, dropout: float, seed: int) -> Tensor:
@@ -52,12 +76,19 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
 @torch.library.custom_op(
     "seqboat::banded_backward",
     mutates_args=(),
-    schema=f"(Tensor grad, {INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    schema=f"(Tensor grad, Tensor? out, {INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
-def _banded_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+def _banded_backward(
+    grad: Tensor, out: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
     *fields, dropout, seed = rest
     near = Neighbors(*fields)
     with torch.autocast(q.device.type, enabled=False):
+        found = None if out is None else _pick("attention_backward", q, v, near, dropout)
+        if found is not None:
+            grads = attempt("attention_backward", found, grad, out, q, k, v, near)
+            if grads is not None:
+                return grads
         return confine(lambda part: _backward(part, q, k, v, near, dropout, seed), grad, near.group, 3)
 
 
@@ -89,7 +120,7 @@ def _backward(
 
 
 @_banded_backward.register_fake
-def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+def _(grad: Tensor, out: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     return fake_gradients(q, k, v, Neighbors(*rest[:-2]).table)
 
 
@@ -101,15 +132,17 @@ def fake_gradients(q: Tensor, k: Tensor, v: Tensor, table: Tensor | None) -> tup
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     q, k, v, group, position, table, *rest = inputs
-    ctx.save_for_backward(q, k, v, group, position, table)
+    # torch recomputes what it needs from the inputs; other kernels read the output
+    out = output if SEAM.open or q.device.type != "cpu" else None
+    ctx.save_for_backward(out, q, k, v, group, position, table)
     ctx.rest = rest
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    *tensors, table = ctx.saved_tensors
+    out, *tensors, table = ctx.saved_tensors
     if differentiates_again():
         return gradients_of(plain_banded, (*tensors, table, *ctx.rest), [grad])
-    dq, dk, dv, dtable = _banded_backward(grad.contiguous(), *tensors, table, *ctx.rest)
+    dq, dk, dv, dtable = _banded_backward(grad.contiguous(), out, *tensors, table, *ctx.rest)
     return dq, dk, dv, None, None, dtable if table is not None else None, *(None,) * 6
 
 
@@ -160,4 +193,10 @@ def banded(q: Tensor, k: Tensor, v: Tensor, near: Neighbors, dropout: float = 0.
         dropout: rate of attention dropout.
     """
     run = plain_banded if transformed() else _banded
+    if run is _banded and not torch.compiler.is_compiling():
+        found = _pick("attention", q, v, near, dropout)
+        if found is not None and found.differentiable:
+            out = attempt("attention", found, q, k, v, near)
+            if out is not None:
+                return out
     return run(q, k, v, *near, dropout, draw_seed(dropout))

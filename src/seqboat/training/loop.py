@@ -30,6 +30,7 @@ from torch import nn
 
 from seqboat.checks import short
 from seqboat.data.files import Lock, write_text
+from seqboat.ops.kernels.registry import kernels, record
 from seqboat.tasks.base import Split
 from seqboat.training import checkpoint as ck
 from seqboat.training.config import RunConfig, difference, to_dict, to_yaml
@@ -290,6 +291,7 @@ class Trainer:
             "threads": torch.get_num_threads(),
             "device": device_name(self.world.device),
             "versions": versions(),
+            "kernels": {name: found["chosen"] for name, found in kernels().items()},
             "commit": commit(),
         }
         write_text(self.folder / "run.json", json.dumps(about, indent=1) + "\n")
@@ -353,6 +355,7 @@ class Trainer:
             "labels": self.task.labels,
             "facts": self.task.facts,
             "versions": versions(),
+            "kernels": record(),
             "processes": self.world.size,
             # both follow from the seed and the step, and are here for people
             "sampler": {"epoch": step // self.plan.per_epoch, "position": step % self.plan.per_epoch},

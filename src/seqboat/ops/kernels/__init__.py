@@ -1,0 +1,1 @@
+"""Device kernels of the heavy operations, and the registry that chooses among them."""
