@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -470,7 +471,9 @@ RECORD = {
 }
 
 
-def test_plain_lines() -> None:
+def test_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([100.0, 130.0])
+    monkeypatch.setattr("seqboat.training.display.time.monotonic", lambda: next(times))
     stream = io.StringIO()
     display = PlainDisplay(stream)
     display.start("a run", 10)
@@ -479,7 +482,7 @@ def test_plain_lines() -> None:
     lines = stream.getvalue().splitlines()
     assert lines[0] == "a run"
     assert lines[1] == (
-        "step 3/10  loss 1.2500  lr 1.00e-03  norm 2.00  1,234 tokens/s  99 MB  active % 50 -"
+        "step 3/10  loss 1.2500  lr 1.00e-03  norm 2.00  1,234 tokens/s  99 MB  active % 50 -  70 s left"
     )
     assert lines[2] == "step 3/10  val: accuracy 0.5000  active % 50 -  best so far"
     stream.close()
@@ -508,8 +511,12 @@ def test_the_live_table(monkeypatch: pytest.MonkeyPatch) -> None:
         "no router",
         "accuracy 0.5000",
         "[layer] 2 is <dead>",
+        " left",
     ):
         assert part in text
+    # the bar has a line to itself
+    bars = [line for line in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).splitlines() if "━" in line]
+    assert bars and not any("of 10" in line for line in bars)
 
 
 def test_the_display_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -831,7 +831,7 @@ def test_what_is_wrong_with_held_out_rows_is_said_before_training(
         assert not run.exists()
     other.write_text("text,label\nx,1\n")
     assert main(command) == 0
-    told = "1 records of the data were left out; the first: rows.csv, line 3: empty text"
+    told = "left out    1 record: 1 empty text; the first: rows.csv, line 3: empty text"
     assert told in capsys.readouterr().out.splitlines()
 
 

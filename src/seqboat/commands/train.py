@@ -6,11 +6,13 @@ import argparse
 import dataclasses
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from seqboat.training.config import RunConfig
+    from seqboat.training.loop import RunOutcome
 
 TAKES_FIELDS = True
 """Arguments that argparse does not know are fields of the configuration."""
@@ -124,9 +126,28 @@ def run(options: argparse.Namespace) -> int:
             raise
         raise ValueError(f"{error} (settings from {source})") from error
     if os.environ.get("RANK", "0") == "0":
-        best = "" if outcome.best is None else f"; best {config.build_task().metric} {outcome.best:.4f}"
-        print(f"{outcome.message}{best}; {folder}", file=sys.stderr if outcome.exit_code else sys.stdout)
+        for line in _closing_lines(config, outcome, folder):
+            print(line, file=sys.stderr if outcome.exit_code else sys.stdout)
     return outcome.exit_code
+
+
+def _closing_lines(config: RunConfig, outcome: RunOutcome, folder: Path) -> Iterator[str]:
+    """How the run ended, its best score, and what simple models reach."""
+    from seqboat.training.loop import read_told
+    from seqboat.training.planning.briefing import baseline_text, better_baseline
+
+    task = config.build_task()
+    best = "" if outcome.best is None else f"; best {task.metric} {outcome.best:.4f}"
+    baselines = read_told(folder).get("baselines")
+    if outcome.best is None or not baselines or not baselines["scores"]:
+        yield f"{outcome.message}{best}; {folder}"
+        return
+    yield f"{outcome.message}{best} on {baselines['split']} ({baseline_text(baselines)}); {folder}"
+    if outcome.exit_code == 0 and (found := better_baseline(baselines, outcome.best, task.better)):
+        yield (
+            f"the baseline {found[0]!r} is better than this run: train longer (--schedule.steps), "
+            "or use the baseline"
+        )
 
 
 def default_folder(recipe: str) -> Path:

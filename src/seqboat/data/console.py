@@ -56,6 +56,18 @@ def format_bytes(size: float) -> str:
     return f"{size:.1f} GB"
 
 
+def format_seconds(seconds: float) -> str:
+    """A human-readable duration.
+
+    >>> format_seconds(42), format_seconds(250), format_seconds(5000)
+    ('42 s', '4 min', '1 h 23 min')
+    """
+    if seconds < 99.5:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
 @contextmanager
 def progress(title: str, total: int | None, unit: str = "") -> Iterator[Advance]:
     """Show the progress of some work: a bar on a terminal, a line every few seconds elsewhere."""

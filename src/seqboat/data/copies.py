@@ -63,6 +63,7 @@ def prepared_copy(
         weakref.finalize(store, _remove, temporary, os.getpid())
     skips.count += store.manifest["skipped"]
     skips.listed += store.manifest["skipped_records"]
+    skips.count_reasons(store.manifest.get("skipped_reasons", {}))
     return store
 
 

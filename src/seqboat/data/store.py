@@ -10,6 +10,7 @@ A folder under its final name is always complete: it is filled under another nam
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import struct
 from collections.abc import Mapping
@@ -65,14 +66,23 @@ class Skips:
         self.most = most
         self.count = 0
         self.listed: list[dict[str, str]] = []
+        self.reasons: dict[str, int] = {}
+        """number of skipped records by reason, without the details that differ from record to record"""
 
     def add(self, file: object, record: object, reason: str) -> None:
         """Skip a record."""
         if self.strict:
             raise ValueError(f"{file}, {record}: {reason}")
         self.count += 1
+        self.count_reasons({reason_kind(reason): 1})
         if len(self.listed) < KEPT_SKIPS:
             self.listed.append({"file": str(file), "record": str(record), "reason": reason})
+
+    def count_reasons(self, counts: Mapping[str, int]) -> None:
+        """Add numbers of skipped records by reason."""
+        for kind, count in counts.items():
+            kind = kind if kind in self.reasons or len(self.reasons) < KEPT_SKIPS else "other reasons"
+            self.reasons[kind] = self.reasons.get(kind, 0) + count
 
     def check(self, kept: int) -> None:
         """Raise an error if too many of the `kept + count` records were skipped."""
@@ -83,6 +93,16 @@ class Skips:
     def first(self) -> str:
         """The first record that was skipped, and why."""
         return "{file}, {record}: {reason}".format(**self.listed[0])
+
+
+def reason_kind(reason: str) -> str:
+    """A reason without what differs from record to record.
+
+    >>> reason_kind("not UTF-8 at byte 17"), reason_kind("not a number: '?'"), reason_kind("expected 2 fields")
+    ('not UTF-8', 'not a number', 'expected 2 fields')
+    """
+    kind = re.split(r":|, got | at byte ", reason, maxsplit=1)[0]
+    return kind if kind.startswith("expected") else re.sub(r"(?<![\w-])\d[\d,]*", "N", kind)
 
 
 class ArrayWriter:
@@ -206,6 +226,7 @@ class Staging:
             "counts": dict(made.counts),
             "skipped": skips.count,
             "skipped_records": skips.listed,
+            "skipped_reasons": skips.reasons,
             "arrays": arrays,
             "extra": dict(made.extra),
             "notes": list(made.notes),

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from seqboat.checks import check_choice, check_positive, require
 from seqboat.data.store import Skips
+from seqboat.tasks.summary import DataSummary
 
 Kind = Literal["classify", "match", "tag", "lm"]
 Modality = Literal["bytes", "tokens", "image", "wave"]
@@ -199,6 +200,19 @@ class Task(ABC):
     def origin(self) -> dict[str, Any] | None:
         """Source and split sizes of the prepared data; None if the task needs no preparation."""
         return None
+
+    def summary(self, split: Split) -> DataSummary | None:
+        """What the user's own files hold, for training and this held-out split; None for other data."""
+        return None
+
+    def baselines(self, split: Split, limit: int | None = None) -> dict[str, dict[str, float]]:
+        """Metrics that simple models reach on a split, by the name of the model; empty without any.
+
+        Args:
+            split: to score.
+            limit: score at most this many examples, the same as an evaluation would.
+        """
+        return {}
 
     def text(self, split: Split) -> NDArray[Any]:
         """The tokens of a split as one long array; only for tasks on one long text."""

@@ -26,7 +26,9 @@ from seqboat.data.copies import prepared_copy
 from seqboat.data.sources import open_stream
 from seqboat.data.store import ArrayStore, ArrayWriter, Prepared, Skips, Staging
 from seqboat.tasks.base import Dataset, Split
+from seqboat.tasks.byte_counts import score_counts
 from seqboat.tasks.segments import LongTextTask, check_window
+from seqboat.tasks.summary import DataSummary, skip_fields
 
 SUFFIXES = (".txt", ".md")
 """Files to search folders for."""
@@ -96,6 +98,18 @@ class LMTextTask(LongTextTask):
 
     def dataset(self, split: Split) -> Dataset:
         return self.segments(split)
+
+    def summary(self, split: Split) -> DataSummary:
+        files = find_files(self.config.text)
+        sizes: dict[str, int] = {name: len(self.text(name)) for name in dict.fromkeys(("train", split))}
+        named = self.config.text[0] if len(self.config.text) == 1 else files[0].parent.name or "files"
+        name = files[0].name if len(files) == 1 else named
+        source = (name, len(files), sum(path.stat().st_size for path in files))
+        return DataSummary(sources=(source,), unit="bytes", sizes=sizes, **skip_fields(self.skips))
+
+    def baselines(self, split: Split, limit: int | None = None) -> dict[str, dict[str, float]]:
+        text = self.text(split)
+        return score_counts(self.text("train"), text if limit is None else text[: limit * self.scored + 1])
 
 
 def find_files(patterns: tuple[str, ...]) -> list[Path]:

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections.abc import Mapping
-from typing import Any, TextIO
+from typing import Any, ClassVar, TextIO
 
-from seqboat.data.console import printable
+from seqboat.data.console import format_seconds, printable
 
 
 class Display:
     """Shows nothing: the display of every process but the first."""
+
+    quiet: ClassVar[bool] = True
+    """Whether nobody reads it, so that nothing needs to be measured for it."""
 
     def start(self, title: str, steps: int, done: int = 0) -> None:
         """A run begins, or continues after `done` steps."""
@@ -64,8 +68,22 @@ def norm_text(record: Mapping[str, Any]) -> str:
     return "-" if norm is None else f"{norm:.2f}"
 
 
+class Clock:
+    """The time that a run still needs, from the steps it has taken since it began or was resumed."""
+
+    def __init__(self, steps: int, done: int) -> None:
+        self.steps, self.first, self.began = steps, done, time.monotonic()
+
+    def left(self, step: int) -> str | None:
+        """The remaining time as text; None if nothing is left, or before the first step."""
+        taken, left = step - self.first, self.steps - step
+        return format_seconds((time.monotonic() - self.began) / taken * left) if taken > 0 < left else None
+
+
 class PlainDisplay(Display):
     """One line for every record."""
+
+    quiet = False
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self.stream = stream or sys.stdout
@@ -73,13 +91,16 @@ class PlainDisplay(Display):
 
     def start(self, title: str, steps: int, done: int = 0) -> None:
         self.steps = steps
+        self.clock = Clock(steps, done)
         self.tell(title)
 
     def log(self, record: Mapping[str, Any]) -> None:
+        left = self.clock.left(record["step"])
         self.tell(
             f"step {record['step']}/{self.steps}  {metric_text(record)}  lr {record['lr']:.2e}  "
             f"norm {norm_text(record)}  {record['tokens_per_s']:,.0f} tokens/s  "
             f"{record['memory_mb']:,.0f} MB  active % {rate_text(record['activation'])}"
+            f"{f'  {left} left' if left else ''}"
         )
 
     def scored(self, record: Mapping[str, Any], better: bool) -> None:
@@ -97,6 +118,8 @@ class PlainDisplay(Display):
 class LiveDisplay(Display):
     """A table that is redrawn, with the activation rate of every layer as a bar; events scroll above it."""
 
+    quiet = False
+
     def __init__(self) -> None:
         from rich.console import Console
         from rich.live import Live
@@ -109,6 +132,7 @@ class LiveDisplay(Display):
 
     def start(self, title: str, steps: int, done: int = 0) -> None:
         self.title, self.steps, self.done = title, steps, done
+        self.clock = Clock(steps, done)
         self.live.start()
         self._draw()
 
@@ -137,7 +161,8 @@ class LiveDisplay(Display):
 
         table = Table.grid(padding=(0, 2))
         record = self.train
-        table.add_row("step", f"{self.done:,} of {self.steps:,}")
+        left = self.clock.left(self.done) if record else None
+        table.add_row("step", f"{self.done:,} of {self.steps:,}{f'   {left} left' if left else ''}")
         if record:
             table.add_row("train", metric_text(record))
             if self.held_out:
@@ -149,10 +174,11 @@ class LiveDisplay(Display):
             filled = 0.0 if rate is None else rate
             text = "no router" if rate is None else f"{100 * filled:5.1f} %"
             layers.add_row(f"layer {number}", ProgressBar(1.0, filled, width=40), text)
+        # a bar alone does not end its line: what follows it would stand behind it
+        bar = Table.grid()
+        bar.add_row(ProgressBar(max(self.steps, 1), self.done, width=60))
         with contextlib.suppress(OSError, ValueError):
-            self.live.update(
-                Group(Text(self.title), ProgressBar(max(self.steps, 1), self.done, width=60), table, layers)
-            )
+            self.live.update(Group(Text(self.title), bar, table, layers))
 
 
 def make_display(first: bool = True) -> Display:

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from seqboat.checks import short
-from seqboat.data.files import Lock, write_text
+from seqboat.data.files import Lock, read_json, write_text
 from seqboat.ops.kernels.registry import kernels, record
 from seqboat.tasks.base import Split
 from seqboat.training import checkpoint as ck
@@ -40,6 +40,7 @@ from seqboat.training.evaluate import EvaluationInterrupted, evaluate
 from seqboat.training.loader import Part, Plan, batches, check_lengths, micro_batches, pins
 from seqboat.training.metrics import MemoryMeter, MetricsWriter
 from seqboat.training.parallel import ProcessesError, World, join, launch, launched, parallelize
+from seqboat.training.planning.briefing import describe_data, estimate_duration
 from seqboat.training.precision import LossScale, matrix_products
 from seqboat.training.provenance import commit, device_name, versions
 from seqboat.training.signals import StopSignals, exit_code
@@ -48,6 +49,8 @@ from seqboat.training.track import make_trackers
 
 CARRY = "carry.safetensors"
 EXIT_DIVERGED = 3
+TOLD = ("data", "baselines")
+"""Entries of run.json about the data, which a resumed run keeps."""
 
 
 class RunOutcome(NamedTuple):
@@ -181,6 +184,15 @@ def prepare_folder(folder: Path, resume: bool) -> None:
         )
 
 
+def read_told(folder: Path) -> dict[str, Any]:
+    """What a run was told about its data before its first step; empty if it was not."""
+    try:
+        found = read_json(folder / "run.json")
+    except ValueError:
+        return {}
+    return {key: found[key] for key in TOLD if key in found} if isinstance(found, dict) else {}
+
+
 def remove_unused(folder: Path) -> None:
     """Remove a folder in which nothing but a lock was written."""
     with contextlib.suppress(OSError):
@@ -245,6 +257,8 @@ class Trainer:
         self.signals = StopSignals()
         self.progress = TrainingProgress()
         self.started = self.worked_from = 0.0
+        self.about: dict[str, Any] = {}
+        """what was told about the data before the first step"""
         self.resumed = resume and self.load()
         if world.first:
             self.describe()
@@ -284,6 +298,12 @@ class Trainer:
     def describe(self) -> None:
         """Write configuration, seed and versions beside the checkpoints."""
         write_text(self.folder / "config.yaml", to_yaml(self.config))
+        if self.resumed:
+            self.about = read_told(self.folder)
+        self._write_about()
+        self.metrics.rewind(self.progress.step)
+
+    def _write_about(self) -> None:
         about = {
             "seed": self.config.seed,
             "parameters": self.parameters,
@@ -293,9 +313,9 @@ class Trainer:
             "versions": versions(),
             "kernels": {name: found["chosen"] for name, found in kernels().items()},
             "commit": commit(),
+            **self.about,
         }
         write_text(self.folder / "run.json", json.dumps(about, indent=1) + "\n")
-        self.metrics.rewind(self.progress.step)
 
     def load(self) -> bool:
         """Continue from the newest whole checkpoint, if there is one."""
@@ -377,18 +397,39 @@ class Trainer:
         """Train to the end, to a signal, or until the run diverges."""
         if self.world.first:
             self.trackers = make_trackers(self.config.training.trackers, self.folder)
-        self.display.start(self._title(), self.config.schedule.steps, self.progress.step)
-        if self.resumed:
-            self.display.tell(f"resumed after step {self.progress.step}")
-        if self.task.skips is not None and self.task.skips.count:
-            skips = self.task.skips
-            self.display.tell(f"{skips.count} records of the data were left out; the first: {skips.first}")
         try:
             with self.signals, matrix_products(self.config.training.precision):
+                if not (self.display.quiet or self.progress.finished):
+                    self._brief()
+                self.display.start(self._title(), self.config.schedule.steps, self.progress.step)
+                if self.resumed:
+                    self.display.tell(f"resumed after step {self.progress.step}")
                 return self._loop()
         finally:
             for tracker in self.trackers:
                 tracker.close()
+
+    def _brief(self) -> None:
+        """Tell what there is to learn from, what simple models reach on it, and how long training will take."""
+        found = describe_data(self.config, self.task, self.about, self.display.tell)
+        if not found:
+            return
+        self.about = found
+        if self.world.first:
+            self._write_about()
+        # compiling takes longer than the steps to time, and several processes would have to be timed together
+        if self.world.size == 1 and not self.config.training.compile:
+            duration = estimate_duration(
+                self.config,
+                self.task,
+                self.module,
+                self.data,
+                self._parts,
+                self.plan.per_epoch,
+                self.world,
+                self.progress.step,
+            )
+            self.display.tell(duration.line())
 
     def _title(self) -> str:
         where = f"{self.world.size} x {self.world.device.type}"

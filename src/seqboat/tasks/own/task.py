@@ -38,10 +38,13 @@ from seqboat.tasks.base import (
     Task,
     ratio,
 )
+from seqboat.tasks.own.baselines import score_baselines
+from seqboat.tasks.own.describe import describe
 from seqboat.tasks.own.inputs import INPUTS, Facts, Input, Picture
 from seqboat.tasks.own.prepare import OwnRecord, input_name, prepare_own, read_own
 from seqboat.tasks.own.targets import ClassTarget, LabelsTarget, NumberTarget, TagTarget, Target
 from seqboat.tasks.stored import hold_out, ragged_lengths
+from seqboat.tasks.summary import DataSummary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -389,6 +392,12 @@ class OwnTask(Task):
         numbers = self._numbers(store, split)
         require(len(numbers) > 0, f"{config.train} has no rows for the split {split}")
         return self._dataset(config.train, numbers)
+
+    def summary(self, split: Split) -> DataSummary:
+        return describe(self, split)
+
+    def baselines(self, split: Split, limit: int | None = None) -> dict[str, dict[str, float]]:
+        return score_baselines(self, split, limit)
 
     def records(self, path: Path, skips: Skips) -> Iterator[OwnRecord]:
         """The inputs of a table or folder without labels, in its order."""

@@ -1,0 +1,216 @@
+"""What a run on the user's own data says: its data, baselines, remaining time."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from seqboat.cli import main
+from seqboat.data.store import Skips
+from seqboat.runs import Run
+from seqboat.tasks import ClassifyTaskConfig, LMTextTaskConfig, RegressTaskConfig, TagTaskConfig
+from seqboat.tasks.byte_counts import score_counts
+from seqboat.tasks.own import baselines
+from seqboat.tasks.own.baselines import SparseMatrix, fit_linear, softmax_loss, squared_loss, weigh_terms
+from seqboat.tasks.summary import class_warnings
+from seqboat.training.loop import Trainer, train
+from small_runs import Spy, numbers_of
+from test_own import TINY, write_csv, write_lines
+
+WORDS = {"good": "fine tasty warm", "bad": "cold awful burnt"}
+
+
+def soups(folder: Path, extra: list[list[Any]] | None = None) -> Path:
+    """A table that a bag of words solves."""
+    random = np.random.default_rng(0)
+    rows: list[list[Any]] = []
+    for i in range(80):
+        label = "good" if i % 8 < 5 else "bad"
+        rows.append([f"the soup {i} was {random.choice(WORDS[label].split())}", label])
+    return write_csv(folder / "soups.csv", ["text", "label"], rows + (extra or []))
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """A run, and what it said."""
+    folder = tmp_path_factory.mktemp("talk")
+    table = soups(
+        folder, [["a new soup", "Good"], ["", "bad"], ["x", "good", "y"], ["too", "many", "fields"]]
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        lines: list[str] = []
+        patch.setattr("builtins.print", lambda text="", **_: lines.append(str(text)))
+        command = ["train", "classify", f"--data.train={table}", f"--out={folder / 'run'}"]
+        assert main([*command, *TINY, "--training.log_every=1"]) == 0
+    return folder / "run", lines
+
+
+def test_a_run_says_what_it_learns_from(told: tuple[Path, list[str]]) -> None:
+    run, lines = told
+    text = "\n".join(lines)
+    before = text[: text.index("step 1/2")]
+    for part in (
+        "data        soups.csv (",
+        "rows        73 train, 8 val",
+        "left out    3 records: 2 expected 2 fields, 1 empty text; the first: soups.csv, line",
+        "warning     'good' (",
+        "and 'Good' (1) look alike but are different classes",
+        "1 class has fewer than 20 training rows, too few to learn well: 'Good' (1)",
+        "baselines   val accuracy: majority 0.",
+        "time        about ",
+    ):
+        assert part in before, part
+    assert " left" in next(line for line in lines if line.startswith("step 1/2"))
+    record = json.loads((run / "run.json").read_text())
+    assert (
+        record["data"]["sizes"] == {"train": 73, "val": 8} and sum(record["data"]["classes"].values()) == 73
+    )
+    scores = record["baselines"]["scores"]
+    assert scores["bag of words"]["accuracy"] > scores["majority"]["accuracy"]
+    best = next(line for line in lines if line.startswith("finished; best accuracy"))
+    assert f"on val (majority {scores['majority']['accuracy']:.4f}, bag of words " in best
+
+
+def test_a_resumed_run_keeps_its_baselines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def again(*_: Any) -> Any:
+        raise AssertionError("baselines were computed again")
+
+    arguments = ["train", "classify", f"--data.train={soups(tmp_path)}", f"--out={tmp_path / 'run'}", *TINY]
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            Trainer, "_after_step", lambda self, signal: self.save() or self._outcome(130, "stopped")
+        )
+        assert main(arguments) == 130
+    before = json.loads((tmp_path / "run" / "run.json").read_text())
+    monkeypatch.setattr("seqboat.tasks.own.task.score_baselines", again)
+    assert main([*arguments, "--resume"]) == 0
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["baselines"] == before["baselines"]
+    assert "baselines   val accuracy: majority" in capsys.readouterr().out
+
+
+def test_what_is_told_changes_no_number(told: tuple[Path, list[str]]) -> None:
+    run = Run(told[0])
+    spy = Spy()
+    train(run.config, told[0].parent / "quiet", display=spy)
+    assert numbers_of(run.metrics) == numbers_of(Run(told[0].parent / "quiet").metrics)
+    assert "data" not in Run(told[0].parent / "quiet").about
+
+
+def test_classes_that_look_alike_or_are_rare() -> None:
+    assert class_warnings({"a": 30, "b": 20}) == []
+    (warning,) = class_warnings({"not ok": 30, "Not-OK!": 20, "C": 40, "C#": 40, "1": 20, "-1": 20})
+    assert warning.startswith("'not ok' (30) and 'Not-OK!' (20) look alike")
+    (warning,) = class_warnings({str(i): 3 for i in range(12)})
+    assert "12 classes have fewer than 20" in warning and "'7' (3) and 4 more" in warning
+
+
+def test_reasons_are_counted_without_their_details() -> None:
+    skips = Skips()
+    for reason in ("not UTF-8 at byte 3", "not UTF-8 at byte 4", "not a number: 'x'", "5 tags for 7 tokens"):
+        skips.add("file", "line 1", reason)
+    assert skips.reasons == {"not UTF-8": 2, "not a number": 1, "N tags for N tokens": 1}
+
+
+# baselines
+
+
+def test_terms_are_weighed_as_by_hand() -> None:
+    texts = [[1, 2, 2], [2, 3], [1, 4]]
+    found = (
+        np.array([row for row, text in enumerate(texts) for _ in text]),
+        np.array([term for text in texts for term in text]),
+    )
+    matrices = weigh_terms(found, (np.array([0, 0]), np.array([2, 9])), 3, 1, most=2)
+    assert matrices is not None
+    learn, test = matrices
+    # the two most frequent terms are 1 and 2, each in two of three rows
+    rarity = math.log(4 / 3) + 1
+    one, two = rarity, (1 + math.log(2)) * rarity
+    norm = math.hypot(one, two)
+    dense = learn.times(torch.eye(2))
+    torch.testing.assert_close(dense, torch.tensor([[one / norm, two / norm], [0.0, 1.0], [1.0, 0.0]]))
+    torch.testing.assert_close(test.times(torch.eye(2)), torch.tensor([[0.0, 1.0]]))
+
+
+@pytest.mark.parametrize("loss", [softmax_loss, squared_loss])
+def test_a_linear_model_is_at_its_optimum(loss: Any) -> None:
+    random = np.random.default_rng(1)
+    values = random.normal(size=(40, 5)) * (random.random((40, 5)) < 0.5)
+    rows, columns = np.nonzero(values)
+    wanted = torch.eye(3)[torch.from_numpy(random.integers(0, 3, 40))]
+    weight, bias = fit_linear(SparseMatrix(rows, columns, values[rows, columns], (40, 5)), wanted, loss)
+    # the same objective, dense and in float64, has no slope there
+    w, b = weight.double().requires_grad_(), bias.double().requires_grad_()
+    outputs = torch.from_numpy(values) @ w + b
+    if loss is softmax_loss:
+        value = torch.nn.functional.cross_entropy(outputs, wanted.argmax(1))
+    else:
+        value = (outputs - wanted).square().sum() / 80
+    (value + w.square().sum() / (2 * baselines.STRENGTH * 40)).backward()
+    assert w.grad is not None and b.grad is not None
+    assert float(w.grad.abs().max()) < 1e-4 and float(b.grad.abs().max()) < 1e-4
+
+
+def test_baselines_of_numbers_and_tags(tmp_path: Path) -> None:
+    rows = [[f"costs {'much' if i % 2 else 'little'} today", 100 * (i % 2) + i % 3] for i in range(60)]
+    table = write_csv(tmp_path / "numbers.csv", ["text", "label"], rows)
+    task = RegressTaskConfig(train=str(table)).build()
+    data = task.dataset("val")
+    mean, std = task.facts["target_mean"], task.facts["target_std"]
+    wanted = np.array([float(data[i].target) * std + mean for i in range(len(data))])
+    found = task.baselines("val")
+    assert found["mean"]["rmse"] == pytest.approx(float(np.sqrt(np.mean((wanted - mean) ** 2))))
+    assert found["bag of words"]["rmse"] < 10 < found["mean"]["rmse"]
+    records = [
+        {"text": f"Day {i} {name} ran", "tags": [[4 + len(str(i)) + 1, 5 + len(str(i)) + len(name), "name"]]}
+        for i in range(30)
+        for name in ("Ann", "Zoë")
+    ]
+    tags = TagTaskConfig(train=str(write_lines(tmp_path / "names.jsonl", records))).build()
+    found = tags.baselines("val")
+    assert found["tag per word"] == {"accuracy": 1.0, "f1": 1.0}
+    assert found["majority"]["f1"] == 0 and 0.5 < found["majority"]["accuracy"] < 1
+
+
+def test_the_majority_is_that_of_training(tmp_path: Path) -> None:
+    table = soups(tmp_path)
+    task = ClassifyTaskConfig(train=str(table)).build()
+    data = task.dataset("val")
+    assert task.labels is not None
+    named = Counter(task.labels[int(data[i].target)] for i in range(len(data)))
+    assert task.baselines("val")["majority"]["accuracy"] == named["good"] / len(data)
+
+
+def test_counts_of_bytes(tmp_path: Path) -> None:
+    learn, text = b"abracadabra abracad", b"abrz"
+
+    def chance(before: bytes, byte: int, order: int) -> float:
+        if order < 0:
+            return 1 / 256
+        lower = chance(before, byte, order - 1)
+        context = before[len(before) - order :]
+        after = Counter(
+            learn[i + order] for i in range(len(learn) - order) if learn[i : i + order] == context
+        )
+        return (after[byte] + len(after) * lower) / (after.total() + len(after)) if after else lower
+
+    found = score_counts(np.frombuffer(learn, np.uint8), np.frombuffer(text, np.uint8))
+    for name, order in (("byte frequencies", 0), ("counts after 3 bytes", 3)):
+        bits = [-math.log2(chance(text[:i], text[i], min(i, order))) for i in range(1, len(text))]
+        assert found[name]["bits"] == pytest.approx(sum(bits) / len(bits))
+    (tmp_path / "notes.txt").write_bytes(b"the boat sails on. " * 100)
+    task = LMTextTaskConfig(text=(str(tmp_path / "notes.txt"),), segment=16).build()
+    assert task.summary("val").lines() == [
+        "data        notes.txt (1.9 kB)",
+        "bytes       1,710 train, 95 val",
+    ]
+    assert task.baselines("val", 4)["counts after 3 bytes"]["bits"] < 0.5
