@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqboat.checks import require
+from seqboat.core.documents import Documents
 from seqboat.core.padding import zero_padding
 from seqboat.core.sma import Routing, compress, extract
 from seqboat.mixers.base import MixerOutput
@@ -47,8 +48,16 @@ class Published(SeqBoat):
         self.unit = [unit]  # in a list, so that its parameters keep one name
         self._kernel: tuple[object, Tensor] | None = None
 
-    def mix(self, x: Tensor, mask: Tensor | None, state: SeqBoatState | None) -> MixerOutput:
-        require(state is None, "the published layer carries no state")
+    def mix(
+        self,
+        x: Tensor,
+        mask: Tensor | None,
+        state: SeqBoatState | None,
+        documents: Documents | None = None,
+    ) -> MixerOutput:
+        require(
+            state is None and documents is None, "the published layer has no state and packs no documents"
+        )
         branch = zero_padding(self.norm(x, mask), mask) if self.config.prenorm else x
         hidden = zero_padding(self.drop(F.silu(self.average(branch))), mask)
         active, probs = self.sma.router(hidden)

@@ -255,9 +255,14 @@ class Parrot(LanguageModel):
         return torch.nn.functional.one_hot(self.text[seen % len(self.text)], 256).to(like.dtype) * 100
 
     def forward(
-        self, tokens: Tensor, mask: Tensor | None = None, state: BackboneState | None = None
+        self,
+        tokens: Tensor,
+        mask: Tensor | None = None,
+        state: BackboneState | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
     ) -> LanguageModelOutput:
-        out = super().forward(tokens, mask, state)
+        out = super().forward(tokens, mask, state, cu_seqlens=cu_seqlens)
         before = out.state.seen - (tokens.shape[1] if mask is None else mask.sum(dim=1))
         seen = before[:, None] + torch.arange(1, tokens.shape[1] + 1)
         return out._replace(logits=self._say(seen, out.logits))

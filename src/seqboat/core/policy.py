@@ -30,6 +30,7 @@ from seqboat.core.budget import (
     largest,
     most_confident_modules,
 )
+from seqboat.core.documents import Documents
 from seqboat.core.routers import Router
 from seqboat.core.sma import Routing
 from seqboat.core.steering import border_at_rate, follow, rate_loss
@@ -200,6 +201,7 @@ class Policy(nn.Module):
         mask: Tensor | None = None,
         seen: Tensor | None = None,
         spent: Tensor | None = None,
+        documents: Documents | None = None,
     ) -> Routing:
         """Decide which tokens are active.
 
@@ -208,8 +210,12 @@ class Policy(nn.Module):
             mask: (batch, time), True on real tokens.
             seen: (batch,), real tokens before this call; none by default.
             spent: (batch, modules), tokens activated before this call; none by default.
+            documents: that x holds behind each other, if it does; each is a sequence by itself.
         """
         router = self.router
+        if documents is not None and not (self.idle and not router.per_sequence):
+            routing = self(documents.spread(x), documents.real)
+            return Routing(documents.collect(routing.active), documents.collect(routing.probs))
         active, probs = router(x)
         selects = router.per_sequence and (self.training or not self.causal)
         if self.idle and not selects:

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from seqboat.core.documents import Documents
 from seqboat.core.padding import front_places
 from seqboat.ops.fused import take
 
@@ -83,6 +84,8 @@ class Packed(NamedTuple):
     """(batch + 1,): where each sequence begins in the packed array"""
     longest: int | None = None
     """tokens of the longest sequence, if the host knows it"""
+    stateless: bool = False
+    """whether no state follows: the sequences are packed documents"""
 
     @property
     def slot(self) -> Tensor:
@@ -106,23 +109,25 @@ class Packed(NamedTuple):
         return int(self.offsets.diff().max()) if self.offsets.shape[0] > 1 else 0
 
 
-def pack(active: Tensor, seen: Tensor | None = None) -> Packed:
+def pack(active: Tensor, seen: Tensor | None = None, documents: Documents | None = None) -> Packed:
     """Find the active tokens of a batch. This is the one place where the host waits for the device.
 
     Args:
         active: (batch, time) bool.
         seen: (batch,), tokens of each sequence before this call; none by default.
+        documents: the sequences that a batch of 1 is made of; its own one by default.
 
     >>> packed = pack(torch.tensor([[False, True], [True, True]]))
     >>> packed.flat.tolist(), packed.row.tolist(), packed.offsets.tolist()
     ([1, 2, 3], [0, 1, 1], [0, 1, 3])
     """
     time, listed = active.shape[1], active.reshape(-1)
-    per_row, longest = active.sum(dim=1), None
+    per_row = active.sum(dim=1) if documents is None else documents.sums(listed)
+    longest = None
     if hasattr(active, "stands_for"):
         # a tensor without content: as long as can be
         index, longest = listed.nonzero(), time
-    elif torch.compiler.is_compiling() or not active.numel():
+    elif torch.compiler.is_compiling() or not active.numel() or not per_row.numel():
         index = listed.nonzero()
     elif active.device.type == "cpu":
         index, longest = listed.nonzero(), int(per_row.amax())
@@ -131,11 +136,13 @@ def pack(active: Tensor, seen: Tensor | None = None) -> Packed:
         size, longest = torch.stack([per_row.sum(), per_row.amax()]).tolist()
         index = listed.nonzero_static(size=size)
     index = index.squeeze(1)
+    offsets = F.pad(per_row.cumsum(dim=0), (1, 0))
+    if documents is not None:
+        return Packed(index, documents.number[index], documents.position[index], offsets, longest, True)
     row = torch.div(index, max(time, 1), rounding_mode="floor")
     position = index - row * time
     if seen is not None:
         position = position + seen[row]
-    offsets = F.pad(per_row.cumsum(dim=0), (1, 0))
     return Packed(index, row, position, offsets, longest)
 
 
@@ -155,12 +162,13 @@ class Gathered(NamedTuple):
         return [part.flat.shape[0] for part in self.parts]
 
 
-def pack_modules(active: Tensor, seen: Tensor | None = None) -> Gathered:
+def pack_modules(active: Tensor, seen: Tensor | None = None, documents: Documents | None = None) -> Gathered:
     """Find the active tokens of all modules at once: the host waits for the device once, however many there are.
 
     Args:
         active: (batch, time, modules) bool.
         seen: (batch,), tokens of each sequence before this call; none by default.
+        documents: as in `pack`.
 
     >>> gathered = pack_modules(torch.tensor([[[False, True], [True, True]]]))
     >>> gathered.flat.tolist(), gathered.counts
@@ -168,16 +176,17 @@ def pack_modules(active: Tensor, seen: Tensor | None = None) -> Gathered:
     """
     batch, time, modules = active.shape
     if modules == 1:
-        packed = pack(active[..., 0], seen)
+        packed = pack(active[..., 0], seen, documents)
         return Gathered((packed,), packed.flat, packed.flat)
     if torch.compiler.is_compiling() or hasattr(active, "stands_for"):
         # the compiler traces through one number of tokens at a time; tensors without content know none
-        parts = tuple(pack(active[..., i], seen) for i in range(modules))
+        parts = tuple(pack(active[..., i], seen, documents) for i in range(modules))
         entries = [part.flat * modules + i for i, part in enumerate(parts)]
         return Gathered(parts, torch.cat([part.flat for part in parts]), torch.cat(entries))
     by_module = active.permute(2, 0, 1).contiguous()
-    per_row = by_module.sum(dim=2)
-    sizes = torch.stack([per_row.sum(dim=1), per_row.amax(dim=1)]) if batch else per_row.new_zeros(2, modules)
+    per_row = by_module.sum(dim=2) if documents is None else documents.sums(by_module[:, 0])
+    some = per_row.shape[1] > 0
+    sizes = torch.stack([per_row.sum(dim=1), per_row.amax(dim=1)]) if some else per_row.new_zeros(2, modules)
     counts, longest = sizes.tolist()
     # with the size known, the host need not wait for another device again; on a CPU the plain form is faster
     listed = by_module.view(-1)
@@ -188,13 +197,16 @@ def pack_modules(active: Tensor, seen: Tensor | None = None) -> Gathered:
     )  # sequences of all modules, one after the other
     module = torch.div(line, max(batch, 1), rounding_mode="floor")
     flat = index - module * (batch * time)
-    row = line - module * batch
-    position = index - line * time
+    if documents is None:
+        row, position = line - module * batch, index - line * time
+    else:
+        row, position = documents.number[flat], documents.position[flat]
     if seen is not None:
         position = position + seen[row]
     offsets = F.pad(per_row.cumsum(dim=1), (1, 0))
     pieces = zip(flat.split(counts), row.split(counts), position.split(counts), offsets, longest, strict=True)
-    return Gathered(tuple(Packed(*piece) for piece in pieces), flat, flat * modules + module)
+    placed = tuple(Packed(*piece, documents is not None) for piece in pieces)
+    return Gathered(placed, flat, flat * modules + module)
 
 
 class PackedModule(nn.Module, ABC):

@@ -1,10 +1,11 @@
 """The contract of a mixer: a layer that takes a sequence and returns one of the same shape.
 
-    module(x, mask=None, state=None) -> MixerOutput(y, state, routing)
+    module(x, mask=None, state=None, cu_seqlens=None) -> MixerOutput(y, state, routing)
 
 A mixer owns its norm and its residual connection: layers are stacked by calling one after the other.
 Causal mixers return the state after the last token; passing it back continues the sequence, and `step` takes
-one token at a time. The three ways give the same numbers.
+one token at a time. The three ways give the same numbers. With `cu_seqlens` the input holds documents behind each
+other (`core.documents`), each of which is computed as if it were alone.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from seqboat.checks import (
     check_token,
     require,
 )
+from seqboat.core.documents import Documents, find_documents
 from seqboat.core.padding import Aligned, align, zero_padding
 from seqboat.core.sma import Routing
 from seqboat.core.state import check_state
@@ -61,7 +63,7 @@ class MixerOutput(NamedTuple):
     y: Tensor
     """(batch, time, dim), zeros on padding; (batch, dim) from `step`"""
     state: Any = None
-    """the state after the last real token; None for bidirectional mixers"""
+    """the state after the last real token; None for bidirectional mixers and for packed documents"""
     routing: Routing | None = None
     """which tokens were activated; None for mixers without a router"""
 
@@ -75,20 +77,36 @@ class Mixer(nn.Module, ABC):
     """Whether the mixer computes in float32 at least: then narrow inputs may meet wide parameters."""
     wants_positions = False
     """Whether the mixer does not see the order of its tokens: models then add absolute positions to their inputs."""
+    packs = False
+    """Whether the mixer computes packed documents without padding them."""
 
-    def forward(self, x: Tensor, mask: Tensor | Aligned | None = None, state: Any = None) -> MixerOutput:
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | Aligned | Documents | None = None,
+        state: Any = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+    ) -> MixerOutput:
         """Run the layer.
 
         Args:
             x: (batch, time, d_model).
-            mask: (batch, time), True on real tokens, in any pattern; or `Aligned` where real tokens come first.
+            mask: (batch, time), True on real tokens, in any pattern; or `Aligned` where real tokens come first; or
+                `Documents`, whose packed sequence x is.
             state: of this mixer, from an earlier call or `init_state`.
+            cu_seqlens: (documents + 1,), where each document begins in the flattened (batch * time) input, and the
+                end of the last; every document is computed as if it were alone, and no state is returned.
         """
+        if cu_seqlens is not None:
+            return self._run_packed(x, mask, state, cu_seqlens)
         self.check(x, mask, state)
         if mask is None:
             return self.mix(x, None, state)
         if isinstance(mask, Aligned):
             return self.mix(zero_padding(x, mask.mask), mask.mask, state)
+        if isinstance(mask, Documents):
+            return self.mix_documents(zero_padding(x, mask.mask), mask)
         plan = align(mask)
         y, after, routing = self.mix(plan.pull(x), plan.mask, state)
         if routing is not None:
@@ -99,16 +117,35 @@ class Mixer(nn.Module, ABC):
     def mix(self, x: Tensor, mask: Tensor | None, state: Any) -> MixerOutput:
         """As `forward`, with real tokens first in every sequence and zeros after them."""
 
+    def mix_documents(self, x: Tensor, documents: Documents) -> MixerOutput:
+        """As `mix`, on packed documents (1, tokens, d_model); here, as sequences padded to the longest document."""
+        y, _, routing = self.mix(documents.spread(x), documents.real, None)
+        if routing is not None:
+            routing = Routing(documents.collect(routing.active), documents.collect(routing.probs))
+        return MixerOutput(documents.collect(y), None, routing)
+
+    def _run_packed(self, x: Tensor, mask: Any, state: Any, cu_seqlens: Tensor) -> MixerOutput:
+        """As `forward`, from cu_seqlens."""
+        check_packed(state, mask)
+        self.check(x, mask, None)
+        documents = find_documents(cu_seqlens, x, mask)
+        y, _, routing = self.mix_documents(documents.pull(x), documents)
+        if routing is not None:
+            routing = Routing(documents.push(routing.active), documents.push(routing.probs))
+        return MixerOutput(documents.push(y), None, routing)
+
     def closing_norm(self) -> nn.Module | None:
         """The norm that a stack of such mixers ends with, if it needs one."""
         return None
 
-    def check(self, x: Tensor, mask: Tensor | Aligned | None, state: Any) -> None:
+    def check(self, x: Tensor, mask: Tensor | Aligned | Documents | None, state: Any) -> None:
         """Refuse what does not fit this mixer."""
         if not self._fits(x):  # the messages are only looked up if something is wrong
             check_sequence(x, self.d_model)
             self.check_home(x)
-        if mask is not None:
+        if isinstance(mask, Documents):
+            check_packed(state)
+        elif mask is not None:
             check_mask(mask.mask if isinstance(mask, Aligned) else mask, x)
         if state is not None:
             self.check_state(state, x)
@@ -143,6 +180,15 @@ class Mixer(nn.Module, ABC):
         return type(self).__name__
 
 
+def check_packed(state: Any, mask: Any = None) -> None:
+    """Refuse a state for packed documents, and a mask that is not a plain one beside cu_seqlens."""
+    require(state is None, "packed documents start from nothing: pass no state beside cu_seqlens")
+    require(
+        mask is None or isinstance(mask, Tensor),
+        f"beside cu_seqlens, mask must be None or a tensor, got {type(mask).__name__}",
+    )
+
+
 class AsTensor(nn.Module):
     """A mixer that returns its output alone, as the layers of an `nn.Sequential` do.
 
@@ -162,9 +208,9 @@ class AsTensor(nn.Module):
         )
         self.mixer = mixer
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """(batch, time, d_model) of the same shape; `mask` is True on real tokens."""
-        out: Tensor = self.mixer(x, mask).y
+    def forward(self, x: Tensor, mask: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
+        """(batch, time, d_model) of the same shape; `mask` and `cu_seqlens` as in `Mixer.forward`."""
+        out: Tensor = self.mixer(x, mask, cu_seqlens=cu_seqlens).y
         return out
 
 

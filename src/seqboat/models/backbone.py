@@ -29,11 +29,12 @@ from seqboat.checks import (
     check_row_mask,
     require,
 )
+from seqboat.core.documents import Documents, find_documents
 from seqboat.core.nn import Norm, init_linear, masked_mean, no_tracking
 from seqboat.core.padding import Aligned, align, zero_padding
 from seqboat.core.sma import Routing
 from seqboat.core.state import check_state
-from seqboat.mixers.base import Mixer, RecurrentMixer
+from seqboat.mixers.base import Mixer, RecurrentMixer, check_packed
 from seqboat.models.ngrams import NGrams
 from seqboat.ops.positions import sinusoids
 
@@ -138,7 +139,7 @@ class BackboneOutput(NamedTuple):
     y: Tensor
     """(batch, time, d_model), zeros on padding; (batch, d_model) from `step`"""
     state: BackboneState | None
-    """after the last real token; None unless every layer is causal"""
+    """after the last real token; None for packed documents, and unless every layer is causal"""
     routings: tuple[Routing | None, ...]
     """one per layer"""
 
@@ -207,7 +208,12 @@ class Backbone(nn.Module):
             nn.init.normal_(self.lead, std=self.config.d_model**-0.5)
 
     def forward(
-        self, inputs: Tensor, mask: Tensor | None = None, state: BackboneState | None = None
+        self,
+        inputs: Tensor,
+        mask: Tensor | None = None,
+        state: BackboneState | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
     ) -> BackboneOutput:
         """Run the stack.
 
@@ -215,8 +221,13 @@ class Backbone(nn.Module):
             inputs: token ids or real values.
             mask: (batch, time), True on real tokens, in any pattern.
             state: from an earlier call; causal stacks only.
+            cu_seqlens: (documents + 1,), where packed documents begin in the flattened (batch * time) inputs, and the
+                end of the last; every document is computed as if it were alone.
         """
         inputs = self._check(inputs, mask)
+        if cu_seqlens is not None:
+            check_packed(state)
+            return self._run_packed(inputs, find_documents(cu_seqlens, inputs, mask))
         if state is not None:
             self._check_state(state, inputs.shape[0])
         plan = None if mask is None else align(mask)
@@ -224,17 +235,60 @@ class Backbone(nn.Module):
         if plan is not None:
             inputs, real = plan.pull(inputs), plan.mask
         self._check_ids(inputs)
-        aligned = None if real is None else Aligned(real)
         batch, time = inputs.shape[:2]
         seen = inputs.new_zeros(batch, dtype=torch.int64) if state is None else state.seen
         position = seen[:, None] + torch.arange(time, device=inputs.device)
+        before = (None,) * len(self.layers) if state is None else state.layers
+        x, states, routings = self._run(inputs, real, position, before)
+        if plan is not None:
+            x = plan.push(x)
+            routings = [
+                None if r is None else Routing(plan.push(r.active), plan.push(r.probs)) for r in routings
+            ]
+        final = None
+        if self.causal:
+            new = time if real is None else real.sum(dim=1)
+            final = BackboneState(tuple(states), seen + new)
+        return BackboneOutput(x, final, tuple(routings))
+
+    def _run_packed(self, inputs: Tensor, documents: Documents) -> BackboneOutput:
+        """As `forward`, on packed documents."""
+        inputs = documents.pull(inputs)
+        self._check_ids(inputs)
+        before = (None,) * len(self.layers)
+        native = self.lead is None and self.ngrams is None and all(layer.packs for layer in self.layers)
+        if native:
+            x, _, routings = self._run(inputs, documents.mask, documents.position[None], before, documents)
+        else:
+            padded = documents.spread(inputs)
+            position = torch.arange(documents.longest, device=inputs.device).expand(padded.shape[:2])
+            x, _, routings = self._run(padded, documents.real, position, before)
+
+        def place(part: Tensor) -> Tensor:
+            return documents.push(part if native else documents.collect(part))
+
+        found = tuple(None if r is None else Routing(place(r.active), place(r.probs)) for r in routings)
+        return BackboneOutput(place(x), None, found)
+
+    def _run(
+        self,
+        inputs: Tensor,
+        real: Tensor | None,
+        position: Tensor,
+        before: tuple[Any, ...],
+        documents: Documents | None = None,
+    ) -> tuple[Tensor, list[Any], list[Routing | None]]:
+        """Outputs, states and decisions of the layers, on inputs whose real tokens come first."""
+        aligned: Aligned | Documents | None = documents
+        if aligned is None and real is not None:
+            aligned = Aligned(real)
         x = self._embed(inputs, position)
         lead = 0 if self.lead is None else len(self.lead)
         if self.lead is not None:
-            x = torch.cat([self.lead.expand(batch, -1, -1).to(x.dtype), x], dim=1)
+            x = torch.cat([self.lead.expand(inputs.shape[0], -1, -1).to(x.dtype), x], dim=1)
             aligned = None if real is None else Aligned(F.pad(real, (lead, 0), value=True))
-        before = (None,) * len(self.layers) if state is None else state.layers
-        states, routings = [], []
+        states: list[Any] = []
+        routings: list[Routing | None] = []
         for layer, memory in zip(self.layers, before, strict=True):
             if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
                 # torch's compiler takes no contexts here
@@ -249,16 +303,7 @@ class Backbone(nn.Module):
         x = x[:, lead:]
         if self.norm is not None:
             x = zero_padding(self.norm(x, real), real)
-        if plan is not None:
-            x = plan.push(x)
-            routings = [
-                None if r is None else Routing(plan.push(r.active), plan.push(r.probs)) for r in routings
-            ]
-        final = None
-        if self.causal:
-            new = time if real is None else real.sum(dim=1)
-            final = BackboneState(tuple(states), seen + new)
-        return BackboneOutput(x, final, tuple(routings))
+        return x, states, routings
 
     def _embed(self, inputs: Tensor, position: Tensor) -> Tensor:
         if isinstance(self.embedding, nn.Embedding):
@@ -432,10 +477,16 @@ class Classifier(nn.Module):
         self.backbone = Backbone(config)
         self.head = Head(config, 1, classes)
 
-    def forward(self, inputs: Tensor, mask: Tensor | None = None) -> ClassifierOutput:
-        """Class scores of token ids or real values (batch, time)."""
-        out = self.backbone(inputs, mask)
-        return ClassifierOutput(self.head(masked_mean(out.y, mask)), out.routings)
+    def forward(
+        self, inputs: Tensor, mask: Tensor | None = None, *, cu_seqlens: Tensor | None = None
+    ) -> ClassifierOutput:
+        """Class scores of token ids or real values (batch, time); of packed documents, (documents, classes)."""
+        out = self.backbone(inputs, mask, cu_seqlens=cu_seqlens)
+        if cu_seqlens is None:
+            return ClassifierOutput(self.head(masked_mean(out.y, mask)), out.routings)
+        documents = find_documents(cu_seqlens, inputs, mask)
+        means = masked_mean(documents.spread(documents.pull(out.y)), documents.real)
+        return ClassifierOutput(self.head(means), out.routings)
 
 
 class Tagger(nn.Module):
@@ -446,9 +497,11 @@ class Tagger(nn.Module):
         self.backbone = Backbone(config)
         self.head = Head(config, 1, classes)
 
-    def forward(self, inputs: Tensor, mask: Tensor | None = None) -> ClassifierOutput:
+    def forward(
+        self, inputs: Tensor, mask: Tensor | None = None, *, cu_seqlens: Tensor | None = None
+    ) -> ClassifierOutput:
         """Class scores (batch, time, classes) of token ids or real values (batch, time)."""
-        out = self.backbone(inputs, mask)
+        out = self.backbone(inputs, mask, cu_seqlens=cu_seqlens)
         return ClassifierOutput(self.head(out.y), out.routings)
 
 
@@ -485,7 +538,7 @@ class LanguageModelOutput(NamedTuple):
     logits: Tensor
     """(batch, time, vocab): scores of the token after each token; (batch, vocab) from `step`"""
     state: BackboneState
-    """after the last real token"""
+    """after the last real token; None for packed documents"""
     routings: tuple[Routing | None, ...]
     """one per layer"""
 
@@ -501,10 +554,19 @@ class LanguageModel(nn.Module):
         require(self.backbone.causal, "a language model needs causal mixers: set causal=True")
 
     def forward(
-        self, tokens: Tensor, mask: Tensor | None = None, state: BackboneState | None = None
+        self,
+        tokens: Tensor,
+        mask: Tensor | None = None,
+        state: BackboneState | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
     ) -> LanguageModelOutput:
-        """Scores after every token of (batch, time); pass the state back to continue the sequences."""
-        out = self.backbone(tokens, mask, state)
+        """Scores after every token of (batch, time); pass the state back to continue the sequences.
+
+        With `cu_seqlens` the tokens are packed documents, see `Backbone.forward`: no score depends on an earlier
+        document, and the target of a document's last token is not the next document's first.
+        """
+        out = self.backbone(tokens, mask, state, cu_seqlens=cu_seqlens)
         return LanguageModelOutput(self._score(out.y), out.state, out.routings)
 
     def init_state(self, batch: int) -> BackboneState:

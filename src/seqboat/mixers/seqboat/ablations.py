@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from seqboat.core.documents import Documents
 from seqboat.core.nn import Norm, init_linear, make_norm
 from seqboat.core.padding import zero_padding
 from seqboat.core.routers import AlwaysActiveConfig, GumbelConfig, RouterConfig, SigmoidConfig, XMoEConfig
@@ -122,6 +123,8 @@ class SeqBoatThenFFNConfig(SeqBoatConfig):
 class SeqBoatThenFFN(RecurrentMixer):
     """A SeqBoat layer and a feed-forward block on (batch, time, d_model)."""
 
+    packs = True
+
     def __init__(self, d_model: int, config: SeqBoatThenFFNConfig | None = None) -> None:
         super().__init__()
         config = config or SeqBoatThenFFNConfig()
@@ -138,6 +141,10 @@ class SeqBoatThenFFN(RecurrentMixer):
     def mix(self, x: Tensor, mask: Tensor | None, state: SeqBoatState | None) -> MixerOutput:
         out = self.layer.mix(x, mask, state)
         return out._replace(y=zero_padding(self.close(out.y, mask), mask))
+
+    def mix_documents(self, x: Tensor, documents: Documents) -> MixerOutput:
+        out = self.layer.mix_documents(x, documents)
+        return out._replace(y=zero_padding(self.close(out.y, documents.mask), documents.mask))
 
     def close(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """The feed-forward block, on the output of the layer."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from seqboat.checks import check_choice, require
 from seqboat.core.budget import BudgetConfig, RevivalConfig
+from seqboat.core.documents import Documents
 from seqboat.core.padding import Aligned
 from seqboat.core.policy import Override, Policy, overridden
 from seqboat.core.routers import ROUTERS, Router, RouterConfig, TemperedSoftmax
@@ -68,6 +69,8 @@ class SparseModularActivation(RecurrentMixer):
         start_active: whether a router that is built here starts with every token active; otherwise the initial
             fraction of active tokens depends on the seed, as in the paper.
     """
+
+    packs = True
 
     def __init__(
         self,
@@ -139,9 +142,10 @@ class SparseModularActivation(RecurrentMixer):
     def forward(
         self,
         x: Tensor,
-        mask: Tensor | Aligned | None = None,
+        mask: Tensor | Aligned | Documents | None = None,
         state: SMAState | None = None,
         *,
+        cu_seqlens: Tensor | None = None,
         base: Tensor | None = None,
         dense: nn.Linear | None = None,
     ) -> MixerOutput:
@@ -149,20 +153,25 @@ class SparseModularActivation(RecurrentMixer):
 
         Args:
             x: (batch, time, d_model).
-            mask: (batch, time), True on real tokens; `Aligned` where there is a base or a dense layer, with zeros on
-                the padding of x.
+            mask: (batch, time), True on real tokens; `Aligned` or `Documents` where there is a base or a dense layer,
+                with zeros on the padding of x.
             state: from an earlier call; causal modules only.
+            cu_seqlens: where packed documents begin; without a base or a dense layer.
             base: (batch, time, d_model), what the outputs are added to; zeros by default.
             dense: a layer that every token passes through, added as well; none by default.
         """
         if base is None and dense is None:
-            return super().forward(x, mask, state)
+            return super().forward(x, mask, state, cu_seqlens=cu_seqlens)
         if base is not None and base.shape != x.shape:
             raise ValueError(f"base must have the shape of x, {tuple(x.shape)}, got {tuple(base.shape)}")
-        if isinstance(mask, Tensor):
-            raise ValueError("with a base or a dense layer, mask must be None or Aligned")
+        if isinstance(mask, Tensor) or cu_seqlens is not None:
+            raise ValueError("with a base or a dense layer, mask must be None or Aligned (or Documents)")
         self.check(x, mask, state)
-        return self.mix(x, None if mask is None else mask.mask, state, base, dense)
+        documents = mask if isinstance(mask, Documents) else None
+        return self.mix(x, None if mask is None else mask.mask, state, base, dense, documents)
+
+    def mix_documents(self, x: Tensor, documents: Documents) -> MixerOutput:
+        return self.mix(x, documents.mask, None, documents=documents)
 
     def mix(
         self,
@@ -171,12 +180,14 @@ class SparseModularActivation(RecurrentMixer):
         state: SMAState | None,
         base: Tensor | None = None,
         dense: nn.Linear | None = None,
+        documents: Documents | None = None,
     ) -> MixerOutput:
         before, seen, spent = (None, None, None) if state is None else state
-        routing = self.policy(x, mask, seen, spent)
+        routing = self.policy(x, mask, seen, spent, documents)
         if transformed() and vectorized(routing.active):
+            require(documents is None, "vmap cannot run over packed documents: use a batch dimension instead")
             return self._mix_masked(x, routing, state, base, dense)
-        gathered = pack_modules(routing.active, seen)
+        gathered = pack_modules(routing.active, seen, documents)
         watched = self.training and not torch.compiler.is_compiling() and x.numel() > 0
         # one module that is active, as it was before: nothing to notice
         if watched and (len(self.units) > 1 or not gathered.flat.shape[0] or self.watch.inactive[0]):
@@ -198,7 +209,7 @@ class SparseModularActivation(RecurrentMixer):
         if self.training and self.policy.revival.inactive_gradient:
             self.policy.remember(outputs)
             y = self.policy.attach(y, routing)
-        if not self.causal:
+        if not self.causal or documents is not None:
             return MixerOutput(y, None, routing)
         batch, time = x.shape[:2]
         new = torch.full((batch,), time, device=x.device) if mask is None else mask.sum(dim=1)

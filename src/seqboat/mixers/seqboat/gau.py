@@ -150,7 +150,7 @@ class GAU(PackedModule):
         query, key, value, gate = self.project(tokens, packed.position)
         attended = self.span.attend(query, key, value, packed, state, self._scoring())
         y = self._drop(self.out(gate * attended))
-        if not self.causal:
+        if not self.causal or packed.stateless:
             return y, None
         if state is None:
             # in the type of the inputs, also where autocast makes keys and values narrower

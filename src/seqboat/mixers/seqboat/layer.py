@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from seqboat.checks import ABSENT, check_choice, check_positive, check_rate
 from seqboat.core.budget import BudgetConfig, RevivalConfig
+from seqboat.core.documents import Documents
 from seqboat.core.nn import NORMS, Norm, NormName, init_linear, make_norm
 from seqboat.core.padding import Aligned, zero_padding
 from seqboat.core.routers import RouterConfig, TemperedSoftmaxConfig
@@ -94,6 +95,8 @@ class SeqBoatState(NamedTuple):
 class SeqBoat(RecurrentMixer):
     """One SeqBoat layer on (batch, time, d_model)."""
 
+    packs = True
+
     def __init__(self, d_model: int, config: SeqBoatConfig | None = None) -> None:
         super().__init__()
         config = config or SeqBoatConfig()
@@ -144,8 +147,17 @@ class SeqBoat(RecurrentMixer):
     def closing_norm(self) -> nn.Module | None:
         return make_norm(self.config.norm, self.d_model) if self.config.prenorm else None
 
-    def mix(self, x: Tensor, mask: Tensor | None, state: SeqBoatState | None) -> MixerOutput:
-        padding = None if mask is None else Aligned(mask)
+    def mix_documents(self, x: Tensor, documents: Documents) -> MixerOutput:
+        return self.mix(x, documents.mask, None, documents)
+
+    def mix(
+        self,
+        x: Tensor,
+        mask: Tensor | None,
+        state: SeqBoatState | None,
+        documents: Documents | None = None,
+    ) -> MixerOutput:
+        padding = documents or (None if mask is None else Aligned(mask))
         before = SeqBoatState(None, None) if state is None else state
         ssm = self.ssm(self._open(x, mask), padding, before.ssm)
         if self.config.dropout and self.training:
@@ -161,7 +173,9 @@ class SeqBoat(RecurrentMixer):
         y = self._close(summed, x.dtype, mask)
         if mask is not None:
             y = zero_padding(y, mask)
-        return MixerOutput(y, SeqBoatState(ssm.state, sma.state) if self.causal else None, sma.routing)
+        if not self.causal or documents is not None:
+            return MixerOutput(y, None, sma.routing)
+        return MixerOutput(y, SeqBoatState(ssm.state, sma.state), sma.routing)
 
     def _open(self, x: Tensor, mask: Tensor | None) -> Tensor:
         # autocast may widen the output of a norm: states keep to the type of the inputs

@@ -16,8 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from seqboat.checks import check_choice, check_positive, require
+from seqboat.core.documents import Documents
 from seqboat.core.nn import fft_convolve
+from seqboat.core.padding import zero_padding
 from seqboat.mixers.base import MixerOutput, RecurrentMixer, keep_rows
+from seqboat.ops.document_scan import scan_documents
 from seqboat.ops.scan import BLOCK, block_for, block_tables, final_state, scan
 
 Method = Literal["scan", "fft"]
@@ -205,6 +208,17 @@ class DiagonalSSM(StateSpace):
             return y, None
         lengths = None if mask is None else mask.sum(dim=1)
         return y, SSMState(final_state(x, states, tables, log_decay[0], start, lengths))
+
+    def mix_documents(self, x: Tensor, documents: Documents) -> MixerOutput:
+        if self.truncation is not None or self.method != "scan":
+            return super().mix_documents(x, documents)
+        with torch.autocast(x.device.type, enabled=False):
+            wide = x.to(at_least_float32(x.dtype))
+            log_decay, drive, read = self.coefficients()
+            size = block_for(x.shape[1] // max(documents.count, 1), self.block)
+            tables = block_tables(log_decay, drive, read, self.skip.to(wide.dtype), size)
+            y = scan_documents(wide, tables, not self.causal, *documents.blocks(size)).to(x.dtype)
+        return MixerOutput(zero_padding(y, documents.mask))
 
     def kernel(self, length: int) -> Tensor:
         """The first taps of the convolution kernel, (directions, dim, length), without the skip."""

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqboat.checks import check_choice, check_rate
+from seqboat.core.documents import Documents
 from seqboat.core.nn import NORMS, Norm, NormName, make_norm
 from seqboat.core.padding import Aligned, zero_padding
 from seqboat.mixers.base import MixerOutput, RecurrentMixer, keep_rows
@@ -55,6 +56,8 @@ class SSMLayer(RecurrentMixer):
         config: the rest.
     """
 
+    packs = True
+
     def __init__(self, ssm: RecurrentMixer, config: SSMLayerConfig) -> None:
         super().__init__()
         self.config, self.d_model, self.causal = config, ssm.d_model, ssm.causal
@@ -70,8 +73,14 @@ class SSMLayer(RecurrentMixer):
     def name(self) -> str:
         return f"{self.ssm.name} layer"
 
-    def mix(self, x: Tensor, mask: Tensor | None, state: Any) -> MixerOutput:
-        ssm = self.ssm(self._open(x, mask), None if mask is None else Aligned(mask), state)
+    def mix_documents(self, x: Tensor, documents: Documents) -> MixerOutput:
+        return self.mix(x, documents.mask, None, documents)
+
+    def mix(
+        self, x: Tensor, mask: Tensor | None, state: Any, documents: Documents | None = None
+    ) -> MixerOutput:
+        padding = documents or (None if mask is None else Aligned(mask))
+        ssm = self.ssm(self._open(x, mask), padding, state)
         return MixerOutput(zero_padding(self._close(x, ssm.y, mask), mask), ssm.state)
 
     def _open(self, x: Tensor, mask: Tensor | None) -> Tensor:
