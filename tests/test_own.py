@@ -265,6 +265,7 @@ def test_runs_are_reported_explained_and_exported(
     model = auto.from_pretrained(tmp_path / "exported")
     predictor = Predictor(run)
     task = predictor.task
+    assert isinstance(task, OwnTask)
     if task.vocab is None:
         example = task.dataset("val")[0]
         values = torch.from_numpy(example.inputs)[None]
@@ -651,7 +652,7 @@ def test_what_cannot_be_predicted_says_so(
     for arguments, message in (
         (
             ["enwik8-small", "x.csv"],
-            "must be a run of classify, regress or tag to predict, got the task enwik8",
+            "must be a run of a task with labels, numbers or tags to predict, got the language model",
         ),
         ([str(classifier)], "name a file, a folder or - to predict from, or give --text"),
         ([str(classifier), str(tmp_path / "none.csv")], "none.csv does not exist: expected a table"),

@@ -78,6 +78,7 @@ NEEDED: dict[str, Callable[[Path], None]] = {
 ELSEWHERE = {
     "README.md": "test_python_blocks_run",
     "language-model.md": "test_generate.py",
+    "plugins.md": "test_plugins.py",
     "your-data.md": "test_tasks.py",
 }
 """Documents whose blocks other tests run."""

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from seqboat.models.backbone import Backbone, BackboneConfig, Classifier, LanguageModel, Matcher
     from seqboat.models.compile import compile_model, compile_step
     from seqboat.ops.kernels.registry import kernels, use_kernels, using_kernels
+    from seqboat.plugins import load_plugin
     from seqboat.retrofitting.model import RateSchedule, Retrofit, load_retrofit, retrofit
 
 _HOMES = {
@@ -100,6 +101,7 @@ _HOMES = {
     "detach_state": "core.state",
     "extract": "core.sma",
     "kernels": "ops.kernels.registry",
+    "load_plugin": "plugins",
     "load_retrofit": "retrofitting.model",
     "override_activation": "core.policy",
     "pack": "core.sma",
@@ -167,6 +169,7 @@ __all__ = [
     "extra_loss",
     "extract",
     "kernels",
+    "load_plugin",
     "load_retrofit",
     "override_activation",
     "pack",

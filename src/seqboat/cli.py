@@ -27,7 +27,7 @@ COMMANDS = {
     "data": ("seqboat.commands.data", "list, prepare, verify and show data sets"),
     "train": ("seqboat.commands.train", "train a recipe, with any of its settings changed"),
     "eval": ("seqboat.commands.eval", "score a trained run on held-out data"),
-    "predict": ("seqboat.commands.predict", "answer new inputs with a run of classify, regress or tag"),
+    "predict": ("seqboat.commands.predict", "answer new inputs with a trained run"),
     "report": (
         "seqboat.commands.report",
         "write an HTML page: what a run did, token by token, or a comparison of runs",
@@ -56,7 +56,7 @@ COMMANDS = {
         "seqboat.commands.convert.export_published",
         "write a run as a checkpoint of the published implementation",
     ),
-    "list": ("seqboat.commands.list", "list recipes, mixers, tasks, routers or ablations"),
+    "list": ("seqboat.commands.list", "list recipes, mixers, tasks, routers, ablations or plugins"),
     "bench": ("seqboat.commands.bench", "measure time and memory of mixers, side by side"),
 }
 """Name, module and one line of help of every command, in the order of the help text."""
@@ -83,7 +83,37 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     for name, (module, line) in COMMANDS.items():
         found[name] = commands.add_parser(name, help=line, description=line[0].upper() + line[1:] + ".")
         import_module(module).add_arguments(found[name])
+        _add_import(found[name])
     return parser, found
+
+
+def _add_import(parser: argparse.ArgumentParser) -> None:
+    """Let a command, or its verbs, take plug-ins."""
+    verbs = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    for verb in [parser] if not verbs else verbs[0].choices.values():
+        verb.add_argument(
+            "--import",
+            dest="imports",
+            action="append",
+            default=[],
+            metavar="MODULE",
+            help="load a plug-in of yours first; those of installed packages are loaded anyway",
+        )
+
+
+def _load_plugins(modules: Sequence[str]) -> None:
+    """Load the plug-ins of installed packages and these modules; processes that this one starts load them too."""
+    from seqboat.plugins import VARIABLE, load_plugin, load_plugins
+
+    load_plugins()
+    for module in modules:
+        try:
+            load_plugin(module)
+        except ValueError as error:
+            raise UsageError(f"--import {module}: {error}") from error
+    if modules:
+        named = [*filter(None, os.environ.get(VARIABLE, "").split(",")), *modules]
+        os.environ[VARIABLE] = ",".join(dict.fromkeys(named))
 
 
 def split_fields(arguments: Sequence[str], known: Iterable[str]) -> tuple[list[str], list[str]]:
@@ -225,6 +255,7 @@ def _run(arguments: Sequence[str], name: str, command: Any, output: Output) -> i
     options.fields = fields
     output.check()
     try:
+        _load_plugins(options.imports)
         return int(command.run(options))
     except (UsageError, ValueError) as error:
         if options.debug:

@@ -7,22 +7,19 @@ for answer in predictor.stream("new.csv"): ...     # any table or folder, row by
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from seqboat.checks import check_positive, require
 from seqboat.core.sma import Routing
 from seqboat.data.store import Skips
 from seqboat.runs import Run
-from seqboat.tasks.base import Example, apply_model
-from seqboat.tasks.own.targets import find_spans
-from seqboat.tasks.own.task import OwnTask
+from seqboat.tasks.base import Example, Unlabeled, apply_model
 
 CHUNK_BATCHES = 32
 """Batches that are read before they are sorted by length and computed."""
@@ -31,13 +28,11 @@ CHUNK_TOKENS = 1 << 22
 
 
 class _Waiting(NamedTuple):
-    """A record that waits for its answer."""
+    """A record that waits for its answer: an input, or what is wrong with it."""
 
     place: str
-    inputs: NDArray[Any] | None
-    second: NDArray[Any] | None
-    text: str | None
-    error: str | None
+    query: Unlabeled | None
+    error: str | None = None
 
 
 class _Collected(Skips):
@@ -49,11 +44,11 @@ class _Collected(Skips):
 
     def add(self, file: object, record: object, reason: str) -> None:
         super().add(file, record, reason)
-        self.waiting.append(_Waiting(str(record), None, None, None, reason))
+        self.waiting.append(_Waiting(str(record), None, reason))
 
 
 class Predictor:
-    """Answers of a trained run of `classify`, `regress` or `tag`.
+    """Answers of a trained run of any task with labels, numbers or tags; language models generate instead.
 
     Args:
         run: its folder, one checkpoint in it, or a `Run`.
@@ -75,10 +70,10 @@ class Predictor:
         self.run = run if isinstance(run, Run) else Run(run, which, fields)
         task = self.run.task
         require(
-            isinstance(task, OwnTask),
-            f"{self.run} must be a run of classify, regress or tag to predict, got the task {task.name}",
+            task.kind != "lm",
+            f"{self.run} must be a run of a task with labels, numbers or tags to predict, got the language model of "
+            f"the task {task.name}: seqboat generate continues texts",
         )
-        assert isinstance(task, OwnTask)
         self.task = task
         if batch_size is not None:
             check_positive("batch_size", batch_size)
@@ -88,15 +83,9 @@ class Predictor:
 
     def columns(self, probabilities: bool, activation: bool) -> list[str]:
         """Names of the fields of flat answers, whatever the first one is."""
-        said = ["spans"] if self._spans else list(self.task.target.said)
         labels = self.task.labels if probabilities and self.task.kind != "tag" else None
         each = [f"p({label})" for label in labels or ()]
-        return ["row", *said, *each, *(["activation"] if activation else []), "error"]
-
-    @property
-    def _spans(self) -> bool:
-        """Whether tags are told as spans of characters."""
-        return self.task.kind == "tag" and self.task.source.text_bytes
+        return ["row", *self.task.said, *each, *(["activation"] if activation else []), "error"]
 
     def predict(self, inputs: Iterable[Any], *, activation: bool = False) -> list[dict[str, Any]]:
         """Answers for inputs in memory.
@@ -114,38 +103,24 @@ class Predictor:
 
     def _read(self, inputs: Iterable[Any]) -> Iterator[_Waiting]:
         require(not isinstance(inputs, str | bytes), "inputs must be a list of texts, got one text")
-        first, second = self.task.config.text_column, self.task.config.second_column
         for number, value in enumerate(inputs):
-            require(
-                second is None or isinstance(value, Mapping),
-                f"each input must be a mapping with {first!r} and {second!r}: the run compares two texts",
-            )
-            values = value if isinstance(value, Mapping) else {first: _plain(value)}
-            stored = self.task.source.read(values)
-            other = None if second is None else self.task.source.read(values, second)
-            yield self._wait(str(number), stored, other)
+            yield _Waiting(str(number), self.task.read_input(_plain(value)))
 
     def _records(self, path: Path) -> Iterator[_Waiting]:
         require(path.exists(), f"{path} does not exist: expected a table, or a folder of files")
         bad = _Collected()
-        for record in self.task.records(path, bad):
+        for place, query in self.task.read_inputs(path, bad):
             yield from bad.waiting
             bad.waiting.clear()
-            yield self._wait(record.place, record.stored, record.second)
+            yield _Waiting(place, query)
         yield from bad.waiting
-
-    def _wait(self, place: str, stored: NDArray[Any], second: NDArray[Any] | None) -> _Waiting:
-        facts, source = self.task.facts, self.task.source
-        other = None if second is None else source.sequence(second, facts)
-        text = bytes(stored).decode() if self._spans else None
-        return _Waiting(place, source.sequence(stored, facts), other, text, None)
 
     def _answers(self, records: Iterable[_Waiting], activation: bool) -> Iterator[dict[str, Any]]:
         chunk: list[_Waiting] = []
         tokens = 0
         for record in records:
             chunk.append(record)
-            tokens += 0 if record.inputs is None else len(record.inputs)
+            tokens += 0 if record.query is None else len(record.query.inputs)
             if len(chunk) >= CHUNK_BATCHES * self.batch_size or tokens >= CHUNK_TOKENS:
                 yield from self._answer(chunk, activation)
                 chunk, tokens = [], 0
@@ -154,30 +129,26 @@ class Predictor:
     @torch.no_grad()
     def _answer(self, chunk: list[_Waiting], activation: bool) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = [{"row": record.place, "error": record.error} for record in chunk]
-        good = [i for i, record in enumerate(chunk) if record.inputs is not None]
-        good.sort(key=lambda i: len(chunk[i].inputs))  # type: ignore[arg-type]
+        good = [(i, record.query) for i, record in enumerate(chunk) if record.query is not None]
+        good.sort(key=lambda pair: len(pair[1].inputs))
         for start in range(0, len(good), self.batch_size):
-            numbers = good[start : start + self.batch_size]
-            for number, answer in zip(
-                numbers, self._batch([chunk[i] for i in numbers], activation), strict=True
-            ):
+            numbers, queries = zip(*good[start : start + self.batch_size], strict=True)
+            for number, answer in zip(numbers, self._batch(queries, activation), strict=True):
                 found[number] = {"row": chunk[number].place, **answer}
         return found
 
-    def _batch(self, records: list[_Waiting], activation: bool) -> list[dict[str, Any]]:
+    def _batch(self, queries: Sequence[Unlabeled], activation: bool) -> list[dict[str, Any]]:
         task = self.task
-        examples = [Example(np.asarray(record.inputs), 0, record.second) for record in records]
+        examples = [Example(np.asarray(query.inputs), 0, query.second) for query in queries]
         batch = task.collate_inputs(examples).to(self.device)
         output = apply_model(self.model, task.kind, batch)
         answers = []
-        rates = activation_of(output.routings, batch.mask, len(records)) if activation else None
-        for i, record in enumerate(records):
+        rates = activation_of(output.routings, batch.mask, len(queries)) if activation else None
+        for i, query in enumerate(queries):
             logits = output.logits[i]
             if task.kind == "tag":
-                logits = logits[: len(examples[i].inputs)]
-            answer = task.answer(logits)
-            if record.text is not None:
-                answer = {"spans": find_spans(record.text, answer["tags"])}
+                logits = logits[: len(query.inputs)]
+            answer = task.answer(logits, query.text)
             if rates is not None:
                 answer["activation"] = rates[i]
             answers.append(answer)

@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from seqboat.plugins import load_plugins
 from seqboat.training.metrics import resident_peak
 from seqboat.version import __version__
 
@@ -143,6 +145,9 @@ def extrapolate(lengths: Sequence[int], sizes: Sequence[int], length: int) -> in
 
 def _child(pipe: Connection, threads: int, job: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(threads)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the process that measures has said what is wrong with them
+        load_plugins()
     try:
         pipe.send((job(*arguments), None))
     except Exception as error:

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-WHAT = ("recipes", "rows", "ablations", "mixers", "tasks", "routers")
+WHAT = ("recipes", "rows", "ablations", "mixers", "tasks", "routers", "ssms", "plugins")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,10 +16,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
+    from seqboat.plugins import plugin_of
+
+    if options.what == "plugins":
+        return _plugins()
     things = table(options.what)
     width = max(22, *map(len, things))
     for name, thing in things.items():
-        print(f"{name:<{width}} {first_sentence(thing)}")
+        plugin = plugin_of(thing)
+        origin = "" if plugin is None else f" [plug-in {plugin.title}]"
+        print(f"{name:<{width}} {first_sentence(thing)}{origin}")
+    return 0
+
+
+def _plugins() -> int:
+    """What is loaded from where, and what is not."""
+    from seqboat.plugins import GROUP, failed_plugins, loaded_plugins
+
+    for plugin in loaded_plugins():
+        parts = "; ".join(f"{table.lower()}: {', '.join(names)}" for table, names in plugin.parts.items())
+        print(f"{plugin.title}  {parts}")
+    for module, reason in failed_plugins().items():
+        print(f"{module}  left out: {reason}")
+    if not loaded_plugins() and not failed_plugins():
+        print(f"none: no installed package has an entry point in the group {GROUP}, and --import names none")
     return 0
 
 
@@ -45,6 +65,10 @@ def table(what: str) -> Mapping[str, Any]:
         from seqboat.core.routers import ROUTERS
 
         return ROUTERS
+    if what == "ssms":
+        from seqboat.mixers.ssm import SSMS
+
+        return SSMS
     from seqboat.tasks import TASKS
 
     return TASKS

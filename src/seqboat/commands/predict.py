@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   seqboat predict runs/classify new.csv --data.text_column=body
 
 Rows that cannot be read keep their place in the output, with the reason as their error."""
-    parser.add_argument("run", help="folder of a run of classify, regress or tag, or one checkpoint in it")
+    parser.add_argument("run", help="folder of a run, or one checkpoint in it; not of a language model")
     parser.add_argument(
         "file", nargs="?", help="table or folder of inputs; - reads one text per line from standard input"
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 
+from seqboat.plugins import load_plugins
 from seqboat.recipes import diagnostics, enwik8, lra, speech, your_data
 from seqboat.recipes.ablations import ABLATIONS
 from seqboat.recipes.base import Recipe
@@ -45,12 +46,17 @@ RECIPES: dict[str, Recipe] = {
 
 
 def find_recipe(name: str) -> Recipe:
-    """A recipe by its name: of RECIPES, a row (`lra.image/mega`) or an ablation; a ValueError suggests the nearest.
+    """A recipe by its name: of RECIPES (with plug-ins), a row (`lra.image/mega`) or an ablation.
+
+    A ValueError suggests the nearest name.
 
     The row of SeqBoat is the recipe itself, `lra.image/seqboat` or `lra.image`.
     """
-    every = RECIPES | ABLATIONS | ROW_RECIPES | SMALL_ROWS
     short = name.removesuffix("/seqboat")
+    every = RECIPES | ABLATIONS | ROW_RECIPES | SMALL_ROWS
+    if short not in every:
+        load_plugins()
+        every |= RECIPES
     if short in every and not (short != name and "/" in short):
         return every[short]
     # also by the last part alone: image for lra.image

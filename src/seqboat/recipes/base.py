@@ -8,6 +8,7 @@ from collections.abc import Callable
 from seqboat.mixers import MIXERS
 from seqboat.mixers.carry import carry_over
 from seqboat.models.backbone import MixerConfig
+from seqboat.plugins import load_plugins
 from seqboat.training.config import RunConfig
 from seqboat.training.config.serialization import unknown_message
 
@@ -24,6 +25,8 @@ def choose(mixer: MixerChoice, own: MixerConfig) -> MixerConfig:
         return own
     if not isinstance(mixer, str):
         return mixer
+    if mixer not in MIXERS:
+        load_plugins()
     if mixer not in MIXERS:
         raise ValueError(unknown_message("mixer", mixer, MIXERS))
     carried = carry_over(own, mixer)

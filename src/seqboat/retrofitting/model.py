@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, get_args
@@ -30,10 +30,11 @@ from torch import Tensor, nn
 
 from seqboat.checks import check_choice, check_positive, require
 from seqboat.core.budget import Steering
-from seqboat.core.routers import ROUTERS, RouterConfig, SigmoidConfig
+from seqboat.core.routers import RouterConfig, SigmoidConfig
 from seqboat.core.sma import Routing
 from seqboat.data.files import read_json, replacing, write_json
 from seqboat.retrofitting.unit import Call, Kind, SparseUnit
+from seqboat.training.config import part_from_dict, to_dict
 
 CHILD = "sparse"
 """Name of the child module that holds a module's router."""
@@ -236,13 +237,12 @@ class Retrofit:
             for name, unit in self.units.items()
             for key, value in unit.state_dict().items()
         }
-        names = {config: name for name, config in ROUTERS.items()}
         about = {
             "format": FORMAT,
             "kinds": self.kinds,
             "rates": {name: unit.rate for name, unit in self.units.items()},
             "d_model": self.d_model,
-            "router": {"name": names[type(self.router)], **asdict(self.router)},
+            "router": to_dict(self.router, RouterConfig),
             "budget": self.budget,
         }
         with replacing(folder / "retrofit.safetensors") as stage:
@@ -387,8 +387,7 @@ def load_retrofit(model: nn.Module, folder: str | Path) -> Retrofit:
     require(file.is_file(), f"{folder} holds no retrofit.json")
     about = read_json(file)
     require(about.get("format") == FORMAT, f"{file} has format {about.get('format')!r}, expected {FORMAT}")
-    settings = dict(about["router"])
-    router = ROUTERS[settings.pop("name")](**settings)
+    router = part_from_dict(RouterConfig, about["router"], "router")
     made = retrofit(model, about["kinds"], d_model=about["d_model"], router=router, budget=about["budget"])
     tensors = load_file(folder / "retrofit.safetensors")
     for name, unit in made.units.items():

@@ -6,6 +6,7 @@
     task.loss(output, batch) -> Loss           a sum and a count, so that uneven batches average exactly
     task.score(output, batch) -> dict          sums and counts again: add them over batches and processes
     task.summarize(totals) -> dict             the final numbers
+    task.read_input(value), task.answer(...)   a new input, and what the model says about it
 
 Four kinds: "classify" (one answer for a sequence), "match" (one answer for a pair of sequences), "tag" (a class for
 every token) and "lm" (the next token for every token); `IGNORE` where a token has no target.
@@ -15,7 +16,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -26,6 +28,7 @@ from torch import Tensor, nn
 
 from seqboat.checks import check_choice, check_positive, require
 from seqboat.data.store import Skips
+from seqboat.data.tables import is_table, read_records
 from seqboat.tasks.summary import DataSummary
 
 Kind = Literal["classify", "match", "tag", "lm"]
@@ -74,6 +77,17 @@ class Example(NamedTuple):
     or IGNORE"""
     second: NDArray[Any] | None = None
     """the other sequence of a pair"""
+
+
+class Unlabeled(NamedTuple):
+    """An input without a target, to predict for."""
+
+    inputs: NDArray[Any]
+    """as in `Example`"""
+    second: NDArray[Any] | None = None
+    """the other sequence of a pair"""
+    text: str | None = None
+    """the text of the input, if its answer names spans of characters"""
 
 
 class Batch(NamedTuple):
@@ -186,6 +200,8 @@ class Task(ABC):
     metric: str = "accuracy"
     """The metric to select checkpoints by."""
     better: Literal["higher", "lower"] = "higher"
+    said: tuple[str, ...] = ("label", "probability")
+    """Fields of an answer that `seqboat predict` writes."""
     splits: tuple[Split, ...] = SPLITS
 
     def __init_subclass__(cls) -> None:
@@ -302,6 +318,24 @@ class Task(ABC):
         """
         return None
 
+    def answer(self, logits: Tensor, text: str | None = None) -> dict[str, Any]:
+        """What a model says about one sequence, in plain values; with the fields `said`.
+
+        Args:
+            logits: (classes,), or (time, classes) for tags.
+            text: that of the input, if `read_input` gave one.
+        """
+        labels = self.labels or tuple(str(i) for i in range(logits.shape[-1]))
+        probs = logits.double().softmax(dim=-1)
+        if self.kind == "tag":
+            return {"tags": [labels[int(tag)] for tag in probs.argmax(dim=-1)]}
+        best = int(probs.argmax())
+        return {
+            "label": labels[best],
+            "probability": float(probs[best]),
+            "probabilities": dict(zip(labels, probs.tolist(), strict=True)),
+        }
+
     def _spell(self, inputs: NDArray[Any]) -> str:
         return " ".join(str(value) for value in inputs.reshape(-1).tolist())
 
@@ -348,6 +382,33 @@ class Task(ABC):
         require(not len(bad), f"token ids must be from 0 to {self.vocab - 1}, got {bad[:1].tolist()}")
         return ids
 
+    def read_input(self, value: Any) -> Unlabeled:
+        """An input that came from Python, to predict for: by default a text, as `read_text` takes it."""
+        if isinstance(value, Mapping):
+            value = value.get("text")
+        require(isinstance(value, str), f"each input must be a text, got {type(value).__name__}")
+        inputs = self.read_text(value.encode())
+        require(
+            0 < len(inputs) <= self.max_length,
+            f"each input must have from 1 to {self.max_length:,} tokens, got {len(inputs):,}",
+        )
+        return Unlabeled(inputs)
+
+    def read_inputs(self, path: Path, skips: Skips) -> Iterator[tuple[str, Unlabeled]]:
+        """Inputs of a file, each with its place: by default a table with a column `text`, or lines of text.
+
+        Args:
+            path: of the file.
+            skips: told about those that cannot be read.
+        """
+        for line, value in _texts(path, skips):
+            try:
+                query = self.read_input(value)
+            except ValueError as error:
+                skips.add(path.name, f"line {line}", str(error))
+            else:
+                yield f"line {line}", query
+
     def read_image(self, pixels: NDArray[np.uint8]) -> NDArray[Any]:
         """Inputs from a grayscale image (height, width)."""
         raise ValueError(f"the task {self.name} reads no images but {self._reads()}")
@@ -362,6 +423,18 @@ class Task(ABC):
     def check_split(self, split: str) -> None:
         """Reject a split that this task does not have."""
         check_choice("split", split, self.splits)
+
+
+def _texts(path: Path, skips: Skips) -> Iterator[tuple[int, Any]]:
+    """Texts with their line numbers, from the column `text` of a table or from the lines of another file."""
+    if is_table(path):
+        for record in read_records(path, ("text",), skips):
+            yield record.line, record.values["text"]
+        return
+    require(path.is_file(), f"{path} must be a table or a file with one text per line")
+    with open(path, encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, 1):
+            yield number, line.rstrip("\r\n")
 
 
 def apply_model(model: nn.Module, kind: Kind, batch: Batch, state: Any = None) -> Any:

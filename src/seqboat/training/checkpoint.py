@@ -34,6 +34,7 @@ from torch import Tensor
 from seqboat.checks import require, short
 from seqboat.data.console import printable
 from seqboat.data.files import digest_of, flush_file, flush_folder, open_regular, write_text
+from seqboat.plugins import MissingPlugin
 from seqboat.training.config import RunConfig, from_dict
 from seqboat.training.config.fields import NEW_PARTS
 from seqboat.training.parallel import gather_shards, shard_like
@@ -77,6 +78,8 @@ class Checkpoint(NamedTuple):
         """The configuration of the run that wrote it."""
         try:
             return from_dict(self.state["config"])
+        except MissingPlugin as error:
+            raise MissingPlugin(f"{self.path}: {error}") from error
         except (KeyError, ValueError) as error:
             raise CheckpointError(f"{self.path}: its configuration does not fit: {error}") from error
 

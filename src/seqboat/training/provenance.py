@@ -10,12 +10,15 @@ import numpy as np
 import safetensors
 import torch
 
+from seqboat.plugins import loaded_plugins
 from seqboat.version import __version__
 
 
 def versions() -> dict[str, str]:
-    """Versions of the libraries that compute."""
+    """Versions of the libraries that compute, and of the packages of plug-ins."""
+    plugins = {plugin.package: plugin.version or "" for plugin in loaded_plugins() if plugin.package}
     return {
+        **plugins,
         "seqboat": __version__,
         "torch": torch.__version__,
         "numpy": np.__version__,

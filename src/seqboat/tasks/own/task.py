@@ -36,13 +36,14 @@ from seqboat.tasks.base import (
     Split,
     Subset,
     Task,
+    Unlabeled,
     ratio,
 )
 from seqboat.tasks.own.baselines import score_baselines
 from seqboat.tasks.own.describe import describe
 from seqboat.tasks.own.inputs import INPUTS, Facts, Input, Picture
-from seqboat.tasks.own.prepare import OwnRecord, input_name, prepare_own, read_own
-from seqboat.tasks.own.targets import ClassTarget, LabelsTarget, NumberTarget, TagTarget, Target
+from seqboat.tasks.own.prepare import input_name, prepare_own, read_own
+from seqboat.tasks.own.targets import ClassTarget, LabelsTarget, NumberTarget, TagTarget, Target, find_spans
 from seqboat.tasks.stored import hold_out, ragged_lengths
 from seqboat.tasks.summary import DataSummary
 
@@ -52,6 +53,8 @@ class OwnTaskConfig:
     """A task on your own files."""
 
     own_data: ClassVar[bool] = True
+    task_name: ClassVar[str]
+    """Its name in TASKS."""
 
     train: str = ""
     """Table with columns of inputs and of labels (CSV, TSV, JSONL, JSON or Parquet), or a folder of class folders."""
@@ -134,6 +137,8 @@ class OwnTaskConfig:
 class ClassifyTaskConfig(OwnTaskConfig):
     """A class for each row of a table, or several labels."""
 
+    task_name = "classify"
+
     label_separator: str | None = None
     """Separator of several labels in one field, such as |; None if each row has one class."""
     class_weights: Literal["none", "balanced"] = "none"
@@ -158,6 +163,8 @@ class ClassifyTaskConfig(OwnTaskConfig):
 class RegressTaskConfig(OwnTaskConfig):
     """A number for each row of a table."""
 
+    task_name = "regress"
+
     def target(self) -> Target:
         return NumberTarget(self)
 
@@ -165,6 +172,8 @@ class RegressTaskConfig(OwnTaskConfig):
 @dataclass(frozen=True, kw_only=True)
 class TagTaskConfig(OwnTaskConfig):
     """A tag for each token: spans of a text, or one tag per word or time step."""
+
+    task_name = "tag"
 
     label_column: str = "tags"
     """Name of the tag column: a list of [start, end, label], or of one tag per word, character or step."""
@@ -175,13 +184,6 @@ class TagTaskConfig(OwnTaskConfig):
 
     def target(self) -> Target:
         return TagTarget(self)
-
-
-NAMES: dict[type[OwnTaskConfig], str] = {
-    ClassifyTaskConfig: "classify",
-    RegressTaskConfig: "regress",
-    TagTaskConfig: "tag",
-}
 
 
 class OwnDataset(Dataset):
@@ -243,7 +245,7 @@ class OwnTask(Task):
             "--data.train must name a table (CSV, TSV, JSONL or Parquet) or a folder of class folders, got none",
         )
         self.config = config
-        self.name = NAMES[type(config)]
+        self.name = config.task_name
         self.target = config.target()
         self.skips: Skips = Skips(config.strict, most=0.5)
         self._facts: Facts | None = None
@@ -399,9 +401,35 @@ class OwnTask(Task):
     def baselines(self, split: Split, limit: int | None = None) -> dict[str, dict[str, float]]:
         return score_baselines(self, split, limit)
 
-    def records(self, path: Path, skips: Skips) -> Iterator[OwnRecord]:
+    def read_inputs(self, path: Path, skips: Skips) -> Iterator[tuple[str, Unlabeled]]:
         """The inputs of a table or folder without labels, in its order."""
-        return read_own(path, self.source, self.config, skips, None)
+        for record in read_own(path, self.source, self.config, skips, None):
+            yield record.place, self._unlabeled(record.stored, record.second)
+
+    def read_input(self, value: Any) -> Unlabeled:
+        """A text, a series as a list of numbers, or a mapping by column name where an input has several columns."""
+        first, second = self.config.text_column, self.config.second_column
+        require(
+            second is None or isinstance(value, Mapping),
+            f"each input must be a mapping with {first!r} and {second!r}: the run compares two texts",
+        )
+        values = value if isinstance(value, Mapping) else {first: value}
+        stored = self.source.read(values)
+        return self._unlabeled(stored, None if second is None else self.source.read(values, second))
+
+    def _unlabeled(self, stored: NDArray[Any], second: NDArray[Any] | None) -> Unlabeled:
+        other = None if second is None else self.source.sequence(second, self.facts)
+        text = bytes(stored).decode() if self._spans else None
+        return Unlabeled(self.source.sequence(stored, self.facts), other, text)
+
+    @property
+    def _spans(self) -> bool:
+        """Whether tags are told as spans of characters."""
+        return self.kind == "tag" and self.source.text_bytes
+
+    @property
+    def said(self) -> tuple[str, ...]:  # type: ignore[override]
+        return ("spans",) if self._spans else self.target.said
 
     # how it is scored
 
@@ -420,9 +448,9 @@ class OwnTask(Task):
     def summarize(self, totals: Mapping[str, Tensor]) -> dict[str, float]:
         return self.target.summarize(super().summarize(totals))
 
-    def answer(self, logits: Tensor) -> dict[str, Any]:
-        """What a model says about one sequence, in plain values."""
-        return self.target.answer(_wide(logits), self.facts)
+    def answer(self, logits: Tensor, text: str | None = None) -> dict[str, Any]:
+        found = self.target.answer(_wide(logits), self.facts)
+        return found if text is None else {"spans": find_spans(text, found["tags"])}
 
     def read_text(self, text: bytes) -> NDArray[Any]:
         if self.source.name not in ("symbols", "tokens", "series"):
@@ -501,7 +529,7 @@ def _settings(config: OwnTaskConfig, source: Input) -> dict[str, object]:
         "strict",
     ]
     settings: dict[str, object] = {name: getattr(config, name) for name in names}
-    settings |= {"input": source.name, "task": NAMES[type(config)], "channels": list(config.channels)}
+    settings |= {"input": source.name, "task": config.task_name, "channels": list(config.channels)}
     if source.name == "image":
         settings["image_size"] = config.image_size
     if source.name == "tokens":

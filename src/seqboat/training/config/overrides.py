@@ -66,6 +66,8 @@ def field_names(data: Mapping[str, Any], where: str = "") -> list[str]:
     """Dotted names of all fields of a configuration in dictionary form."""
     names = []
     for key, value in data.items():
+        if key == "plugin":  # where a part comes from is no setting
+            continue
         inner = join_names(where, key)
         names.append(inner)
         if isinstance(value, Mapping):

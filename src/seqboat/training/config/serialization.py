@@ -2,7 +2,8 @@
 
 A part that can be one of several things (a mixer, a task, a router, a state-space layer) is a dictionary with its
 `name`; everything else follows from the fields of the dataclasses and their types. Files are data: no tags, no
-class paths, nothing is looked up by import.
+class paths, nothing is looked up by import. A part of a plug-in also says which one (`plugin`), so that loading can
+tell what is missing.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from seqboat.mixers import MIXERS
 from seqboat.mixers.carry import carry_over
 from seqboat.mixers.ssm import SSMS, SSMConfig
 from seqboat.models.backbone import MixerConfig
+from seqboat.plugins import RESERVED, check_record, load_plugins, record_of
 from seqboat.tasks import TASKS
 from seqboat.tasks.base import TaskConfig
 from seqboat.training.config.fields import FREE_TO_CHANGE, RunConfig
@@ -35,6 +37,12 @@ class Choice(typing.NamedTuple):
 
     options: Mapping[str, Callable[[], Any]]
     """makes the default of each, by name"""
+
+    def has(self, name: object) -> bool:
+        """Whether there is an option of this name, of this package or of an installed plug-in."""
+        if isinstance(name, str) and name not in self.options:
+            load_plugins()
+        return isinstance(name, str) and name in self.options
 
     def name_of(self, value: object) -> str:
         """The name under which a value's class is listed."""
@@ -76,7 +84,7 @@ def to_dict(config: Any, hint: Any = None) -> Any:
     """A configuration as plain dictionaries, lists, numbers and words."""
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
         choice = choice_of(hint)
-        head = {"name": choice.name_of(config)} if choice else {}
+        head = {"name": choice.name_of(config), **dict(record_of(type(config)))} if choice else {}
         fields = hints(type(config))
         return head | {name: to_dict(getattr(config, name), fields[name]) for name in fields}
     if isinstance(config, tuple | list):
@@ -133,8 +141,12 @@ def class_of(hint: Any, data: Mapping[str, Any], where: str) -> type | None:
     """The dataclass that a dictionary describes."""
     choice = choice_of(hint)
     if choice is not None:
-        name = data.get("name")
-        if not isinstance(name, str) or name not in choice.options:
+        name: Any = data.get("name")
+        known = choice.has(name)
+        if "plugin" in data:
+            part = choice.options[name] if known else None
+            check_record(data["plugin"], f"{where or 'configuration'} {short(name)}", part)
+        if not known:
             raise ValueError(unknown_message(f"{where or 'configuration'}: name", name, choice.options))
         make = choice.options[name]
         return make if isinstance(make, type) else type(make())
@@ -159,7 +171,7 @@ def _read(hint: Any, data: Any, where: str) -> Any:
         if cls is None:
             raise ValueError(f"{where} must be {spell_type(hint)}, got a dictionary")
         fields = hints(cls)
-        given = {key: value for key, value in data.items() if key != "name" or "name" in fields}
+        given = {key: value for key, value in data.items() if key not in RESERVED or key in fields}
         for key in given:
             if key not in fields:
                 raise ValueError(
@@ -257,7 +269,7 @@ def chosen_defaults(
     """
     choice = choice_of(hint)
     assert choice is not None
-    if not isinstance(name, str) or name not in choice.options:
+    if not choice.has(name):
         raise ValueError(unknown_message(where, name, choice.options))
     if hint is MixerConfig and isinstance(old, Mapping):
         carried = carry_over(_read(hint, old, where), name)
@@ -367,7 +379,7 @@ def _difference(old: Any, new: Any, name: str) -> str | None:
         return None if old == new else f"{name} is {short(new)}, it was {short(old)}"
     for key in [*old, *(k for k in new if k not in old)]:
         inner = join_names(name, key)
-        if inner in FREE_TO_CHANGE:
+        if inner in FREE_TO_CHANGE or key == "plugin":
             continue
         found = _difference(old.get(key, "nothing"), new.get(key, "nothing"), inner)
         if found:
