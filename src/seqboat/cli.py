@@ -48,6 +48,10 @@ COMMANDS = {
     ),
     "quantize": ("seqboat.commands.convert.quantize", "write a language model with int8 weights"),
     "export-hf": ("seqboat.commands.convert.export_hf", "write a trained run for Hugging Face transformers"),
+    "export-onnx": (
+        "seqboat.commands.convert.export_onnx",
+        "write a trained run for onnxruntime and browsers",
+    ),
     "import-published": (
         "seqboat.commands.convert.import_published",
         "make a run of a checkpoint of the published implementation",

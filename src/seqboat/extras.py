@@ -9,6 +9,8 @@ EXTRAS = {
     "yaml": ("pyyaml", "train"),
     "matplotlib": ("matplotlib", "report"),
     "transformers": ("transformers", "hf"),
+    "onnx": ("onnx", "onnx"),
+    "onnxruntime": ("onnxruntime", "onnx"),
     "PIL": ("pillow", "image"),
     "pyarrow": ("pyarrow", "parquet"),
     "tensorboard": ("tensorboard", "tensorboard"),
