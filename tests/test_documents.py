@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -25,6 +25,7 @@ from seqboat import (
     SparseModularActivation,
 )
 from seqboat.core.documents import find_documents
+from seqboat.core.state import select_rows, tensors
 from seqboat.mixers import MIXERS
 from seqboat.mixers.base import Mixer
 from seqboat.models.backbone import Tagger
@@ -42,6 +43,19 @@ def borders(rng: np.random.Generator, tokens: int) -> Tensor:
     return torch.tensor([0, *cuts, tokens])
 
 
+def same(got: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(got, expected, rtol=EXACT, atol=EXACT)
+
+
+def same_state(got: Any, expected: Any) -> None:
+    """Equal states; memories that grow may have grown to different sizes, with zeros behind."""
+    parts, others = list(tensors(got)), list(tensors(expected))
+    assert [name for name, _ in parts] == [name for name, _ in others]
+    for (_, one), (_, other) in zip(parts, others, strict=True):
+        common = tuple(slice(0, min(sizes)) for sizes in zip(one.shape, other.shape, strict=True))
+        same(one[common], other[common])
+
+
 def take_gradients(module: nn.Module) -> list[Tensor]:
     found = [torch.zeros_like(p) if p.grad is None else p.grad for p in module.parameters()]
     module.zero_grad()
@@ -53,7 +67,6 @@ def check_alone(layer: Mixer, x: Tensor, cu: Tensor) -> None:
     weight = torch.randn_like(x)
     packed, alone = x.clone().requires_grad_(), x.clone().requires_grad_()
     out = layer(packed, cu_seqlens=cu)
-    assert out.state is None
     (out.y * weight).sum().backward()
     together = take_gradients(layer)
     for start, end in pairwise(cu.tolist()):
@@ -62,6 +75,8 @@ def check_alone(layer: Mixer, x: Tensor, cu: Tensor) -> None:
         torch.testing.assert_close(out.y[:, start:end], one.y, rtol=EXACT, atol=EXACT)
         if one.routing is not None:
             assert torch.equal(out.routing.active[:, start:end], one.routing.active)
+        if end == x.shape[1] and end > start:
+            same_state(out.state, one.state)
     for got, expected in zip(together, take_gradients(layer), strict=True):
         torch.testing.assert_close(got, expected, rtol=EXACT, atol=EXACT)
     torch.testing.assert_close(packed.grad, alone.grad, rtol=EXACT, atol=EXACT)
@@ -106,36 +121,45 @@ def small_model(mixer: str = "seqboat", **options: object) -> BackboneConfig:
     return BackboneConfig(mixer=config, d_model=D_MODEL, num_layers=2, vocab=11, **options)  # type: ignore[arg-type]
 
 
-def same(got: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(got, expected, rtol=EXACT, atol=EXACT)
-
-
 @pytest.mark.parametrize("mixer", ["seqboat", "mega-chunk", "transformer", "s4d", "luna"])
 def test_language_models_score_documents_as_if_alone(mixer: str) -> None:
     torch.manual_seed(0)
     model = enliven(LanguageModel(small_model(mixer)))
     tokens = torch.randint(11, (1, 22))
     out = model(tokens, cu_seqlens=CU.int())
-    assert out.state is None
     for start, end in pairwise(CU.tolist()):
         if end > start:
             same(out.logits[:, start:end], model(tokens[:, start:end]).logits)
 
 
-def test_rows_and_padding() -> None:
-    """Several packed sequences, with padding inside and behind; a document runs on into the next sequence."""
+@pytest.mark.parametrize("mixer", ["seqboat", "seqboat-full", "s4d", "mega-chunk", "transformer", "h3"])
+def test_rows_padding_and_states(mixer: str) -> None:
+    """Two calls on packed sequences, with padding inside and behind; first documents continue, others do not."""
     torch.manual_seed(0)
-    model = enliven(LanguageModel(small_model()))
-    tokens = torch.randint(11, (2, 12))
-    mask = torch.ones(2, 12, dtype=torch.bool)
-    mask[0, 3] = mask[0, 9:] = mask[1, :1] = mask[1, 10:] = False
-    out = model(tokens, mask, cu_seqlens=torch.tensor([0, 5, 9, 16, 24]))
-    for start, end in ((0, 5), (5, 9), (9, 16), (16, 24)):
-        real = mask.flatten()[start:end]
-        alone = model(tokens.flatten()[start:end][real][None])
-        same(out.logits.flatten(0, 1)[start:end][real], alone.logits[0])
-        routing = out.routings[0].active.flatten(0, 1)[start:end]
-        assert torch.equal(routing[real], alone.routings[0].active[0]) and not routing[~real].any()
+    model = enliven(LanguageModel(small_model(mixer)))
+    tokens = torch.randint(11, (2, 2, 12))
+    mask = torch.ones(2, 2, 12, dtype=torch.bool)
+    mask[0, 0, 3] = mask[0, 0, 9:] = mask[0, 1, :1] = mask[1, 1, 10:] = False
+    first = model(tokens[0], mask[0], cu_seqlens=torch.tensor([0, 5, 12, 16, 24]))
+    second = model(tokens[1], mask[1], first.state, cu_seqlens=torch.tensor([0, 12, 12, 14, 24]))
+    parts = [first.logits.flatten(0, 1), second.logits.flatten(0, 1)]
+    whole, logits = mask.flatten(), torch.cat(parts)
+
+    def check(*places: tuple[int, int]) -> Any:
+        """The document whose tokens these are, in one call or over both."""
+        chosen = torch.cat([torch.arange(start, end) for start, end in places])
+        chosen = chosen[whole[chosen]]
+        alone = model(tokens.flatten()[chosen][None])
+        same(logits[chosen], alone.logits[0])
+        return alone.state
+
+    check((0, 5))
+    check((12, 16))
+    one, other = check((5, 12), (24, 36)), check((38, 48))
+    check((16, 24), (36, 38))
+    same_state(select_rows(second.state, torch.tensor([0])), one)
+    same_state(select_rows(second.state, torch.tensor([1])), other)
+    second.logits.sum().backward()  # through the state
 
 
 def test_classifiers_and_taggers() -> None:
@@ -209,12 +233,14 @@ def test_wrong_borders_are_refused(cu: Tensor, message: str) -> None:
         find_documents(cu, torch.zeros(2, 6))
 
 
-def test_states_are_refused() -> None:
+def test_documents_end_with_their_sequence() -> None:
+    with pytest.raises(ValueError, match="every one of the 2 sequences must begin a document"):
+        find_documents(torch.tensor([0, 5, 12]), torch.zeros(2, 6))
+
+
+def test_empty_sequences() -> None:
     layer = SeqBoat(6, SeqBoatConfig(causal=True))
-    with pytest.raises(ValueError, match="pass no state beside cu_seqlens"):
-        layer(torch.zeros(1, 3, 6), None, layer.init_state(1), cu_seqlens=torch.tensor([0, 3]))
-    model = LanguageModel(small_model())
-    with pytest.raises(ValueError, match="pass no state beside cu_seqlens"):
-        model(
-            torch.zeros(1, 3, dtype=torch.int64), None, model.init_state(1), cu_seqlens=torch.tensor([0, 3])
-        )
+    state = layer.init_state(2)
+    y, after, _ = layer(torch.zeros(2, 0, 6), None, state, cu_seqlens=torch.tensor([0, 0]))
+    assert y.shape == (2, 0, 6)
+    same_state(after, state)

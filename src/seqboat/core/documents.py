@@ -2,7 +2,8 @@
 
 `cu_seqlens`, the convention of variable-length attention, says where each document begins: documents of 3 and 2
 tokens are `[0, 3, 5]`. Every layer then treats each document as a sequence by itself: states, working memories,
-positions and limits start anew at its first token, and the result is that of the document alone.
+positions and limits start anew at its first token, and the result is that of the document alone. A state belongs to
+a sequence of the batch: its first document continues from it, and the state of its last document is returned.
 
 Layers see the documents as one sequence (1, tokens, dim), real tokens first. What can only be computed on padded
 sequences is moved to (documents, longest, dim) and back by `Documents.spread` and `Documents.collect`.
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from seqboat.checks import check_mask, require
 from seqboat.core.padding import Alignment, align
+from seqboat.core.state import State, concat_rows, map_state, select_rows
 
 
 class DocumentBlocks(NamedTuple):
@@ -29,6 +31,8 @@ class DocumentBlocks(NamedTuple):
     """(tokens,): where each token goes"""
     group: Tensor
     """(blocks,): the document of each block"""
+    first: Tensor
+    """(documents + 1,): the first block of each document, and the number of blocks of all"""
     reach: int
     """blocks of the longest document, or a bound if the host does not know it"""
 
@@ -45,6 +49,10 @@ class Documents:
     """(tokens,): the position of each token in its document"""
     mask: Tensor | None
     """(1, tokens): True on real tokens, which come first; None if nothing is padded"""
+    first: Tensor
+    """(batch,): the first document of each sequence"""
+    last: Tensor
+    """(batch,): the last document of each sequence"""
     shape: tuple[int, int]
     """batch and time of the input that was packed"""
     plan: Alignment | None = None
@@ -94,6 +102,26 @@ class Documents:
         rows = flat.index_select(0, place.clamp(max=flat.shape[0] - 1))[None]
         return torch.where(self.mask.view(*self.mask.shape, *(1,) * (y.dim() - 2)), rows, y.new_zeros(()))
 
+    def of_first(self, values: Tensor) -> Tensor:
+        """(documents, ...): values (batch, ...) for the first document of each sequence, zeros for the others."""
+        return values.new_zeros(self.count, *values.shape[1:]).index_copy(0, self.first, values)
+
+    def enter(self, state: State, fresh: State) -> State:
+        """The state before each document, from that of each sequence; `fresh` is an empty one of one sequence."""
+        numbers = torch.arange(1, self.shape[0] + 1, device=self.first.device)
+        return select_rows(concat_rows([fresh, state]), self.of_first(numbers))
+
+    def leave(self, state: State) -> State:
+        """The state after the last document of each sequence, from that after each document."""
+        return select_rows(state, self.last)
+
+    def still(self, state: State) -> State:
+        """The state of the sequences whose first document is also their last; zeros for the others."""
+        same = self.first == self.last
+        return map_state(
+            lambda part: torch.where(same.view(-1, *(1,) * (part.dim() - 1)), part, part.new_zeros(())), state
+        )
+
     def sums(self, flags: Tensor) -> Tensor:
         """(..., documents): how many tokens of each document are marked in (..., tokens)."""
         return F.pad(flags.cumsum(dim=-1), (1, 0)).index_select(-1, self.offsets).diff(dim=-1)
@@ -110,7 +138,7 @@ class Documents:
             known = self.offsets.device.type == "cpu" and not torch.compiler.is_compiling()
             longest = self.longest if known and self.mask is None else tokens
             place = first.index_select(0, self.number) * size + self.position
-            self._blocks[size] = DocumentBlocks(place, group, -(-longest // size))
+            self._blocks[size] = DocumentBlocks(place, group, first, -(-longest // size))
         return self._blocks[size]
 
 
@@ -119,13 +147,17 @@ def find_documents(cu_seqlens: Tensor, x: Tensor, mask: Tensor | None = None) ->
 
     Args:
         cu_seqlens: (documents + 1,), where each document begins in the flattened (batch * time) input, and where the
-            last one ends, which is batch * time. Documents may be empty, and may run on into the next sequence.
+            last one ends, which is batch * time. Documents may be empty, and end with their sequence.
         x: (batch, time, ...), the input.
         mask: (batch, time), True on real tokens, in any pattern: padding belongs to no document.
     """
     batch, time = x.shape[:2]
-    _check(cu_seqlens, batch * time, x.device)
+    starts = torch.arange(batch, device=x.device) * time
+    _check(cu_seqlens, batch * time, starts)
     offsets, plan, real = cu_seqlens.long(), None, None
+    most = max(offsets.shape[0] - 2, 0)
+    first = torch.bucketize(starts, offsets[1:], right=True).clamp(max=most)
+    last = torch.bucketize(starts + max(time - 1, 0), offsets[1:], right=True).clamp(max=most)
     if mask is not None:
         check_mask(mask, x)
         plan = align(mask.reshape(1, -1))
@@ -133,10 +165,11 @@ def find_documents(cu_seqlens: Tensor, x: Tensor, mask: Tensor | None = None) ->
         offsets = F.pad(mask.flatten().cumsum(dim=0), (1, 0)).index_select(0, offsets)
     places = torch.arange(batch * time, device=x.device)
     number = torch.bucketize(places, offsets[1:], right=True)
-    return Documents(offsets, number, places - offsets[number], real, (batch, time), plan)
+    return Documents(offsets, number, places - offsets[number], real, first, last, (batch, time), plan)
 
 
-def _check(cu_seqlens: Tensor, tokens: int, device: torch.device) -> None:
+def _check(cu_seqlens: Tensor, tokens: int, starts: Tensor) -> None:
+    device = starts.device
     require(isinstance(cu_seqlens, Tensor), f"cu_seqlens must be a tensor, got {type(cu_seqlens).__name__}")
     shape = tuple(cu_seqlens.shape)
     require(
@@ -152,4 +185,9 @@ def _check(cu_seqlens: Tensor, tokens: int, device: torch.device) -> None:
         require(
             first == 0 and last == tokens and bool((cu_seqlens.diff() >= 0).all()),
             f"cu_seqlens must rise from 0 to batch * time = {tokens}, got {cu_seqlens.tolist()[:8]} .. {last}",
+        )
+        require(
+            bool(torch.isin(starts, cu_seqlens).all()),
+            f"every one of the {len(starts)} sequences must begin a document, or be part of one long sequence: "
+            "reshape the input to (1, batch * time)",
         )

@@ -214,7 +214,7 @@ class Policy(nn.Module):
         """
         router = self.router
         if documents is not None and not (self.idle and not router.per_sequence):
-            routing = self(documents.spread(x), documents.real)
+            routing = self(documents.spread(x), documents.real, seen, spent)
             return Routing(documents.collect(routing.active), documents.collect(routing.probs))
         active, probs = router(x)
         selects = router.per_sequence and (self.training or not self.causal)

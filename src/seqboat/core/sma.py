@@ -84,8 +84,8 @@ class Packed(NamedTuple):
     """(batch + 1,): where each sequence begins in the packed array"""
     longest: int | None = None
     """tokens of the longest sequence, if the host knows it"""
-    stateless: bool = False
-    """whether no state follows: the sequences are packed documents"""
+    documents: Documents | None = None
+    """where the sequences are packed documents: what they are; states then belong to the sequences of the batch"""
 
     @property
     def slot(self) -> Tensor:
@@ -114,7 +114,7 @@ def pack(active: Tensor, seen: Tensor | None = None, documents: Documents | None
 
     Args:
         active: (batch, time) bool.
-        seen: (batch,), tokens of each sequence before this call; none by default.
+        seen: (batch,) or (documents,), tokens of each sequence before this call; none by default.
         documents: the sequences that a batch of 1 is made of; its own one by default.
 
     >>> packed = pack(torch.tensor([[False, True], [True, True]]))
@@ -137,13 +137,14 @@ def pack(active: Tensor, seen: Tensor | None = None, documents: Documents | None
         index = listed.nonzero_static(size=size)
     index = index.squeeze(1)
     offsets = F.pad(per_row.cumsum(dim=0), (1, 0))
-    if documents is not None:
-        return Packed(index, documents.number[index], documents.position[index], offsets, longest, True)
-    row = torch.div(index, max(time, 1), rounding_mode="floor")
-    position = index - row * time
+    if documents is None:
+        row = torch.div(index, max(time, 1), rounding_mode="floor")
+        position = index - row * time
+    else:
+        row, position = documents.number[index], documents.position[index]
     if seen is not None:
         position = position + seen[row]
-    return Packed(index, row, position, offsets, longest)
+    return Packed(index, row, position, offsets, longest, documents)
 
 
 class Gathered(NamedTuple):
@@ -167,8 +168,7 @@ def pack_modules(active: Tensor, seen: Tensor | None = None, documents: Document
 
     Args:
         active: (batch, time, modules) bool.
-        seen: (batch,), tokens of each sequence before this call; none by default.
-        documents: as in `pack`.
+        seen, documents: as in `pack`.
 
     >>> gathered = pack_modules(torch.tensor([[[False, True], [True, True]]]))
     >>> gathered.flat.tolist(), gathered.counts
@@ -205,7 +205,7 @@ def pack_modules(active: Tensor, seen: Tensor | None = None, documents: Document
         position = position + seen[row]
     offsets = F.pad(per_row.cumsum(dim=1), (1, 0))
     pieces = zip(flat.split(counts), row.split(counts), position.split(counts), offsets, longest, strict=True)
-    placed = tuple(Packed(*piece, documents is not None) for piece in pieces)
+    placed = tuple(Packed(*piece, documents) for piece in pieces)
     return Gathered(placed, flat, flat * modules + module)
 
 
@@ -217,6 +217,11 @@ class PackedModule(nn.Module, ABC):
     """
 
     causal: bool = False
+
+    @property
+    def takes_documents(self) -> bool:
+        """Whether the state that it takes and returns is that of the sequences where documents are packed."""
+        return False
 
     @abstractmethod
     def forward(self, tokens: Tensor, packed: Packed, state: Any = None) -> Tensor | tuple[Tensor, Any]:

@@ -63,7 +63,7 @@ class MixerOutput(NamedTuple):
     y: Tensor
     """(batch, time, dim), zeros on padding; (batch, dim) from `step`"""
     state: Any = None
-    """the state after the last real token; None for bidirectional mixers and for packed documents"""
+    """the state after the last real token; None for bidirectional mixers"""
     routing: Routing | None = None
     """which tokens were activated; None for mixers without a router"""
 
@@ -96,7 +96,8 @@ class Mixer(nn.Module, ABC):
                 `Documents`, whose packed sequence x is.
             state: of this mixer, from an earlier call or `init_state`.
             cu_seqlens: (documents + 1,), where each document begins in the flattened (batch * time) input, and the
-                end of the last; every document is computed as if it were alone, and no state is returned.
+                end of the last; every document is computed as if it were alone, except that the first one of a
+                sequence continues from its state.
         """
         if cu_seqlens is not None:
             return self._run_packed(x, mask, state, cu_seqlens)
@@ -106,7 +107,7 @@ class Mixer(nn.Module, ABC):
         if isinstance(mask, Aligned):
             return self.mix(zero_padding(x, mask.mask), mask.mask, state)
         if isinstance(mask, Documents):
-            return self.mix_documents(zero_padding(x, mask.mask), mask)
+            return self.mix_documents(zero_padding(x, mask.mask), mask, state)
         plan = align(mask)
         y, after, routing = self.mix(plan.pull(x), plan.mask, state)
         if routing is not None:
@@ -117,22 +118,31 @@ class Mixer(nn.Module, ABC):
     def mix(self, x: Tensor, mask: Tensor | None, state: Any) -> MixerOutput:
         """As `forward`, with real tokens first in every sequence and zeros after them."""
 
-    def mix_documents(self, x: Tensor, documents: Documents) -> MixerOutput:
+    def mix_documents(self, x: Tensor, documents: Documents, state: Any) -> MixerOutput:
         """As `mix`, on packed documents (1, tokens, d_model); here, as sequences padded to the longest document."""
-        y, _, routing = self.mix(documents.spread(x), documents.real, None)
+        if state is not None:
+            fresh = self.make_state(1, x.dtype, x.device)  # type: ignore[operator]
+            state = documents.enter(state, fresh)
+        y, after, routing = self.mix(documents.spread(x), documents.real, state)
         if routing is not None:
             routing = Routing(documents.collect(routing.active), documents.collect(routing.probs))
-        return MixerOutput(documents.collect(y), None, routing)
+        after = None if after is None else documents.leave(after)
+        return MixerOutput(documents.collect(y), after, routing)
 
     def _run_packed(self, x: Tensor, mask: Any, state: Any, cu_seqlens: Tensor) -> MixerOutput:
         """As `forward`, from cu_seqlens."""
-        check_packed(state, mask)
-        self.check(x, mask, None)
+        self.check(x, mask, state)
+        require(
+            mask is None or isinstance(mask, Tensor),
+            f"beside cu_seqlens, mask must be None or a tensor, got {type(mask).__name__}",
+        )
         documents = find_documents(cu_seqlens, x, mask)
-        y, _, routing = self.mix_documents(documents.pull(x), documents)
+        if x.shape[1] == 0:
+            return self.mix(x, mask, state)
+        y, after, routing = self.mix_documents(documents.pull(x), documents, state)
         if routing is not None:
             routing = Routing(documents.push(routing.active), documents.push(routing.probs))
-        return MixerOutput(documents.push(y), None, routing)
+        return MixerOutput(documents.push(y), after, routing)
 
     def closing_norm(self) -> nn.Module | None:
         """The norm that a stack of such mixers ends with, if it needs one."""
@@ -143,12 +153,10 @@ class Mixer(nn.Module, ABC):
         if not self._fits(x):  # the messages are only looked up if something is wrong
             check_sequence(x, self.d_model)
             self.check_home(x)
-        if isinstance(mask, Documents):
-            check_packed(state)
-        elif mask is not None:
+        if mask is not None and not isinstance(mask, Documents):
             check_mask(mask.mask if isinstance(mask, Aligned) else mask, x)
         if state is not None:
-            self.check_state(state, x)
+            self.check_state(state, x if not isinstance(mask, Documents) else x.expand(mask.shape[0], -1, -1))
 
     def _fits(self, x: Tensor) -> bool:
         """Whether `check_sequence` and `check_home` would accept x."""
@@ -178,15 +186,6 @@ class Mixer(nn.Module, ABC):
     def name(self) -> str:
         """What messages call this mixer."""
         return type(self).__name__
-
-
-def check_packed(state: Any, mask: Any = None) -> None:
-    """Refuse a state for packed documents, and a mask that is not a plain one beside cu_seqlens."""
-    require(state is None, "packed documents start from nothing: pass no state beside cu_seqlens")
-    require(
-        mask is None or isinstance(mask, Tensor),
-        f"beside cu_seqlens, mask must be None or a tensor, got {type(mask).__name__}",
-    )
 
 
 class AsTensor(nn.Module):

@@ -34,7 +34,7 @@ from seqboat.core.nn import Norm, init_linear, masked_mean, no_tracking
 from seqboat.core.padding import Aligned, align, zero_padding
 from seqboat.core.sma import Routing
 from seqboat.core.state import check_state
-from seqboat.mixers.base import Mixer, RecurrentMixer, check_packed
+from seqboat.mixers.base import Mixer, RecurrentMixer
 from seqboat.models.ngrams import NGrams
 from seqboat.ops.positions import sinusoids
 
@@ -139,7 +139,7 @@ class BackboneOutput(NamedTuple):
     y: Tensor
     """(batch, time, d_model), zeros on padding; (batch, d_model) from `step`"""
     state: BackboneState | None
-    """after the last real token; None for packed documents, and unless every layer is causal"""
+    """after the last real token; None unless every layer is causal"""
     routings: tuple[Routing | None, ...]
     """one per layer"""
 
@@ -222,14 +222,14 @@ class Backbone(nn.Module):
             mask: (batch, time), True on real tokens, in any pattern.
             state: from an earlier call; causal stacks only.
             cu_seqlens: (documents + 1,), where packed documents begin in the flattened (batch * time) inputs, and the
-                end of the last; every document is computed as if it were alone.
+                end of the last; every document is computed as if it were alone, except that the first one of a
+                sequence continues from its state.
         """
         inputs = self._check(inputs, mask)
-        if cu_seqlens is not None:
-            check_packed(state)
-            return self._run_packed(inputs, find_documents(cu_seqlens, inputs, mask))
         if state is not None:
             self._check_state(state, inputs.shape[0])
+        if cu_seqlens is not None and inputs.shape[1]:
+            return self._run_packed(inputs, find_documents(cu_seqlens, inputs, mask), state)
         plan = None if mask is None else align(mask)
         real = None
         if plan is not None:
@@ -251,24 +251,41 @@ class Backbone(nn.Module):
             final = BackboneState(tuple(states), seen + new)
         return BackboneOutput(x, final, tuple(routings))
 
-    def _run_packed(self, inputs: Tensor, documents: Documents) -> BackboneOutput:
+    def _run_packed(
+        self, inputs: Tensor, documents: Documents, state: BackboneState | None
+    ) -> BackboneOutput:
         """As `forward`, on packed documents."""
         inputs = documents.pull(inputs)
         self._check_ids(inputs)
-        before = (None,) * len(self.layers)
+        before = (None,) * len(self.layers) if state is None else state.layers
+        # tokens of each document before this call
+        seen = None if state is None else documents.of_first(state.seen)
         native = self.lead is None and self.ngrams is None and all(layer.packs for layer in self.layers)
         if native:
-            x, _, routings = self._run(inputs, documents.mask, documents.position[None], before, documents)
+            position = documents.position
+            if seen is not None:
+                position = position + F.pad(seen, (0, 1))[documents.number]
+            x, states, routings = self._run(inputs, documents.mask, position[None], before, documents)
         else:
-            padded = documents.spread(inputs)
-            position = torch.arange(documents.longest, device=inputs.device).expand(padded.shape[:2])
-            x, _, routings = self._run(padded, documents.real, position, before)
+            inputs = documents.spread(inputs)
+            start = inputs.new_zeros(documents.count, dtype=torch.int64) if seen is None else seen
+            position = start[:, None] + torch.arange(documents.longest, device=inputs.device)
+            if state is not None:
+                weight = self.embedding.weight
+                fresh = self._make_state(1, weight.dtype, weight.device).layers
+                before = documents.enter(state.layers, fresh)
+            x, states, routings = self._run(inputs, documents.real, position, before)
 
         def place(part: Tensor) -> Tensor:
             return documents.push(part if native else documents.collect(part))
 
+        final = None
+        if self.causal:
+            layers = tuple(states) if native else documents.leave(tuple(states))
+            total = documents.offsets.diff() + (0 if seen is None else seen)
+            final = BackboneState(layers, total[documents.last])
         found = tuple(None if r is None else Routing(place(r.active), place(r.probs)) for r in routings)
-        return BackboneOutput(place(x), None, found)
+        return BackboneOutput(place(x), final, found)
 
     def _run(
         self,
@@ -538,7 +555,7 @@ class LanguageModelOutput(NamedTuple):
     logits: Tensor
     """(batch, time, vocab): scores of the token after each token; (batch, vocab) from `step`"""
     state: BackboneState
-    """after the last real token; None for packed documents"""
+    """after the last real token"""
     routings: tuple[Routing | None, ...]
     """one per layer"""
 

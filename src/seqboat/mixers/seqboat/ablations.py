@@ -12,6 +12,7 @@ with the norm before the block or after the sum, as in MEGA.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -142,8 +143,8 @@ class SeqBoatThenFFN(RecurrentMixer):
         out = self.layer.mix(x, mask, state)
         return out._replace(y=zero_padding(self.close(out.y, mask), mask))
 
-    def mix_documents(self, x: Tensor, documents: Documents) -> MixerOutput:
-        out = self.layer.mix_documents(x, documents)
+    def mix_documents(self, x: Tensor, documents: Documents, state: Any) -> MixerOutput:
+        out = self.layer.mix_documents(x, documents, state)
         return out._replace(y=zero_padding(self.close(out.y, documents.mask), documents.mask))
 
     def close(self, x: Tensor, mask: Tensor | None) -> Tensor:

@@ -170,8 +170,8 @@ class SparseModularActivation(RecurrentMixer):
         documents = mask if isinstance(mask, Documents) else None
         return self.mix(x, None if mask is None else mask.mask, state, base, dense, documents)
 
-    def mix_documents(self, x: Tensor, documents: Documents) -> MixerOutput:
-        return self.mix(x, documents.mask, None, documents=documents)
+    def mix_documents(self, x: Tensor, documents: Documents, state: Any) -> MixerOutput:
+        return self.mix(x, documents.mask, state, documents=documents)
 
     def mix(
         self,
@@ -183,6 +183,8 @@ class SparseModularActivation(RecurrentMixer):
         documents: Documents | None = None,
     ) -> MixerOutput:
         before, seen, spent = (None, None, None) if state is None else state
+        if documents is not None and seen is not None and spent is not None:
+            seen, spent = documents.of_first(seen), documents.of_first(spent)
         routing = self.policy(x, mask, seen, spent, documents)
         if transformed() and vectorized(routing.active):
             require(documents is None, "vmap cannot run over packed documents: use a batch dimension instead")
@@ -197,7 +199,13 @@ class SparseModularActivation(RecurrentMixer):
         outputs, after = [], []
         for i, (name, unit) in enumerate(self.units.items()):
             if isinstance(unit, PackedModule) and unit.causal:
-                out, remembered = unit(tokens[i], gathered.parts[i], None if before is None else before[i])
+                given = None if before is None else before[i]
+                if documents is None or unit.takes_documents:
+                    out, remembered = unit(tokens[i], gathered.parts[i], given)
+                else:
+                    out, remembered = self._run_documents(
+                        unit, tokens[i], gathered.parts[i], given, documents
+                    )
             else:
                 out, remembered = self._run(name, unit, tokens[i], gathered.parts[i]), None
             outputs.append(out)
@@ -209,14 +217,29 @@ class SparseModularActivation(RecurrentMixer):
         if self.training and self.policy.revival.inactive_gradient:
             self.policy.remember(outputs)
             y = self.policy.attach(y, routing)
-        if not self.causal or documents is not None:
+        if not self.causal:
             return MixerOutput(y, None, routing)
         batch, time = x.shape[:2]
-        new = torch.full((batch,), time, device=x.device) if mask is None else mask.sum(dim=1)
-        taken = routing.active.sum(dim=1)
+        if documents is not None:
+            new, taken = documents.offsets.diff(), documents.sums(routing.active[0].t()).t()
+        else:
+            new = torch.full((batch,), time, device=x.device) if mask is None else mask.sum(dim=1)
+            taken = routing.active.sum(dim=1)
         if seen is not None and spent is not None:
             new, taken = seen + new, spent + taken
+        if documents is not None:
+            new, taken = new[documents.last], taken[documents.last]
         return MixerOutput(y, SMAState(tuple(after), new, taken), routing)
+
+    @staticmethod
+    def _run_documents(
+        unit: PackedModule, tokens: Tensor, packed: Packed, state: Any, documents: Documents
+    ) -> tuple[Tensor, Any]:
+        """The output and the state of a causal module to which every document is a sequence."""
+        if state is not None:
+            state = documents.enter(state, unit.make_state(1, tokens.dtype, tokens.device))
+        out, after = unit(tokens, packed._replace(documents=None), state)
+        return out, documents.leave(after)
 
     def _mix_masked(
         self,

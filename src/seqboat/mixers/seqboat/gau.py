@@ -142,6 +142,10 @@ class GAU(PackedModule):
     def extra_repr(self) -> str:
         return f"{self.config}, causal={self.causal}"
 
+    @property
+    def takes_documents(self) -> bool:
+        return isinstance(self.span, MemorySpan)
+
     def forward(
         self, tokens: Tensor, packed: Packed, state: WorkingMemory | None = None
     ) -> tuple[Tensor, WorkingMemory | None]:
@@ -150,11 +154,12 @@ class GAU(PackedModule):
         query, key, value, gate = self.project(tokens, packed.position)
         attended = self.span.attend(query, key, value, packed, state, self._scoring())
         y = self._drop(self.out(gate * attended))
-        if not self.causal or packed.stateless:
+        if not self.causal:
             return y, None
         if state is None:
             # in the type of the inputs, also where autocast makes keys and values narrower
-            state = self.make_state(packed.offsets.shape[0] - 1, tokens.dtype, tokens.device)
+            batch = packed.offsets.shape[0] - 1 if packed.documents is None else packed.documents.shape[0]
+            state = self.make_state(batch, tokens.dtype, tokens.device)
         return y, self.span.remember(key, value, packed, state)
 
     def project(self, tokens: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -147,8 +147,8 @@ class SeqBoat(RecurrentMixer):
     def closing_norm(self) -> nn.Module | None:
         return make_norm(self.config.norm, self.d_model) if self.config.prenorm else None
 
-    def mix_documents(self, x: Tensor, documents: Documents) -> MixerOutput:
-        return self.mix(x, documents.mask, None, documents)
+    def mix_documents(self, x: Tensor, documents: Documents, state: Any) -> MixerOutput:
+        return self.mix(x, documents.mask, state, documents)
 
     def mix(
         self,
@@ -173,9 +173,7 @@ class SeqBoat(RecurrentMixer):
         y = self._close(summed, x.dtype, mask)
         if mask is not None:
             y = zero_padding(y, mask)
-        if not self.causal or documents is not None:
-            return MixerOutput(y, None, sma.routing)
-        return MixerOutput(y, SeqBoatState(ssm.state, sma.state), sma.routing)
+        return MixerOutput(y, SeqBoatState(ssm.state, sma.state) if self.causal else None, sma.routing)
 
     def _open(self, x: Tensor, mask: Tensor | None) -> Tensor:
         # autocast may widen the output of a norm: states keep to the type of the inputs

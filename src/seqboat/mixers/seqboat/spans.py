@@ -144,13 +144,18 @@ class Span(ABC):
 
     def remember(self, key: Tensor, value: Tensor, packed: Packed, state: WorkingMemory) -> WorkingMemory:
         """The memory after all packed tokens."""
-        total = state.total + packed.offsets.diff()
+        begin, count = packed.offsets[:-1], packed.offsets.diff()
+        if packed.documents is not None:
+            # of each sequence, what its last document leaves
+            begin, count = begin[packed.documents.last], count[packed.documents.last]
+            state = packed.documents.still(state)
+        total = state.total + count
         # what an empty memory must hold is known from packing
         most = packed.longest if self.places == 0 and state.keys.shape[1] == 0 else None
         state = self.make_room(state, total, most=most)
         slot = self.held(total, state.keys.shape[1])
         fresh = (slot >= state.total[:, None]) & (slot < total[:, None])
-        source = packed.offsets[:-1, None] + slot - state.total[:, None]
+        source = begin[:, None] + slot - state.total[:, None]
         source = torch.where(fresh, source, key.shape[0])  # one spare token of zeros at the end
 
         def renew(new: Tensor, old: Tensor) -> Tensor:
@@ -272,14 +277,19 @@ class MemorySpan(Span):
         """Where tokens and memories go in the joined array, the group of each place, and its source."""
         device, window = packed.flat.device, self.window
         batch, tokens = state.total.shape[0], packed.flat.shape[0]
-        fresh = torch.arange(tokens, device=device) + (packed.row + 1) * window
-        sequence = torch.arange(batch, device=device)
+        sequence = owner = torch.arange(batch, device=device)
+        memories = packed.row + 1
+        if packed.documents is not None:
+            # memories belong to the first document of their sequence
+            owner = packed.documents.first
+            memories = torch.bucketize(packed.row, owner, right=True)
+        fresh = torch.arange(tokens, device=device) + memories * window
         age = torch.arange(window, device=device)
-        old = (packed.offsets[:-1] + sequence * window)[:, None] + age
+        old = (packed.offsets[owner] + sequence * window)[:, None] + age
         filled = window - state.total[:, None].clamp(max=window) <= age
         group = packed.row.new_empty(tokens + batch * window)
         group[fresh] = packed.row
-        group[old.flatten()] = torch.where(filled, sequence[:, None], -1).flatten()
+        group[old.flatten()] = torch.where(filled, owner[:, None], -1).flatten()
         source = torch.empty_like(group)
         source[torch.cat([old.flatten(), fresh])] = torch.arange(len(group), device=device)
         return fresh, group, source

@@ -104,7 +104,7 @@ class PaddedUnit(PackedModule):
     def forward(
         self, tokens: Tensor, packed: Packed, state: Replay | None = None
     ) -> tuple[Tensor, Replay | None]:
-        if not self.causal or packed.stateless:
+        if not self.causal:
             return self._run(unpack(tokens, packed)), None
         batch = packed.offsets.shape[0] - 1
         if state is None:

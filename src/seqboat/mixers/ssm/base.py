@@ -20,7 +20,7 @@ from seqboat.core.documents import Documents
 from seqboat.core.nn import fft_convolve
 from seqboat.core.padding import zero_padding
 from seqboat.mixers.base import MixerOutput, RecurrentMixer, keep_rows
-from seqboat.ops.document_scan import scan_documents
+from seqboat.ops.document_scan import scan_documents, state_after
 from seqboat.ops.scan import BLOCK, block_for, block_tables, final_state, scan
 
 Method = Literal["scan", "fft"]
@@ -209,16 +209,33 @@ class DiagonalSSM(StateSpace):
         lengths = None if mask is None else mask.sum(dim=1)
         return y, SSMState(final_state(x, states, tables, log_decay[0], start, lengths))
 
-    def mix_documents(self, x: Tensor, documents: Documents) -> MixerOutput:
+    def mix_documents(self, x: Tensor, documents: Documents, state: Any) -> MixerOutput:
         if self.truncation is not None or self.method != "scan":
-            return super().mix_documents(x, documents)
+            return super().mix_documents(x, documents, state)
+        self._new_sequence()
         with torch.autocast(x.device.type, enabled=False):
             wide = x.to(at_least_float32(x.dtype))
             log_decay, drive, read = self.coefficients()
             size = block_for(x.shape[1] // max(documents.count, 1), self.block)
             tables = block_tables(log_decay, drive, read, self.skip.to(wide.dtype), size)
-            y = scan_documents(wide, tables, not self.causal, *documents.blocks(size)).to(x.dtype)
-        return MixerOutput(zero_padding(y, documents.mask))
+            place, group, first, reach = documents.blocks(size)
+            lengths, start, begin = documents.offsets.diff(), None, None
+            if state is not None:
+                # an empty document has no block: its state goes to a spare one
+                target = torch.where(lengths > 0, first[:-1], group.shape[0])[documents.first]
+                begin = documents.still(state.states)
+                shape = (group.shape[0] + 1, *state.states.shape[1:])
+                start = wide.new_zeros(shape).index_copy(0, target, state.states)[:-1]
+            y, spread, states = scan_documents(wide, tables, not self.causal, place, group, reach, start)
+            y = zero_padding(y.to(x.dtype), documents.mask)
+            if not self.causal:
+                return MixerOutput(y)
+            length = lengths[documents.last]
+            after = state_after(
+                spread, states, tables, log_decay[0], first[documents.last], length.clamp(min=1)
+            )
+            begin = torch.zeros_like(after) if begin is None else begin
+            return MixerOutput(y, SSMState(torch.where((length > 0)[:, None, None], after, begin)))
 
     def kernel(self, length: int) -> Tensor:
         """The first taps of the convolution kernel, (directions, dim, length), without the skip."""

@@ -73,8 +73,8 @@ class SSMLayer(RecurrentMixer):
     def name(self) -> str:
         return f"{self.ssm.name} layer"
 
-    def mix_documents(self, x: Tensor, documents: Documents) -> MixerOutput:
-        return self.mix(x, documents.mask, None, documents)
+    def mix_documents(self, x: Tensor, documents: Documents, state: Any) -> MixerOutput:
+        return self.mix(x, documents.mask, state, documents)
 
     def mix(
         self, x: Tensor, mask: Tensor | None, state: Any, documents: Documents | None = None
