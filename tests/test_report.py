@@ -258,8 +258,10 @@ def test_every_chart_has_its_table(pages: Pages) -> None:
     page = Reader(pages.page("bytes").read_text(encoding="utf-8"))
     charts = [a["data-chart"] for _, a in page.tags if "data-chart" in a]
     numbers = next(json.loads(text) for _, a, text in page.raw if a.get("id") == "numbers")
-    assert list(numbers["charts"]) == charts and len(charts) == 9
-    assert sum(tag == "details" for tag, _ in page.tags) == len(charts) + 1
+    assert list(numbers["charts"]) == charts and len(charts) == 10
+    # each chart's table, all settings, and what the columns of three tables mean
+    assert sum(tag == "details" for tag, _ in page.tags) == len(charts) + 1 + 3
+    assert page.words.count("What the columns mean") == 3
     layer = collect(pages.run("bytes"), samples=0).numbers["measures"]["layers"][0]
     words = " ".join(page.words)
     assert f"{100 * layer['rate']['mean']:.1f} %" in words and f"{100 * layer['rate']['std']:.1f} %" in words
@@ -693,7 +695,7 @@ def test_code_that_was_not_written_by_us_is_blocked(pages: Pages, browser: Brows
     slipped = "<script>document.title = 'run'</script><img src=x onerror=\"document.title = 'run'\">"
     page.write_text(text.replace("</main>", f"{slipped}</main>"), encoding="utf-8")
     browser.open(page)
-    assert browser.driver.title == "show"
+    assert browser.driver.title == "bytes"
     blocked = browser.complaints()
     assert len(blocked) >= 2 and all("Content Security Policy" in line for line in blocked)
     assert browser.requests() == [page.as_uri()]

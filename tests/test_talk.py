@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,12 @@ import pytest
 import torch
 
 from seqboat.cli import main
+from seqboat.commands.eval import outcome_lines
 from seqboat.data.store import Skips
 from seqboat.runs import Run
 from seqboat.tasks import ClassifyTaskConfig, LMTextTaskConfig, RegressTaskConfig, TagTaskConfig
 from seqboat.tasks.byte_counts import score_counts
+from seqboat.tasks.outcomes import Outcomes
 from seqboat.tasks.own import baselines
 from seqboat.tasks.own.baselines import SparseMatrix, fit_linear, softmax_loss, squared_loss, weigh_terms
 from seqboat.tasks.summary import class_warnings
@@ -214,3 +217,113 @@ def test_counts_of_bytes(tmp_path: Path) -> None:
         "bytes       1,710 train, 95 val",
     ]
     assert task.baselines("val", 4)["counts after 3 bytes"]["bits"] < 0.5
+
+
+# which answers are wrong
+
+
+def test_classes_and_confusions_are_counted(tmp_path: Path) -> None:
+    task = ClassifyTaskConfig(train=str(soups(tmp_path))).build()
+    data = task.dataset("train")
+    examples = [data[i] for i in range(20)]
+    random = torch.Generator().manual_seed(0)
+    logits = torch.randn(20, 2, generator=random)
+    outcomes = Outcomes(task)
+    for start in (0, 12):
+        part = list(range(start, min(start + 12, 20)))
+        outcomes.add(part, task.collate([examples[i] for i in part]), logits[part])
+    found = outcomes.result()
+    pairs = Counter((int(e.target), int(v.argmax())) for e, v in zip(examples, logits, strict=True))
+    assert found["confusion"] == [[pairs[a, b] for b in (0, 1)] for a in (0, 1)]
+    bad = found["classes"][0]
+    assert bad["label"] == "bad" and bad["count"] == pairs[0, 0] + pairs[0, 1]
+    assert bad["precision"] == pairs[0, 0] / (pairs[0, 0] + pairs[1, 0])
+    assert bad["recall"] == pairs[0, 0] / bad["count"]
+    assert bad["f1"] == pytest.approx(2 / (1 / bad["precision"] + 1 / bad["recall"]))
+    wrong = {
+        i: float(v.double().softmax(0)[int(e.target)])
+        for i, (e, v) in enumerate(zip(examples, logits, strict=True))
+        if int(v.argmax()) != int(e.target)
+    }
+    assert [error["example"] for error in found["worst"]] == sorted(wrong, key=lambda i: wrong[i])[:10]
+    assert all(error["input"].startswith("the soup ") for error in found["worst"])
+    assert [pair["count"] for pair in found["confused"]] == sorted([pairs[0, 1], pairs[1, 0]], reverse=True)
+
+
+def test_errors_of_other_answers(tmp_path: Path) -> None:
+    labels = write_csv(
+        tmp_path / "labels.csv", ["text", "label"], [[f"t{i}", "a|b"] for i in range(4)] + [["u", "c"]]
+    )
+    task = ClassifyTaskConfig(train=str(labels), label_separator="|").build()
+    batch = task.collate([task.dataset("train")[i] for i in range(3)])
+    outcomes = Outcomes(task)
+    outcomes.add([0, 1, 2], batch, 2 * batch.targets - 1)
+    assert [row["f1"] for row in outcomes.result()["classes"]].count(None) < 3
+    assert outcomes.result()["worst"] == []
+    outcomes.add([3, 4, 5], batch, torch.full((3, 3), -1.0))
+    assert outcomes.result()["worst"][0]["predicted"] == "no label"
+    numbers = write_csv(tmp_path / "numbers.csv", ["text", "label"], [[f"t{i}", 10 * i] for i in range(9)])
+    regress = RegressTaskConfig(train=str(numbers)).build()
+    outcomes = Outcomes(regress)
+    batch = regress.collate([regress.dataset("train")[i] for i in range(8)])
+    said = batch.targets[:, None].clone()
+    said[3] += 2
+    outcomes.add(list(range(8)), batch, said)
+    worst = outcomes.result()["worst"][0]
+    assert worst["example"] == 3 and "classes" not in outcomes.result()
+    assert float(worst["predicted"]) - float(worst["label"]) == pytest.approx(
+        2 * regress.facts["target_std"], rel=1e-2
+    )
+    records = [{"text": f"Ann {i}", "tags": [[0, 3, "name"]]} for i in range(4)]
+    tags = TagTaskConfig(train=str(write_lines(tmp_path / "tags.jsonl", records))).build()
+    batch = tags.collate([tags.dataset("train")[i] for i in range(2)])
+    outcomes = Outcomes(tags)
+    outcomes.add([0, 1], batch, torch.tensor([1.0, 0.0]).expand(2, batch.inputs.shape[1], 2))
+    found = outcomes.result()
+    assert found["confusion"] == [[4, 0], [6, 0]] and found["worst"][0]["predicted"] == "3 of 5 tags wrong"
+
+
+def test_evaluation_prints_classes_and_errors(
+    told: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", str(told[0]), "--split=val", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["baselines"]["split"] == "val"
+    right = sum(found["confusion"][i][i] for i in range(3))
+    assert found["accuracy"] == right / found["examples"] == right / 8
+    assert main(["eval", str(told[0]), "--split=train"]) == 0
+    text = capsys.readouterr().out
+    for part in (
+        "baselines on val, accuracy: majority",
+        "class  precision  recall      F1    count  predicted",
+        "confusion (rows: label, columns: prediction)",
+        "worst errors (example, label, prediction, beginning of the input)",
+        "the soup ",
+    ):
+        assert part in text, part
+
+
+def test_many_classes_are_listed_by_their_score() -> None:
+    rows = [
+        {"label": f"c{i}", "precision": 0.5, "recall": None, "f1": i / 40, "count": i, "predicted": 2}
+        for i in range(40)
+    ]
+    confused = [{"label": "a", "predicted": "b", "count": 7}]
+    lines = list(outcome_lines({"classes": rows, "confusion": None, "confused": confused}))
+    assert "(30 of 40, lowest F1 first)" in lines[1] and lines[2].startswith("c0 ")
+    assert len([line for line in lines if line.startswith("c")]) == 31 and "  a predicted as b: 7" in lines
+
+
+def test_the_report_has_classes_and_explains_its_columns(told: tuple[Path, list[str]]) -> None:
+    page = told[0].parent / "report.html"
+    assert main(["report", str(told[0]), "--split=val", f"--out={page}"]) == 0
+    text = page.read_text(encoding="utf-8")
+    assert "<title>run</title>" in text and 'id="scores"' in text and "Confusion matrix" in text
+    assert "bag of words</span>" in text and "baseline, accuracy on val; majority" in text
+    for head, about in (
+        ("recall", "the fraction that was found"),
+        ("weighted span", "weighted by attention"),
+    ):
+        heads = [line for line in re.findall(r"<th [^>]*>[^<]*</th>", text) if f">{head}<" in line]
+        assert heads and any(about in line for line in heads)
+        assert re.search(rf"<dt>{head}</dt><dd>[^<]*{about}", text)

@@ -37,6 +37,7 @@ from seqboat.inference.int8 import expect_codes, quantize_tensors
 from seqboat.models.backbone import Classifier, LanguageModel, Matcher, Tagger
 from seqboat.models.limits import build_within
 from seqboat.tasks.base import BYTES, Split, Task
+from seqboat.tasks.outcomes import Outcomes
 from seqboat.training.checkpoint import (
     MODEL,
     Checkpoint,
@@ -270,6 +271,7 @@ class Run:
         reading: Windows | Streaming | None = None,
         device: torch.device | None = None,
         control: Callable[[nn.Module], AbstractContextManager[None]] | None = None,
+        details: bool = False,
     ) -> dict[str, Any]:
         """Score the model on a split; returns what `seqboat eval --json` prints.
 
@@ -282,6 +284,7 @@ class Run:
                 or with a carried state in as many sequences as the batch has.
             device: where to compute; the CPU by default.
             control: may override the model's decisions while the context that it returns is open.
+            details: whether to add the scores of every class, confusions and the worst errors (`Outcomes.result`).
         """
         config, task, model = self.config, self.task, self.model
         usual = config.evaluation.batch_size
@@ -292,6 +295,7 @@ class Run:
             # about as many tokens at a time as the run itself evaluates
             usual = max(1, usual * task.max_length // reading.window)
         world = World(0, 1, device or torch.device("cpu"))
+        outcomes = Outcomes(task)
         with nullcontext() if control is None else control(model):
             result = evaluate(
                 model.to(world.device),
@@ -303,6 +307,7 @@ class Run:
                 carry_state=config.training.carry_state,
                 reading=reading,
                 progress=progress,
+                observe=outcomes.add if details else None,
             )
         read: dict[str, Any] = {}
         if reading is not None:
@@ -321,6 +326,7 @@ class Run:
             "examples": result.examples,
             **result.metrics,
             "activation": result.activation,
+            **outcomes.result(),
         }
 
     def pack(self, folder: Path | str, dtype: torch.dtype = torch.float16) -> Path:

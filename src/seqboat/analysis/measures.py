@@ -8,7 +8,7 @@ Section 5 of the paper asks how much attention a task needs; the decisions of th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,7 +39,7 @@ from seqboat.analysis.traces import (
 )
 from seqboat.checks import require
 from seqboat.runs import Run
-from seqboat.tasks.base import IGNORE, Split, apply_model
+from seqboat.tasks.base import IGNORE, Batch, Split, apply_model
 from seqboat.training.evaluate import Windows, evaluation_parts
 from seqboat.training.loader import batches
 from seqboat.training.parallel import World
@@ -293,6 +293,7 @@ def measure(
     reading: Windows | None = None,
     device: torch.device | None = None,
     progress: Callable[[int, int], None] | None = None,
+    observe: Callable[[Sequence[int], Batch, Tensor], None] | None = None,
 ) -> Measures:
     """Measure the routers of a model on examples, batch by batch, in memory independent of their number.
 
@@ -304,6 +305,7 @@ def measure(
         reading: the windows that the examples were cut into, if any; only scored tokens are counted, not context.
         device: where to compute; the CPU by default.
         progress: called with the number of batches done and the total.
+        observe: called with the numbers of the examples of every batch, the batch, and the logits.
     """
     model, config, task, dataset, step = examples
     require(len(dataset) > 0, f"the split {split} must hold at least one example, got none")
@@ -317,12 +319,14 @@ def measure(
     sequences = tokens = 0
     watched = [number for number, site in enumerate(found) if site is not None and site.gau is not None]
     parts = evaluation_parts(dataset, batch_size or config.evaluation.batch_size, world, task.fixed_length)
-    for done, (_, batch) in enumerate(batches(task, dataset, split, iter(parts)), start=1):
+    for done, (part, batch) in enumerate(batches(task, dataset, split, iter(parts)), start=1):
         batch = batch.to(world.device)
         with watch(found, watched) as seen:
             output = apply_model(model, task.kind, batch)
         for name, value in task.score(output, batch).items():
             totals[name] = totals.get(name, torch.zeros(2, dtype=torch.float64)) + value.cpu()
+        if observe is not None:
+            observe(part.examples, batch, output.logits)
         for half, (inputs, mask, routings) in enumerate(halves(found, batch, output.routings)):
             for row in range(len(inputs)):
                 sequence = sequence_trace(found, inputs, mask, routings, row)

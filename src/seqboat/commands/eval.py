@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import sys
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from seqboat.commands.control import add_control_arguments, read_control
@@ -57,9 +58,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
+    from seqboat.data.console import printable
     from seqboat.runs import Run
     from seqboat.training.display import metric_text, rate_text
+    from seqboat.training.loop import read_told
     from seqboat.training.parallel import choose_device
+    from seqboat.training.planning.briefing import baseline_text
 
     for name in ("batch_size", "limit"):
         value = getattr(options, name)
@@ -69,7 +73,8 @@ def run(options: argparse.Namespace) -> int:
     control = read_control(options)
     fields = [*([f"--data.data_dir={options.data_dir}"] if options.data_dir else []), *options.fields]
     device = choose_device(options.device, what="--device")
-    result = Run(options.run, options.which, fields).evaluate(
+    source = Run(options.run, options.which, fields)
+    result = source.evaluate(
         options.split,
         batch_size=options.batch_size,
         limit=options.limit,
@@ -77,9 +82,13 @@ def run(options: argparse.Namespace) -> int:
         reading=reading,
         device=device,
         control=None if control is None else control.applied,
+        details=True,
     )
     if control is not None:
         result["control"] = control.record()
+    baselines = read_told(source.folder).get("baselines")
+    if baselines:
+        result["baselines"] = baselines
     if options.json:
         plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in result.items()}
         print(json.dumps(plain))
@@ -91,7 +100,79 @@ def run(options: argparse.Namespace) -> int:
         if control is not None:
             print(f"overrides: {control.describe()}")
         print(f"{metric_text(result)}  active % {rate_text(result['activation'])}")
+        if baselines and (text := baseline_text(baselines)):
+            print(f"baselines on {baselines['split']}, {baselines['metric']}: {text}")
+        for line in outcome_lines(result):
+            print(printable(line))
     return 0
+
+
+LISTED = 30
+"""Classes to list; of more, those with the lowest F1."""
+GRID = 12
+"""Classes up to which the whole confusion matrix is printed."""
+
+
+def outcome_lines(result: Mapping[str, Any]) -> Iterator[str]:
+    """Scores of every class, confusions and the worst errors, as lines."""
+    classes = result.get("classes")
+    if classes:
+        yield from _class_lines(classes)
+    confusion = result.get("confusion")
+    if confusion and len(confusion) <= GRID:
+        yield from _grid_lines([row["label"] for row in classes or ()], confusion)
+    elif result.get("confused"):
+        yield ""
+        yield "most frequent confusions"
+        for pair in result["confused"]:
+            yield f"  {pair['label']} predicted as {pair['predicted']}: {pair['count']:,}"
+    if result.get("worst"):
+        yield ""
+        yield "worst errors (example, label, prediction, beginning of the input)"
+        for error in result["worst"]:
+            yield f"  {error['example']}  {error_text(error)}  {error['input']}"
+
+
+def error_text(error: Mapping[str, Any]) -> str:
+    """The label of a wrong answer, and the answer."""
+    label = "" if error["label"] is None else f"{error['label']} -> "
+    sure = f" ({error['probability']:.0%})" if "probability" in error else ""
+    return f"{label}{error['predicted']}{sure}"
+
+
+def _class_lines(classes: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    shown = list(classes)
+    if len(shown) > LISTED:
+        shown = sorted(shown, key=lambda row: -1.0 if row["f1"] is None else row["f1"])[:LISTED]
+    wide = max(5, *(len(_cut(row["label"])) for row in shown))
+    yield ""
+    more = f" ({LISTED} of {len(classes):,}, lowest F1 first)" if len(classes) > LISTED else ""
+    yield f"{'class':{wide}}  precision  recall      F1    count  predicted{more}"
+    for row in shown:
+        scores = ["-" if row[k] is None else f"{row[k]:.4f}" for k in ("precision", "recall", "f1")]
+        yield (
+            f"{_cut(row['label']):{wide}}  {scores[0]:>9}  {scores[1]:>6}  {scores[2]:>6}  "
+            f"{row['count']:7,}  {row['predicted']:9,}"
+        )
+    from seqboat.tasks.outcomes import macro_f1
+
+    mean = macro_f1(classes)
+    yield f"{'mean':{wide}}  {'':9}  {'':6}  {'-' if mean is None else f'{mean:.4f}':>6}"
+
+
+def _grid_lines(labels: Sequence[str], confusion: Sequence[Sequence[int]]) -> Iterator[str]:
+    names = [_cut(label) for label in labels]
+    wide = max(map(len, names))
+    cell = [max(len(name), *(len(f"{row[i]:,}") for row in confusion)) for i, name in enumerate(names)]
+    yield ""
+    yield "confusion (rows: label, columns: prediction)"
+    yield " " * wide + "".join(f"  {name:>{size}}" for name, size in zip(names, cell, strict=True))
+    for name, row in zip(names, confusion, strict=True):
+        yield f"{name:{wide}}" + "".join(f"  {count:>{size},}" for count, size in zip(row, cell, strict=True))
+
+
+def _cut(label: str, size: int = 24) -> str:
+    return label if len(label) <= size else label[: size - 1] + "…"
 
 
 def make_reading(options: argparse.Namespace) -> Windows | Streaming | None:

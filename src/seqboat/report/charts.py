@@ -151,6 +151,33 @@ def _class_chart(measures: Numbers, busy: Sequence[tuple[str, Numbers]]) -> Char
     }
 
 
+SMOOTHED_FROM = 20
+"""Points from which a training curve is also drawn smoothed."""
+
+
+def _curve(name: str, points: Sequence[Sequence[Any]], noisy: bool) -> list[Chart]:
+    """A curve; one that scatters is drawn faintly, with its running mean on top."""
+    lines: list[Chart] = [{"name": name, "points": points, "faint": noisy}]
+    if noisy and len(points) >= SMOOTHED_FROM:
+        lines.append({"name": f"{name}, smoothed", "points": smooth(points), "smooth": True})
+    return lines
+
+
+def smooth(points: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """The centered running mean over a tenth of the points; at the ends over those that there are.
+
+    >>> smooth([[step, float(step % 2)] for step in range(20)])[8:11]
+    [[8, 0.3333333333333333], [9, 0.6666666666666666], [10, 0.3333333333333333]]
+    """
+    known = [point for point in points if point[1] is not None]
+    reach = max(1, len(known) // 20)
+    found = []
+    for place, (step, _) in enumerate(known):
+        near = [value for _, value in known[max(0, place - reach) : place + reach + 1]]
+        found.append([step, sum(near) / len(near)])
+    return found
+
+
 def curve_charts(numbers: Numbers, layers: Sequence[str]) -> dict[str, Chart]:
     charts: dict[str, Chart] = {}
     words = {"train": "training", "val": "validation"}
@@ -162,8 +189,9 @@ def curve_charts(numbers: Numbers, layers: Sequence[str]) -> dict[str, Chart]:
                 "xlabel": "step",
                 "unit": score_unit(score),
                 "series": [
-                    {"name": words.get(split, split), "points": points, "faint": split == "train"}
+                    line
                     for split, points in parts.items()
+                    for line in _curve(words.get(split, split), points, split == "train")
                 ],
             }
     training = numbers["measures"]["training"]

@@ -19,6 +19,7 @@ from seqboat.report.charts import MODULES
 from seqboat.report.page import (
     Chart,
     element,
+    explained,
     figure,
     score_unit,
     settings_table,
@@ -31,6 +32,20 @@ from seqboat.report.record import Numbers, describe_run
 from seqboat.runs import Run
 from seqboat.tasks.base import Split
 from seqboat.training.display import rate_text
+
+RUN_HEADS = {
+    "run": "the part of its folder's name that differs",
+    "recipe": "what it was trained with, or its task",
+    "mixer": "kind of layer",
+    "parameters": "trained numbers of the model",
+    "step": "training steps that the checkpoint has seen",
+    "score": "the task's metric on held-out data",
+    "active %": "percent of held-out tokens that each layer activates",
+    "tokens/s": "training speed, the median of what was recorded",
+    "MB": "most memory of the training process",
+    "minutes": "of training and evaluation",
+}
+"""What the columns of the table of runs mean."""
 
 
 def collect_comparison(
@@ -119,22 +134,13 @@ def comparison_page(numbers: Numbers) -> str:
         "section",
         element("h2", "Runs"),
         table(
-            [
-                "run",
-                "recipe",
-                "mixer",
-                "parameters",
-                "step",
-                "score",
-                "active %",
-                "tokens/s",
-                "MB",
-                "minutes",
-            ],
+            list(RUN_HEADS),
             metric_rows,
             "Runs",
             words=(1, 2),
+            about=RUN_HEADS,
         ),
+        explained(RUN_HEADS),
         id="runs",
         class_="card",
     )

@@ -139,7 +139,11 @@ def score_unit(metric: str) -> str | None:
 
 
 def table(
-    head: Sequence[str], rows: Iterable[Sequence[object]], caption: str, words: Sequence[int] = ()
+    head: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    caption: str,
+    words: Sequence[int] = (),
+    about: Mapping[str, str] | None = None,
 ) -> Html:
     """A table whose first column names the rows.
 
@@ -148,9 +152,14 @@ def table(
         rows: cells; numbers as text.
         caption: description for screen readers.
         words: columns of text; the others are numbers, aligned to the right.
+        about: what columns mean, shown on hover; `explained` shows the same as text.
     """
+    about = about or {}
     kinds = ["text" if i in (0, *words) else "number" for i in range(len(head))]
-    top = join(element("th", name, scope="col", class_=kind) for name, kind in zip(head, kinds, strict=True))
+    top = join(
+        element("th", name, scope="col", class_=kind, title=about.get(name))
+        for name, kind in zip(head, kinds, strict=True)
+    )
     body = []
     for row in rows:
         first, *others = row
@@ -164,6 +173,12 @@ def table(
     )
     # wide tables scroll, which must work without a mouse
     return element("div", content, class_="scroll", tabindex="0", role="region", aria_label=caption)
+
+
+def explained(about: Mapping[str, str]) -> Html:
+    """What the columns of a table mean, as text that can be opened."""
+    terms = [part for name, text in about.items() for part in (element("dt", name), element("dd", text))]
+    return element("details", element("summary", "What the columns mean"), element("dl", *terms))
 
 
 def chart_table(chart: Chart) -> Html:
@@ -193,10 +208,8 @@ def chart_table(chart: Chart) -> Html:
             for i, name in enumerate(chart["bins"])
         ]
         return table([chart["xlabel"], *chart["rows"]], rows, title)
-    rows = [
-        [name, *(spell(v, unit) for v in values)]
-        for name, values in zip(chart["rows"], chart["values"], strict=True)
-    ]
+    shown = chart.get("texts") or [[spell(v, unit) for v in values] for values in chart["values"]]
+    rows = [[name, *texts] for name, texts in zip(chart["rows"], shown, strict=True)]
     return table([chart["label"], *chart["columns"]], rows, title)
 
 

@@ -34,6 +34,7 @@ def describe_run(run: Path | str, which: str = "best") -> Numbers:
     written = datetime.fromtimestamp((checkpoint.path / STATE).stat().st_mtime, UTC)
     return {
         "run": str(run),
+        "name": source.folder.resolve().name,
         "recipe": config.recipe,
         "task": task.name,
         "kind": task.kind,
@@ -53,6 +54,7 @@ def describe_run(run: Path | str, which: str = "best") -> Numbers:
         "training": _training(records),
         "curves": _curves(records),
         "held_out": _held_out(records, checkpoint.step),
+        "baselines": about.get("baselines"),
     }
 
 

@@ -26,6 +26,7 @@ from seqboat.report.page import (
     asset,
     day_text,
     element,
+    explained,
     figure,
     join,
     score_unit,
@@ -37,8 +38,10 @@ from seqboat.report.page import (
 )
 from seqboat.report.record import Numbers, describe_run
 from seqboat.report.samples import PAGE_BYTES, PackedSamples, Sample, collect_samples, explorer, pack_samples
+from seqboat.report.scores import baseline_tile, scores_section
 from seqboat.runs import Run
 from seqboat.tasks.base import Split, Task, draw_subset
+from seqboat.tasks.outcomes import Outcomes
 
 
 class Collected(NamedTuple):
@@ -78,7 +81,9 @@ def collect(
     check_positive("samples", samples, least=0)
     numbers = describe_run(run, which)
     examples = load_examples(run, split, limit, which, fields)
-    measures = measure(examples, split, device=device, progress=progress)
+    outcomes = Outcomes(examples.task)
+    measures = measure(examples, split, device=device, progress=progress, observe=outcomes.add)
+    numbers["outcomes"] = outcomes.result()
     numbers["measures"] = replace(
         measures, run=str(run), training=tuple(activation_curve(Run(run).folder))
     ).to_record()
@@ -95,6 +100,9 @@ def report_page(found: Collected) -> str:
     routed = any(layer is not None for layer in measures["layers"])
     charts = activation_charts(measures, layers) if routed else {}
     sections = [("summary", "Summary", _summary(numbers))]
+    scores, matrices = scores_section(numbers["outcomes"])
+    if scores is not None:
+        sections.append(("scores", "Scores", scores))
     if routed:
         pictures = join(figure(key, chart) for key, chart in charts.items())
         content = element(
@@ -113,7 +121,7 @@ def report_page(found: Collected) -> str:
         )
         sections.append(("training", "Training", content))
     sections.append(("settings", "Settings", _settings(numbers)))
-    title, lead, charts = _title(numbers), _lead(numbers), charts | curves
+    title, lead, charts = str(numbers["name"]), _lead(numbers), matrices | charts | curves
     if not found.samples:
         return write_page(title, lead, sections, charts)
     # samples get the space that the rest leaves
@@ -125,14 +133,15 @@ def report_page(found: Collected) -> str:
     )
 
 
-def _title(numbers: Numbers) -> str:
-    return str(numbers["recipe"] or numbers["task"])
+def _layers(numbers: Numbers) -> str:
+    return f"{numbers['layers']} layer{'' if numbers['layers'] == 1 else 's'}"
 
 
 def _lead(numbers: Numbers) -> str:
     day = day_text(datetime.fromisoformat(numbers["date"]))
     return (
-        f"{numbers['mixer']}, {numbers['layers']} layers of width {numbers['d_model']} · "
+        f"{numbers['recipe'] or numbers['task']} · "
+        f"{numbers['mixer']}, {_layers(numbers)} of width {numbers['d_model']} · "
         f"{spell(numbers['parameters'])} parameters · seed {numbers['seed']} · "
         f"step {spell(numbers['step'])} of {spell(numbers['steps'])}, {day} · {numbers['run']}"
     )
@@ -152,6 +161,9 @@ def _summary(numbers: Numbers) -> Html:
             f"{examples}; {others}" if others else examples,
         )
     ]
+    baseline = baseline_tile(numbers)
+    if baseline is not None:
+        items.append(baseline)
     rates = [layer["counts"]["rate"] for layer in measures["layers"] if layer is not None]
     if rates:
         busy = "mean of the layers with a router" if None in measures["layers"] else "mean of all layers"
@@ -159,9 +171,7 @@ def _summary(numbers: Numbers) -> Html:
     cost = cost_fraction(measures)
     if cost is not None:
         items.append(("implied cost", spell(cost, "percent"), "matrix products, relative to always active"))
-    items.append(
-        ("parameters", spell(numbers["parameters"]), f"{numbers['layers']} layers of {numbers['mixer']}")
-    )
+    items.append(("parameters", spell(numbers["parameters"]), f"{_layers(numbers)} of {numbers['mixer']}"))
     if training["minutes"] is not None:
         speed = f"{spell(training['tokens_per_s'])} tokens/s, {spell(training['memory_mb'])} MB"
         items.append(("training", f"{training['minutes']:.1f} min", speed))
@@ -173,6 +183,23 @@ def cost_fraction(measures: Mapping[str, Any]) -> float | None:
     costs = [layer["cost"] for layer in measures["layers"] if layer is not None and layer["cost"] is not None]
     always = sum(cost["always"] for cost in costs)
     return sum(cost["flops"] for cost in costs) / always if always else None
+
+
+LAYER_HEADS = {
+    "layer": "counted from the input",
+    "module": "what the router activates; the rates of other modules of the layer",
+    "activated ± std": "fraction of the tokens of a sequence that are activated: mean and standard deviation over "
+    "sequences",
+    "tokens per sequence": "mean number of activated tokens of a sequence",
+    "confidence": "mean probability that the router assigns to the tokens it activates",
+    "temperature": "of the router's softmax: the higher, the closer to one half its probabilities are",
+    "memory": "activated tokens that attention can look back on (the window)",
+    "span": "mean distance, in tokens of the sequence, from a query to the keys it may see",
+    "weighted span": "the same distance, weighted by attention",
+    "memory filled": "fraction of the memory that is in use when a query attends",
+    "cost": "matrix products of the layer, relative to the same layer with all tokens active",
+}
+"""What the columns of the table of layers mean."""
 
 
 def _layer_table(measures: Numbers, layers: Sequence[str]) -> Html:
@@ -203,20 +230,8 @@ def _layer_table(measures: Numbers, layers: Sequence[str]) -> Html:
                 spell(value_in(layer, "cost", "fraction"), "percent"),
             ]
         )
-    head = [
-        "layer",
-        "module",
-        "activated ± std",
-        "tokens per sequence",
-        "confidence",
-        "temperature",
-        "memory",
-        "span",
-        "weighted span",
-        "memory filled",
-        "cost",
-    ]
-    return table(head, rows, "What each layer did", words=(1,))
+    content = table(list(LAYER_HEADS), rows, "What each layer did", words=(1,), about=LAYER_HEADS)
+    return element("div", content, explained(LAYER_HEADS))
 
 
 def _settings(numbers: Numbers) -> Html:

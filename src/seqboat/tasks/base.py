@@ -336,6 +336,13 @@ class Task(ABC):
             "probabilities": dict(zip(labels, probs.tolist(), strict=True)),
         }
 
+    def excerpt(self, inputs: NDArray[Any], size: int = 80) -> str:
+        """The beginning of a sequence in one line of at most `size` characters."""
+        if self.vocab is None:
+            return f"{len(inputs):,} {'pixels' if self.picture else 'values'}"
+        text = " ".join(self._spell(inputs[: 4 * size]).split())
+        return text if len(text) <= size and len(inputs) <= 4 * size else text[: size - 1] + "…"
+
     def _spell(self, inputs: NDArray[Any]) -> str:
         return " ".join(str(value) for value in inputs.reshape(-1).tolist())
 

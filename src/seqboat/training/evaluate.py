@@ -146,6 +146,7 @@ def evaluate(
     timeout: float = TIMEOUT,
     interrupted: Callable[[], bool] | None = None,
     modules: Sequence[int | None] | None = None,
+    observe: Callable[[Sequence[int], Batch, Tensor], None] | None = None,
 ) -> Evaluation:
     """Score a model.
 
@@ -166,6 +167,7 @@ def evaluate(
         timeout: seconds to wait for a data worker.
         interrupted: called after every batch; True ends the evaluation with EvaluationInterrupted.
         modules: index of the module of each layer whose activation is counted; the mean over all by default.
+        observe: called with the numbers of the examples of every batch, the batch, and the logits.
     """
     task.check_split(split)
     if reading is None:
@@ -202,6 +204,8 @@ def evaluate(
             for name, value in task.score(output, batch).items():
                 value = value * part.counted
                 totals[name] = totals[name] + value if name in totals else value
+            if observe is not None and part.counted:
+                observe(part.examples, batch, output.logits)
             if progress is not None:
                 progress(done, len(parts))
             if interrupted is not None and interrupted():

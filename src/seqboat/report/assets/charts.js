@@ -160,16 +160,22 @@
         if (value !== null) cell.setAttribute("fill", css(color));
         svg.append(cell);
         if (value !== null && step > 30) {
-          const number = text(left + (i + 0.5) * step - 1, y + tall / 2 + 4, `${Math.round(100 * value)}`, "middle", "on-cell");
+          const number = text(left + (i + 0.5) * step - 1, y + tall / 2 + 4, spec.texts ? spec.texts[row][i] : `${Math.round(100 * value)}`, "middle", "on-cell");
           number.setAttribute("fill", isDark(color) ? "#fff" : "#111");
           svg.append(number);
         }
-        hover(svg, left + i * step, y, step, tall, () => [`${label}, ${spec.columns[i]}`, spell(value, spec.unit)]);
+        hover(svg, left + i * step, y, step, tall, () => [`${label}, ${spec.columns[i]}`, spec.texts ? `${spec.texts[row][i]} (${spell(value, spec.unit)})` : spell(value, spec.unit)]);
       });
     });
   }
 
   const DASHES = ["", "7 3", "2 3", "9 3 2 3"];
+
+  /** Color and dashes of a line; a smoothed one has the color of the faint one before it. */
+  const stroke = (one, i) => ({
+    class: `line stroke-${(one.smooth ? i - 1 : i) % 6} ${one.faint ? "faint" : ""}`,
+    "stroke-dasharray": DASHES[Math.floor(i / 6) % 4] || (one.faint || one.smooth ? "" : DASHES[i % 4]),
+  });
 
   function lines(spec, holder) {
     // a loss that was no number has no place
@@ -200,8 +206,8 @@
     svg.append(text((left + right) / 2, 246, spec.xlabel, "middle", "tick"));
     series.forEach((one, i) => {
       const d = one.points.map((p, k) => `${k ? "L" : "M"}${x(p[0]).toFixed(1)},${y(p[1]).toFixed(1)}`).join("");
-      svg.append(draw("path", { d, class: `line stroke-${i % 6} ${one.faint ? "faint" : ""}`, "stroke-dasharray": DASHES[Math.floor(i / 6) % 4] || (one.faint ? "" : DASHES[i % 4]) }));
-      if (one.points.length <= 30 && !one.faint) {
+      svg.append(draw("path", { d, ...stroke(one, i) }));
+      if (one.points.length <= 30 && !one.faint && !one.smooth) {
         for (const p of one.points) svg.append(draw("circle", { cx: x(p[0]), cy: y(p[1]), r: 2.6, class: `fill-${i % 6}` }));
       }
     });
@@ -237,7 +243,7 @@
   function lineLegend(svg, series, width) {
     places(series, width).forEach(([x, row], i) => {
       const y = 11 + row * 18;
-      svg.append(draw("path", { d: `M${x},${y - 4}h22`, class: `line stroke-${i % 6} ${series[i].faint ? "faint" : ""}`, "stroke-dasharray": DASHES[Math.floor(i / 6) % 4] || (series[i].faint ? "" : DASHES[i % 4]) }));
+      svg.append(draw("path", { d: `M${x},${y - 4}h22`, ...stroke(series[i], i) }));
       svg.append(text(x + 27, y, series[i].name, "start", "tick"));
     });
   }
