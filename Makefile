@@ -10,7 +10,7 @@ EXTRAS := cli,train,report,image,parquet,hf,dev
 TORCH ?=
 
 .PHONY: demo test test-all test-peers test-machines test-malformed check lint format types docs glance diagrams bench \
-	reproduce-small audit dist release clean
+	reproduce-small browser audit dist release clean
 
 demo: $(READY)
 	$(BIN)/seqboat demo
@@ -83,6 +83,10 @@ reproduce-small: $(READY)
 	OMP_NUM_THREADS=1 $(REPRODUCE) $(TRAINED) & OMP_NUM_THREADS=1 $(REPRODUCE) $(TRAINED); wait
 	$(REPRODUCE) $(TRAINED) $(OBSERVED)
 	$(REPRODUCE) $(MEASURED)
+
+# a page that runs the bundled language model in a browser, from build/browser and nothing else; needs npm, once
+browser: $(READY)
+	$(BIN)/python tools/browser.py build/browser
 
 # licenses of everything installed; known vulnerabilities too if pip-audit is installed in .venv and has a network
 audit: $(READY)

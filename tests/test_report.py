@@ -8,7 +8,6 @@ import hashlib
 import json
 import math
 import re
-import shutil
 import sys
 import tomllib
 import zlib
@@ -22,6 +21,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
+from browsers import open_chromium, requests_of
 from lm_runs import write_lm_run, write_run
 from seqboat.analysis.attention import Attention, attention_weights
 from seqboat.analysis.traces import LayerTrace, SampleTrace, SequenceTrace, load_examples, trace
@@ -563,23 +563,8 @@ PHONE, DESK = (375, 812), (1200, 900)
 
 @pytest.fixture(scope="module")
 def driver() -> Iterator[Any]:
-    """A Chromium without a window; nothing is downloaded to have one."""
-    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
-    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-    binary = next(filter(None, map(shutil.which, names)), None)
-    service = shutil.which("chromedriver")
-    if binary is None or service is None:
-        pytest.skip("no Chromium with chromedriver on the path: pages are not tried in a browser")
-    options = webdriver.ChromeOptions()
-    options.binary_location = binary
-    # a container has neither the rights for a sandbox nor much shared memory
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    found = webdriver.Chrome(options=options, service=webdriver.ChromeService(service))
-    found.set_script_timeout(60)
-    yield found
-    found.quit()
+    with open_chromium() as found:
+        yield found
 
 
 class Browser:
@@ -625,11 +610,7 @@ class Browser:
 
     def requests(self) -> list[str]:
         """Addresses that were asked for since the page was opened, without those that the policy stopped."""
-        events = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
-        wanted = [e["params"] for e in events if e["method"] == "Network.requestWillBeSent"]
-        failed = [e["params"] for e in events if e["method"] == "Network.loadingFailed"]
-        stopped = {f["requestId"] for f in failed if f.get("blockedReason") == "csp"}
-        return [w["request"]["url"] for w in wanted if w["requestId"] not in stopped]
+        return requests_of(self.driver)
 
     def complaints(self) -> list[str]:
         return [entry["message"] for entry in self.driver.get_log("browser")]

@@ -79,14 +79,14 @@ def export_run(
     stage = folder.absolute().with_name(f".{folder.name}-{os.getpid()}")
     try:
         stage.mkdir()
-        listed, notes = {}, {}
+        listed, notes, about = {}, {}, facts
         for form in forms:
             path = stage / f"{form}.onnx"
-            write_form(model, form, path, facts, opset)
+            about = write_form(model, form, path, facts, opset)
             if verify is not None:
                 notes[path.name] = verify(path, model)
             listed[path.name] = {"bytes": path.stat().st_size, "sha256": digest_of(path)}
-        write_json(stage / "model.json", {**facts, "opset": opset, "files": listed})
+        write_json(stage / "model.json", {**about, "form": list(forms), "opset": opset, "files": listed})
         if folder.exists():
             folder.rmdir()
         os.rename(stage, folder)
@@ -97,8 +97,8 @@ def export_run(
 
 def write_form(
     model: nn.Module, form: str, path: Path, facts: Mapping[str, Any], opset: int = DEFAULT_OPSET
-) -> None:
-    """Write one form of a model, with what it says about itself."""
+) -> dict[str, Any]:
+    """Write one form of a model, and return what it says about itself."""
     writer = GraphModel(model, opset)
     about = {**facts, "form": form}
     if writer.remembers:
@@ -110,6 +110,7 @@ def write_form(
     size = written.ByteSize()
     require(size <= LARGEST, f"{path.name} would have {size:,} bytes, more than a file of ONNX can")
     path.write_bytes(written.SerializeToString(deterministic=True))
+    return about
 
 
 def check_new(folder: Path) -> None:
