@@ -170,6 +170,8 @@ class Graph:
         self._known: dict[Any, Value] = {}
         self._sources: list[Tensor] = []
         """parameters that were stored: kept, so that their addresses stay taken"""
+        self._given: set[str] = set()
+        """results that have the name of an output"""
         self._count = 0
 
     # inputs, outputs, weights
@@ -181,8 +183,19 @@ class Graph:
 
     def output(self, name: str, value: Value, shape: Shape) -> None:
         """Name a result."""
-        self._node("Identity", [value.name], [name])
+        if not self._rename(value.name, name):
+            self._node("Identity", [value.name], [name])
         self.outputs.append(helper.make_tensor_value_info(name, KINDS[value.kind][0], shape))
+
+    def _rename(self, old: str, new: str) -> bool:
+        """Give the result of a node another name: a node that copies it would cost time at every step."""
+        made = [node for node in self.nodes if old in node.output]
+        if not made or old in self._given:
+            return False
+        self._given.add(new)
+        made[0].output[list(made[0].output).index(old)] = new
+        replace_inputs(self.nodes, old, new)
+        return True
 
     def const(self, value: Any, kind: Kind) -> Value:
         """A small constant; equal ones are stored once."""
@@ -308,9 +321,13 @@ class Graph:
         nodes: list[onnx.NodeProto] = []
         with self._inside(nodes):
             results = list(make())
-            ends = [self._name("end") for _ in results]
-            for result, end in zip(results, ends, strict=True):
-                self._node("Identity", [result.name], [end])
+            ends: list[str] = []
+            for result in results:
+                # what comes from outside has to pass a node, and a name can be given once
+                inside = any(result.name in node.output for node in nodes) and result.name not in ends
+                ends.append(result.name if inside else self._name("end"))
+                if not inside:
+                    self._node("Identity", [result.name], [ends[-1]])
         kinds = [result.kind for result in results]
         described = [
             [helper.make_tensor_value_info(one, KINDS[kind][0], None) for one, kind in pairs]
@@ -390,3 +407,14 @@ class Graph:
         helper.set_model_props(model, dict(metadata))
         onnx.checker.check_model(model)
         return model
+
+
+def replace_inputs(nodes: Sequence[onnx.NodeProto], old: str, new: str) -> None:
+    """Let nodes, and those of their branches, read another value."""
+    for node in nodes:
+        for place, name in enumerate(node.input):
+            if name == old:
+                node.input[place] = new
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                replace_inputs(attribute.g.node, old, new)
