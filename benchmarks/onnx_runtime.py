@@ -20,8 +20,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from decoding import full_size
 
+from decoding import full_size
 from seqboat.inference.int8 import quantize
 from seqboat.inference.lean import lean_model
 from seqboat.models.backbone import LanguageModel
