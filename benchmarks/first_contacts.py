@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import lzma
 import statistics
 import sys
 import time
@@ -31,6 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+from reviews import read_reviews
 from torch import Tensor, nn
 
 from seqboat import AsTensor, GAUConfig, S4DConfig, SeqBoatConfig
@@ -114,16 +114,13 @@ def needle() -> Contact:
 def tickets(path: str | None) -> Contact:
     if path is None:
         sys.exit("tickets needs --reviews FILE: the JSONL file of IMDB training reviews, plain or .xz")
-    with (lzma.open if path.endswith(".xz") else open)(path, "rt", encoding="utf-8") as file:
-        reviews = [json.loads(line) for line in file]
-    chosen = np.random.default_rng(0).permutation(len(reviews))[:3000]
+    reviews = read_reviews(path, 3, 3000)
     length = 256
     texts = np.zeros((3000, length), np.int64)
     sizes, labels = np.zeros(3000, np.int64), np.zeros(3000, np.int64)
-    for row, number in enumerate(chosen):
-        text = np.frombuffer(reviews[number]["text"].encode()[:length], np.uint8)
-        texts[row, : len(text)], sizes[row] = text, len(text)
-        labels[row] = 0 if reviews[number]["rating"] <= 3 else 2 if reviews[number]["rating"] >= 8 else 1
+    for row, (review, label) in enumerate(reviews):
+        text = np.frombuffer(review.encode()[:length], np.uint8)
+        texts[row, : len(text)], sizes[row], labels[row] = text, len(text), label
 
     def draw(random: np.random.Generator, held_out: bool) -> Batch:
         rows = 2700 + random.permutation(300)[:BATCH] if held_out else random.integers(2700, size=BATCH)
