@@ -132,7 +132,7 @@ def _from_mirror(url: str, remote: RemoteFile, part: Path, advance: Advance) -> 
             arrived = part.stat().st_size if part.exists() else 0
             failures = 1 if arrived > before and not isinstance(error, _Slow) else failures + 1
             if failures >= ATTEMPTS:
-                return f"{type(error).__name__}: {error}"
+                return str(error) if isinstance(error, _Slow) else f"{type(error).__name__}: {error}"
             time.sleep(min(PAUSE * 2 ** (failures - 1), 60))
 
 
