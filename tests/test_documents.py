@@ -141,7 +141,8 @@ def test_rows_padding_and_states(mixer: str) -> None:
     mask = torch.ones(2, 2, 12, dtype=torch.bool)
     mask[0, 0, 3] = mask[0, 0, 9:] = mask[0, 1, :1] = mask[1, 1, 10:] = False
     first = model(tokens[0], mask[0], cu_seqlens=torch.tensor([0, 5, 12, 16, 24]))
-    second = model(tokens[1], mask[1], first.state, cu_seqlens=torch.tensor([0, 12, 12, 14, 24]))
+    second = model(tokens[1], mask[1], first.state, cu_seqlens=torch.tensor([0, 12, 14, 24]))
+    anew = model(tokens[1], mask[1], first.state, cu_seqlens=torch.tensor([0, 0, 12, 14, 24]))
     parts = [first.logits.flatten(0, 1), second.logits.flatten(0, 1)]
     whole, logits = mask.flatten(), torch.cat(parts)
 
@@ -159,6 +160,9 @@ def test_rows_padding_and_states(mixer: str) -> None:
     check((16, 24), (36, 38))
     same_state(select_rows(second.state, torch.tensor([0])), one)
     same_state(select_rows(second.state, torch.tensor([1])), other)
+    # an empty document at the beginning takes the state: the first sequence starts anew, the other continues
+    same(anew.logits[0], model(tokens[1, :1]).logits[0])
+    same(anew.logits[1], second.logits[1])
     second.logits.sum().backward()  # through the state
 
 

@@ -620,7 +620,7 @@ def test_recall_asks_for_each_key_once_and_answers_right() -> None:
     config = RecallTaskConfig(length=48, pairs=6, vocab=32)
     dataset = config.build().dataset("test")
     for i in range(50):
-        inputs, targets, _ = dataset[i]
+        inputs, targets, *_ = dataset[i]
         assert isinstance(targets, np.ndarray)
         memory = dict(zip(inputs[:12:2].tolist(), inputs[1:12:2].tolist(), strict=True))
         asked = np.flatnonzero(targets != IGNORE)
@@ -638,7 +638,7 @@ def test_recall_asks_for_each_key_once_and_answers_right() -> None:
 def test_copy_wants_the_tokens_in_order() -> None:
     dataset = CopyTaskConfig(length=30, tokens=5).build().dataset("train")
     for i in range(50):
-        inputs, targets, _ = dataset[i]
+        inputs, targets, *_ = dataset[i]
         assert isinstance(targets, np.ndarray)
         assert inputs[:25][inputs[:25] > 0].tolist() == targets[25:].tolist()
         assert set(inputs[25:].tolist()) == {1} and (targets[:25] == IGNORE).all()

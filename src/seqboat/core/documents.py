@@ -147,7 +147,8 @@ def find_documents(cu_seqlens: Tensor, x: Tensor, mask: Tensor | None = None) ->
 
     Args:
         cu_seqlens: (documents + 1,), where each document begins in the flattened (batch * time) input, and where the
-            last one ends, which is batch * time. Documents may be empty, and end with their sequence.
+            last one ends, which is batch * time. Documents end with their sequence, and may be empty: an empty one
+            at the beginning of a sequence takes its state, so that what follows starts anew.
         x: (batch, time, ...), the input.
         mask: (batch, time), True on real tokens, in any pattern: padding belongs to no document.
     """
@@ -156,7 +157,7 @@ def find_documents(cu_seqlens: Tensor, x: Tensor, mask: Tensor | None = None) ->
     _check(cu_seqlens, batch * time, starts)
     offsets, plan, real = cu_seqlens.long(), None, None
     most = max(offsets.shape[0] - 2, 0)
-    first = torch.bucketize(starts, offsets[1:], right=True).clamp(max=most)
+    first = torch.searchsorted(offsets, starts).clamp(max=most)
     last = torch.bucketize(starts + max(time - 1, 0), offsets[1:], right=True).clamp(max=most)
     if mask is not None:
         check_mask(mask, x)

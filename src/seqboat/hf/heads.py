@@ -19,6 +19,7 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils.generic import can_return_tuple
 
+from seqboat.checks import require
 from seqboat.core.nn import masked_mean
 from seqboat.hf.configuration import SeqBoatModelConfig
 from seqboat.hf.model import SeqBoatModel, SeqBoatPreTrainedModel, read_mask
@@ -57,6 +58,10 @@ class SeqBoatForSequenceClassification(_WithHead):
         Args:
             labels: (batch,) classes or values, or (batch, num_labels) of 0 and 1, depending on `config.problem_type`.
         """
+        require(
+            inputs.get("position_ids") is None,
+            "SeqBoatForSequenceClassification takes no packed documents (position_ids): one answer for a sequence",
+        )
         inputs |= {"input_ids": input_ids, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
         out = self._read(inputs)
         y = out.last_hidden_state

@@ -100,19 +100,52 @@ def check_attention_mask(attention_mask: Tensor | None, batch: int, time: int, p
     )
 
 
+def document_starts(position_ids: Tensor | None, mask: Tensor | None) -> Tensor | None:
+    """(batch, time): True on tokens at position 0, which begin a document; None without positions."""
+    if position_ids is None:
+        return None
+    starts = position_ids == 0
+    return starts if mask is None else starts & mask
+
+
+def document_borders(starts: Tensor | None, continues: bool) -> Tensor | None:
+    """cu_seqlens from the tokens that begin a document; None if every sequence is one, as it is without packing.
+
+    Args:
+        starts: from `document_starts`.
+        continues: whether there is a state to continue from.
+    """
+    if starts is None:
+        return None
+    batch, time = starts.shape
+    if not continues:
+        # padding may come before the first document
+        if not bool((starts.sum(dim=1) > 1).any()):
+            return None
+    elif not bool(starts.any()):
+        return None
+    rows = torch.arange(batch + 1, device=starts.device) * time
+    return torch.cat([rows, starts.flatten().nonzero().squeeze(1)]).sort().values
+
+
 def next_token_loss(
-    logits: Tensor, labels: Tensor, mask: Tensor | None, num_items_in_batch: Tensor | int | None = None
+    logits: Tensor,
+    labels: Tensor,
+    mask: Tensor | None,
+    num_items_in_batch: Tensor | int | None = None,
+    starts: Tensor | None = None,
 ) -> Tensor:
     """Cross-entropy of each token given those before it, in float32 at least; 0 if nothing is scored.
 
-    Neither padding nor the token after padding is scored, whatever their labels: the loss of a sequence does not
-    depend on where it is padded.
+    Neither padding, nor the token after padding, nor the first token of a document is scored, whatever their labels:
+    the loss of a sequence does not depend on where it is padded or packed.
 
     Args:
         logits: (batch, time, vocab).
         labels: (batch, time), usually the inputs; IGNORE for tokens that are not scored.
         mask: (batch, time), True on real tokens.
         num_items_in_batch: divisor of the sum; the number of scored tokens by default.
+        starts: (batch, time), True on the first tokens of packed documents.
     """
     require(
         labels.shape == logits.shape[:2],
@@ -121,6 +154,8 @@ def next_token_loss(
     targets = labels[:, 1:]
     if mask is not None:
         targets = torch.where(mask[:, 1:] & mask[:, :-1], targets, IGNORE)
+    if starts is not None:
+        targets = torch.where(starts[:, 1:], IGNORE, targets)
     scores = logits[:, :-1].flatten(0, 1)
     scores = scores if scores.dtype == torch.float64 else scores.float()
     total = F.cross_entropy(scores, targets.flatten(), ignore_index=IGNORE, reduction="sum")
@@ -212,6 +247,7 @@ class SeqBoatModel(SeqBoatPreTrainedModel):
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
         input_values: Tensor | None = None,
+        position_ids: Tensor | None = None,
     ) -> BaseModelOutputWithPast:
         """Run the stack.
 
@@ -224,6 +260,8 @@ class SeqBoatModel(SeqBoatPreTrainedModel):
             output_hidden_states: whether to return the inputs and outputs of all layers.
             output_attentions: not supported: no layer has a (time, time) matrix.
             input_values: (batch, time, channels) instead of input_ids, for models that read real values.
+            position_ids: (batch, time); every token at position 0 begins a packed document, which is computed as if
+                it were alone. Other values are not read: positions follow from the order of the tokens.
         """
         given = [x for x in (input_ids, inputs_embeds, input_values) if x is not None]
         wanted = "input_ids and inputs_embeds" if self.config.channels is None else "input_values"
@@ -245,12 +283,18 @@ class SeqBoatModel(SeqBoatPreTrainedModel):
         cache = self._cache(past_key_values, use_cache)
         check_attention_mask(attention_mask, batch, time, 0 if cache is None else cache.get_seq_length())
         mask = read_mask(attention_mask, time)
+        state = None if cache is None else cache.state
+        cu_seqlens = self._borders(position_ids, mask, (batch, time), state is not None)
+        require(
+            cu_seqlens is None or (inputs_embeds is None and not hidden),
+            "packed documents (position_ids) need input_ids or input_values, and no output_hidden_states",
+        )
         single = time == 1 and inputs_embeds is None and not hidden and not self.training
+        single = single and cu_seqlens is None
         if single and cache is not None and (mask is None or bool(mask.all())):
             found = cache.step(self.backbone, inputs[:, 0])
             if found is not None:
                 return BaseModelOutputWithPast(last_hidden_state=found[:, None], past_key_values=cache)
-        state = None if cache is None else cache.state
         kept: list[Tensor] = []
         if state is not None and single:
             assert cache is not None
@@ -263,7 +307,7 @@ class SeqBoatModel(SeqBoatPreTrainedModel):
                     inputs = changed.enter_context(read_vectors(self.backbone, inputs_embeds, mask))
                 if hidden:
                     changed.enter_context(keep_hidden(self.backbone, kept))
-                out = self.backbone(inputs, mask, state)
+                out = self.backbone(inputs, mask, state, cu_seqlens=cu_seqlens)
         if cache is not None:
             assert out.state is not None
             cache.put(out.state, time)
@@ -272,6 +316,16 @@ class SeqBoatModel(SeqBoatPreTrainedModel):
             past_key_values=cache,
             hidden_states=self._hidden(kept, mask, out.y) if hidden else None,
         )
+
+    @staticmethod
+    def _borders(
+        position_ids: Tensor | None, mask: Tensor | None, shape: tuple[int, int], continues: bool
+    ) -> Tensor | None:
+        if position_ids is None:
+            return None
+        found = tuple(position_ids.shape)
+        require(found in (shape, (1, shape[1])), f"position_ids must have shape {tuple(shape)}, got {found}")
+        return document_borders(document_starts(position_ids.expand(shape), mask), continues)
 
     def _cache(self, given: SeqBoatCache | None, use_cache: bool | None) -> SeqBoatCache | None:
         wanted = self.config.use_cache if use_cache is None else use_cache
@@ -324,7 +378,10 @@ class SeqBoatForCausalLM(SeqBoatPreTrainedModel, GenerationMixin):
     ) -> dict[str, Any]:
         # meant for stopping criteria, but `generate` passes it on
         kwargs.pop("tokenizer", None)
-        return super().prepare_inputs_for_generation(input_ids, inputs_embeds=inputs_embeds, **kwargs)
+        inputs = super().prepare_inputs_for_generation(input_ids, inputs_embeds=inputs_embeds, **kwargs)
+        # positions follow from the state; prompts are not packed
+        inputs.pop("position_ids", None)
+        return inputs
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
@@ -353,6 +410,7 @@ class SeqBoatForCausalLM(SeqBoatPreTrainedModel, GenerationMixin):
         num_items_in_batch: Tensor | int | None = None,
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
+        position_ids: Tensor | None = None,
     ) -> CausalLMOutputWithPast:
         """Score the token after each token; see `SeqBoatModel.forward`.
 
@@ -370,6 +428,7 @@ class SeqBoatForCausalLM(SeqBoatPreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             output_hidden_states=output_hidden_states,
             output_attentions=output_attentions,
+            position_ids=position_ids,
             return_dict=True,
         )
         y = out.last_hidden_state
@@ -384,7 +443,9 @@ class SeqBoatForCausalLM(SeqBoatPreTrainedModel, GenerationMixin):
                 not isinstance(logits_to_keep, Tensor) and not logits_to_keep,
                 "labels need the logits of all tokens: leave logits_to_keep at 0",
             )
-            loss = next_token_loss(logits, labels, read_mask(attention_mask, y.shape[1]), num_items_in_batch)
+            mask = read_mask(attention_mask, y.shape[1])
+            starts = document_starts(position_ids, mask)
+            loss = next_token_loss(logits, labels, mask, num_items_in_batch, starts)
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,

@@ -77,6 +77,8 @@ class Example(NamedTuple):
     or IGNORE"""
     second: NDArray[Any] | None = None
     """the other sequence of a pair"""
+    starts: NDArray[np.int64] | None = None
+    """ascending indices of the tokens that begin a document; None if the example is one sequence"""
 
 
 class Unlabeled(NamedTuple):
@@ -103,6 +105,8 @@ class Batch(NamedTuple):
     """(batch, other time): the other sequences of pairs"""
     second_mask: Tensor | None = None
     """(batch, other time)"""
+    cu_seqlens: Tensor | None = None
+    """(documents + 1,): where packed documents begin in the flattened inputs; None if every sequence is one"""
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """The same batch on another device."""
@@ -234,6 +238,10 @@ class Task(ABC):
         """The tokens of a split as one long array; only for tasks on one long text."""
         raise ValueError(f"the task {self.name} is not one long text that could be cut in another way")
 
+    def document_starts(self, split: Split) -> NDArray[np.int64] | None:
+        """Indices of the tokens in `text(split)` that begin a document; None if it is one."""
+        return None
+
     def lengths(self, split: Split) -> NDArray[np.integer]:
         """How long each example of a split is, for bucketing."""
         return self.dataset(split).lengths()
@@ -249,7 +257,8 @@ class Task(ABC):
         inputs, mask = self._pad([e.inputs for e in examples])
         targets = torch.zeros(0, dtype=torch.int64)
         if self.kind != "match":
-            return Batch(inputs, mask, targets)
+            cu_seqlens = find_borders([e.starts for e in examples], inputs.shape[1])
+            return Batch(inputs, mask, targets, cu_seqlens=cu_seqlens)
         seconds = [e.second for e in examples if e.second is not None]
         require(len(seconds) == len(examples), "every example of a matching task needs a second sequence")
         second, second_mask = self._pad(seconds)
@@ -448,9 +457,27 @@ def apply_model(model: nn.Module, kind: Kind, batch: Batch, state: Any = None) -
     """Run a model of this kind on a batch; a language model continues from `state`."""
     if kind == "match":
         return model(batch.inputs, batch.second, batch.mask, batch.second_mask)
+    packed = {} if batch.cu_seqlens is None else {"cu_seqlens": batch.cu_seqlens}
     if kind == "lm":
-        return model(batch.inputs, batch.mask, state)
-    return model(batch.inputs, batch.mask)
+        return model(batch.inputs, batch.mask, state, **packed)
+    return model(batch.inputs, batch.mask, **packed)
+
+
+def find_borders(starts: Sequence[NDArray[np.int64] | None], time: int) -> Tensor | None:
+    """cu_seqlens of a batch, from the tokens that begin a document in each sequence; None if there are none.
+
+    A sequence that begins a document gets an empty one before it, which takes the state of what came before.
+
+    >>> find_borders([np.array([2]), np.array([0, 3])], 4).tolist()
+    [0, 2, 4, 4, 7, 8]
+    """
+    if all(found is None or not len(found) for found in starts):
+        return None
+    borders = [
+        number * time + np.concatenate([[0], [] if found is None else found])
+        for number, found in enumerate(starts)
+    ]
+    return torch.from_numpy(np.concatenate([*borders, [len(starts) * time]]).astype(np.int64))
 
 
 def _flatten(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,8 +4,12 @@
     inputs     D  e  a  r     r  e  a
     targets    e  a  r     r  e  a  d    scored in bits per byte
 
-Files are joined in the order of their names, with a blank line between them. The end of the text is held out: one
+Files are joined in the order of their names, with a blank line between them. Each is a document: short ones share
+the sequences of a batch, and no prediction depends on an earlier document. The end of the text is held out: one
 part for validation and one for testing.
+
+The last byte before a document, a line end, is its first input: it is predicted as the end of the document before,
+and the first byte of the text is predicted from it. So every byte is scored, as if the text were one.
 """
 
 from __future__ import annotations
@@ -13,14 +17,15 @@ from __future__ import annotations
 import codecs
 import glob
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal, get_args
 
 import numpy as np
+from numpy.typing import NDArray
 
-from seqboat.checks import check_positive, require
+from seqboat.checks import ABSENT, check_choice, check_positive, require
 from seqboat.data.console import Advance
 from seqboat.data.copies import prepared_copy
 from seqboat.data.sources import open_stream
@@ -33,6 +38,10 @@ from seqboat.tasks.summary import DataSummary, skip_fields
 SUFFIXES = (".txt", ".md")
 """Files to search folders for."""
 CHUNK = 1 << 20
+LINE_END = 10
+Documents = Literal["files", "lines", "joined"]
+FIRST_FIELDS = ("text", "segment", "context", "window", "holdout", "data_dir")
+"""Fields that every version has written to files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +62,12 @@ class LMTextTaskConfig:
     """Fraction of the text to hold out for validation, and as much again for testing; both are taken from its end."""
     data_dir: str = "data"
     """The data folder, for prepared copies of large files."""
+    documents: Documents = field(default="files", metadata={ABSENT: ("joined", FIRST_FIELDS)})
+    """What is a text by itself, which knows nothing of those before it: a file, a line, or all files joined."""
 
     def __post_init__(self) -> None:
         check_positive("segment", self.segment)
+        check_choice("documents", self.documents, get_args(Documents))
         check_window(self.window, self.context)
         require(0 < self.holdout < 0.5, f"holdout must be in (0, 0.5), got {self.holdout!r}")
         require(not isinstance(self.text, str), f"text must be a list of files, got {self.text!r}")
@@ -75,14 +87,23 @@ class LMTextTask(LongTextTask):
         self.cut(config.segment, config.context, config.window)
         self.skips: Skips = Skips(most=0.5)
         self._store: ArrayStore | None = None
+        self._starts: NDArray[np.int64] | None = None
 
     @property
     def store(self) -> ArrayStore:
         if self._store is None:
             files = find_files(self.config.text)
             make = partial(prepare_texts, files)
-            self._store = prepared_copy(self.config.data_dir, files, {}, make, self.skips)
+            self._store = prepared_copy(self.config.data_dir, files, {"starts": True}, make, self.skips)
         return self._store
+
+    def starts(self) -> NDArray[np.int64] | None:
+        if self.config.documents == "joined":
+            return None
+        if self._starts is None:
+            lines = self.config.documents == "lines"
+            self._starts = line_starts(self.store["bytes"]) if lines else np.array(self.store["starts"])
+        return self._starts
 
     def borders(self, split: Split) -> tuple[int, int]:
         size = len(self.store["bytes"])
@@ -105,7 +126,16 @@ class LMTextTask(LongTextTask):
         named = self.config.text[0] if len(self.config.text) == 1 else files[0].parent.name or "files"
         name = files[0].name if len(files) == 1 else named
         source = (name, len(files), sum(path.stat().st_size for path in files))
-        return DataSummary(sources=(source,), unit="bytes", sizes=sizes, **skip_fields(self.skips))
+        found = {name: starts for name in sizes if (starts := self.document_starts(name)) is not None}  # type: ignore[arg-type]
+        # a split begins inside a document, or with one
+        documents = {name: len(starts) + (0 not in starts) for name, starts in found.items()}
+        return DataSummary(
+            sources=(source,),
+            unit="bytes",
+            sizes=sizes,
+            documents=documents if documents.get("train", 0) > 1 else None,
+            **skip_fields(self.skips),
+        )
 
     def baselines(self, split: Split, limit: int | None = None) -> dict[str, dict[str, float]]:
         text = self.text(split)
@@ -129,7 +159,7 @@ def find_files(patterns: tuple[str, ...]) -> list[Path]:
 
 def prepare_texts(files: Sequence[Path], staging: Staging, skips: Skips, advance: Advance) -> Prepared:
     """Concatenate texts into one array; a file that is not text is skipped."""
-    text = staging.array("bytes", np.uint8)
+    text, starts = staging.array("bytes", np.uint8), staging.array("starts", np.int64)
     kept = 0
     for path in files:
         start = text.rows
@@ -140,8 +170,24 @@ def prepare_texts(files: Sequence[Path], staging: Staging, skips: Skips, advance
             text.truncate(start)
             skips.add(path, "the file", problem)
         else:
+            # a document begins with the line end before it
+            starts.append(np.array([start + 1 if kept else 0]))
             kept += 1
     return Prepared({"files": kept})
+
+
+def line_starts(text: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """The line end before each line that is not empty, and the beginning of the text.
+
+    >>> line_starts(np.frombuffer(b"a\\n\\nbc\\nd\\n", np.uint8)).tolist()
+    [0, 2, 5]
+    """
+    found = [np.zeros(min(len(text), 1), np.int64)]
+    for begin in range(0, len(text), CHUNK):
+        part = np.asarray(text[begin : begin + CHUNK + 1])
+        ends = np.flatnonzero((part[:-1] == LINE_END) & (part[1:] != LINE_END))
+        found.append(begin + ends[begin + ends > 0])
+    return np.concatenate(found)
 
 
 def _copy_text(path: Path, text: ArrayWriter, advance: Advance) -> str | None:

@@ -25,6 +25,7 @@ class SegmentDataset(Dataset):
         segment: int,
         context: int = 0,
         whole: bool = False,
+        starts: NDArray[np.int64] | None = None,
     ) -> None:
         """
         Args:
@@ -34,6 +35,7 @@ class SegmentDataset(Dataset):
             segment: targets per example.
             context: tokens of unscored context before each segment.
             whole: whether to drop a last segment that is shorter than the others.
+            starts: ascending indices of the tokens that begin a document; None if the text is one.
         """
         require(end - start > 1, f"the text must have at least 2 tokens in each split, got {end - start}")
         self.store = store
@@ -42,6 +44,7 @@ class SegmentDataset(Dataset):
         self.end = end
         self.segment = segment
         self.context = context
+        self.starts = starts
         targets = end - start - 1
         self.count = targets // segment if whole and targets >= segment else -(-targets // segment)
 
@@ -56,7 +59,10 @@ class SegmentDataset(Dataset):
         tokens = self.store[self.name][begin : last + 1].astype(np.int64)
         targets = tokens[1:].copy()
         targets[: first - begin] = IGNORE
-        return Example(tokens[:-1], targets)
+        if self.starts is None:
+            return Example(tokens[:-1], targets)
+        inside = slice(*np.searchsorted(self.starts, [begin, last]))
+        return Example(tokens[:-1], targets, starts=self.starts[inside] - begin)
 
     def lengths(self) -> NDArray[np.int64]:
         first = self.start + np.arange(self.count) * self.segment
@@ -111,14 +117,25 @@ class LongTextTask(Task):
         start, end = self.borders(split)
         return self.store["bytes"][start:end]
 
+    def starts(self) -> NDArray[np.int64] | None:
+        """Ascending indices of the bytes that begin a document; None if the text is one."""
+        return None
+
+    def document_starts(self, split: Split) -> NDArray[np.int64] | None:
+        starts = self.starts()
+        if starts is None:
+            return None
+        begin, end = self.borders(split)
+        return starts[slice(*np.searchsorted(starts, [begin, end]))] - begin
+
     def segments(self, split: Split) -> Dataset:
         """All examples of a split."""
         self.check_split(split)
         start, end = self.borders(split)
-        training = split == "train"
-        if training:
-            return SegmentDataset(self.store, "bytes", start, end, self.segment, whole=True)
-        return SegmentDataset(self.store, "bytes", start, end, self.scored, self.context)
+        starts = self.starts()
+        if split == "train":
+            return SegmentDataset(self.store, "bytes", start, end, self.segment, whole=True, starts=starts)
+        return SegmentDataset(self.store, "bytes", start, end, self.scored, self.context, starts=starts)
 
     def show(self, example: Example) -> str:
         return bytes(example.inputs.astype(np.uint8)).decode(errors="replace")

@@ -203,7 +203,7 @@ class EndedDataset(Dataset):
         return len(self.examples)
 
     def __getitem__(self, index: int) -> Example:
-        inputs, target, second = self.examples[index]
+        inputs, target, second, _ = self.examples[index]
         return Example(np.append(inputs, END), target, None if second is None else np.append(second, END))
 
     def lengths(self) -> NDArray[np.integer]:

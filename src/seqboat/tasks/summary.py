@@ -27,6 +27,8 @@ class DataSummary:
     """what splits are counted in"""
     sizes: dict[str, int]
     """by split"""
+    documents: dict[str, int] | None = None
+    """texts by themselves that share the sequences of a batch, by split; None where there are none"""
     classes: dict[str, int] | None = None
     """training rows (tagging: tokens) of each class"""
     counted: str = "rows"
@@ -54,6 +56,13 @@ class DataSummary:
         ]
         sizes = ", ".join(f"{count:,} {split}" for split, count in self.sizes.items())
         lines = [heading("data", ", ".join(read)), heading(self.unit, sizes)]
+        if self.documents is not None:
+            counts = ", ".join(f"{count:,} {split}" for split, count in self.documents.items())
+            lines.append(
+                heading(
+                    "documents", f"{counts}; packed without padding, none sees another (--data.documents)"
+                )
+            )
         if self.classes is not None:
             listed = [f"{label} {count:,}" for label, count in list(self.classes.items())[:LISTED]]
             more = len(self.classes) - len(listed)

@@ -90,13 +90,18 @@ MODES: dict[type, str] = {Windows: "windows", Streaming: "stream"}
 """How commands call the ways to read a text."""
 
 
-def cut_text(text: NDArray[Any], reading: Windows | Streaming, limit: int | None = None) -> SegmentDataset:
-    """A text as examples; with a limit, only its first `limit` targets."""
+def cut_text(
+    text: NDArray[Any],
+    reading: Windows | Streaming,
+    limit: int | None = None,
+    starts: NDArray[np.int64] | None = None,
+) -> SegmentDataset:
+    """A text as examples; with a limit, only its first `limit` targets; `starts` are those of its documents."""
     text = text if limit is None else text[: limit + 1]
     if isinstance(reading, Streaming):
-        return SegmentDataset({"text": text}, "text", 0, len(text), reading.chunk)
+        return SegmentDataset({"text": text}, "text", 0, len(text), reading.chunk, starts=starts)
     scored = reading.window - reading.context
-    return SegmentDataset({"text": text}, "text", 0, len(text), scored, reading.context)
+    return SegmentDataset({"text": text}, "text", 0, len(text), scored, reading.context, starts=starts)
 
 
 def evaluation_parts(
@@ -173,7 +178,8 @@ def evaluate(
     if reading is None:
         dataset = task.dataset(split)
     else:
-        dataset, limit = cut_text(task.text(split), reading, limit), None
+        dataset = cut_text(task.text(split), reading, limit, task.document_starts(split))
+        limit = None
         carry_state = isinstance(reading, Streaming)
     if carry_state:
         if limit is not None and limit < len(dataset):
