@@ -30,9 +30,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from reviews import read_reviews
 from torch import Tensor, nn
 
+from reviews import read_reviews
 from seqboat import AsTensor, GAUConfig, S4DConfig, SeqBoatConfig
 from seqboat.mixers.ssm.s4d import S4DLayerConfig
 from seqboat.ops.positions import sinusoids
