@@ -499,7 +499,7 @@ def test_other_delimiters_are_found_and_said(tmp_path: Path, delimiter: str, nam
     path = tmp_path / "rows.csv"
     lines = [f"text{delimiter}label", f'"a, b, c"{delimiter}1', f"d, e{delimiter}2"]
     path.write_text("\n".join(lines))
-    with pytest.warns(UserWarning, match=f"rows.csv: fields are separated by {name}, not commas"):
+    with pytest.warns(UserWarning, match=f"rows.csv: fields are separated by {name}( .*)?, not commas"):
         found, _ = records(path)
     assert found == [{"text": "a, b, c", "label": "1"}, {"text": "d, e", "label": "2"}]
     assert records(path, delimiter=delimiter)[0] == found
@@ -575,7 +575,9 @@ def test_parquet(tmp_path: Path) -> None:
     task = ClassifyTaskConfig(train=str(path)).build()
     assert task.labels == ("0", "1", "2") and len(task.dataset("train")) == 2700
     assert records(path)[0][7] == {"text": "row 7", "label": 1}
-    with pytest.raises(ValueError, match=r"rows.parquet has no column 'body'; its columns are text, label"):
+    with pytest.raises(
+        ValueError, match=r"rows.parquet has no column 'body'; its columns are 'text', 'label'"
+    ):
         list(read_records(path, ("body",), Skips()))
     path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(ValueError, match=r"rows.parquet cannot be read as Parquet"):

@@ -524,7 +524,7 @@ def test_signals_finish_the_step_and_save(tmp_path: Path, straight: Path, number
     outcome = train(small_run(), tmp_path, display=Spy(), on_step=send)
     # the signal came after step 5, so step 6 is the one that is finished
     assert (outcome.exit_code, outcome.step) == (code, 6)
-    assert signal.Signals(number).name in outcome.message and "--resume" in outcome.message
+    assert outcome.message == f"stopped by {signal.Signals(number).name} after step 6"
     assert CheckpointStore(tmp_path).pointed("latest") == 6
     assert signal.getsignal(number) is before
     assert train(small_run(), tmp_path, resume=True, display=Spy()).exit_code == 0

@@ -86,6 +86,11 @@ def run(options: argparse.Namespace) -> int:
     # what can be wrong without a model is said before one is loaded
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    if options.temperature is not None and options.temperature <= 0:
+        raise ValueError(
+            f"--temperature must be above 0, got {options.temperature:g}; "
+            "--greedy always takes the most probable byte"
+        )
     sampling = SamplingConfig(greedy=options.greedy, **given)
     for name in ("max_new_bytes", "chunk", "n"):
         value = getattr(options, name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,6 +40,10 @@ them all. Parts are chosen by name; another mixer keeps the settings of the reci
 Exit codes: 0 finished, 1 failure, 2 wrong usage, 3 diverged, 129, 130 and 143 stopped by SIGHUP,
 SIGINT or SIGTERM, 75 stopped by SIGUSR1 and to be queued again (a checkpoint is written first; --resume continues).
 """
+
+
+STOPPED = (75, 129, 130, 143)
+"""Exit codes of a run that a signal stopped, after it saved a checkpoint."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -119,16 +124,33 @@ def run(options: argparse.Namespace) -> int:
         print(to_yaml(config), end="")
         return 0
     folder = Path(options.out or default_folder(config.recipe))
+    is_first = os.environ.get("RANK", "0") == "0"
     try:
         outcome = train(config, folder, resume=options.resume)
+    except KeyboardInterrupt:
+        # a second Ctrl-C: nothing is saved any more, but there may be a checkpoint from before
+        if is_first and (folder / "config.yaml").exists():
+            print(resume_line(folder), file=sys.stderr)
+        raise
     except ValueError as error:
         if source is None or source in str(error):
             raise
         raise ValueError(f"{error} (settings from {source})") from error
-    if os.environ.get("RANK", "0") == "0":
+    if is_first:
         for line in _closing_lines(config, outcome, folder):
             print(line, file=sys.stderr if outcome.exit_code else sys.stdout)
+        if outcome.exit_code in STOPPED:
+            print(resume_line(folder), file=sys.stderr)
     return outcome.exit_code
+
+
+def resume_line(folder: Path) -> str:
+    """How to continue a run that was stopped.
+
+    >>> resume_line(Path("runs/my run"))
+    "continue with: seqboat train --resume --out 'runs/my run'"
+    """
+    return f"continue with: {shlex.join(['seqboat', 'train', '--resume', '--out', str(folder)])}"
 
 
 def _closing_lines(config: RunConfig, outcome: RunOutcome, folder: Path) -> Iterator[str]:

@@ -87,7 +87,11 @@ class Skips:
     def check(self, kept: int) -> None:
         """Raise an error if too many of the `kept + count` records were skipped."""
         if self.count > self.most * (kept + self.count):
-            raise ValueError(f"{self.count} of {kept + self.count} records are bad; the first: {self.first}")
+            kinds = sorted(self.reasons.items(), key=lambda pair: -pair[1])
+            why = f" ({', '.join(f'{n:,} {kind}' for kind, n in kinds[:5])})" if len(kinds) > 1 else ""
+            raise ValueError(
+                f"{self.count} of {kept + self.count} records are bad{why}; the first: {self.first}"
+            )
 
     @property
     def first(self) -> str:

@@ -1,6 +1,6 @@
 """Byte-level language modeling of your own text files.
 
-    notes/*.txt                          any text, in UTF-8
+    notes/*.txt                          any files, as the bytes they hold
     inputs     D  e  a  r     r  e  a
     targets    e  a  r     r  e  a  d    scored in bits per byte
 
@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import codecs
 import glob
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +39,8 @@ from seqboat.tasks.summary import DataSummary, skip_fields
 SUFFIXES = (".txt", ".md")
 """Files to search folders for."""
 CHUNK = 1 << 20
+NOTED = 5
+"""Files that are not UTF-8 to tell of."""
 LINE_END = 10
 Documents = Literal["files", "lines", "joined"]
 FIRST_FIELDS = ("text", "segment", "context", "window", "holdout", "data_dir")
@@ -94,7 +97,9 @@ class LMTextTask(LongTextTask):
         if self._store is None:
             files = find_files(self.config.text)
             make = partial(prepare_texts, files)
-            self._store = prepared_copy(self.config.data_dir, files, {"starts": True}, make, self.skips)
+            self._store = prepared_copy(
+                self.config.data_dir, files, {"starts": True, "bytes": "all"}, make, self.skips
+            )
         return self._store
 
     def starts(self) -> NDArray[np.int64] | None:
@@ -111,9 +116,11 @@ class LMTextTask(LongTextTask):
         borders = (0, size - 2 * held, size - held, size)
         i = self.splits.index(split)
         start, end = borders[i], borders[i + 1]
+        least = math.ceil(1.5 / self.config.holdout)
         require(
             end - start > 1,
-            f"{', '.join(self.config.text)}: {size:,} bytes are too few, {split} would have {end - start} of them",
+            f"{', '.join(self.config.text)}: {size:,} bytes are too few to learn from and to hold some out: "
+            f"at least {least:,} are needed",
         )
         return start, end
 
@@ -134,6 +141,7 @@ class LMTextTask(LongTextTask):
             unit="bytes",
             sizes=sizes,
             documents=documents if documents.get("train", 0) > 1 else None,
+            warnings=tuple(self.store.manifest.get("notes", ())),
             **skip_fields(self.skips),
         )
 
@@ -158,22 +166,32 @@ def find_files(patterns: tuple[str, ...]) -> list[Path]:
 
 
 def prepare_texts(files: Sequence[Path], staging: Staging, skips: Skips, advance: Advance) -> Prepared:
-    """Concatenate texts into one array; a file that is not text is skipped."""
+    """Concatenate files into one array of bytes, whatever they hold; an empty file is skipped."""
     text, starts = staging.array("bytes", np.uint8), staging.array("starts", np.int64)
     kept = 0
+    notes: list[str] = []
     for path in files:
         start = text.rows
         if kept:
             # a blank line between files, so that the end of one is not read as the middle of a line
             text.append(np.frombuffer(b"\n\n", np.uint8))
-        if problem := _copy_text(path, text, advance):
+        found = _copy_bytes(path, text, advance)
+        if found.blank:
             text.truncate(start)
-            skips.add(path, "the file", problem)
-        else:
-            # a document begins with the line end before it
-            starts.append(np.array([start + 1 if kept else 0]))
-            kept += 1
-    return Prepared({"files": kept})
+            skips.add(path, "the file", "empty text")
+            continue
+        # a document begins with the line end before it
+        starts.append(np.array([start + 1 if kept else 0]))
+        kept += 1
+        if found.bad is not None and len(notes) < NOTED:
+            notes.append(
+                f"{path.name} is not UTF-8 (from byte {found.bad:,} on): its bytes are learned as they are"
+            )
+    require(
+        kept > 0,
+        f"{_named(files)} {'is' if len(files) == 1 else 'are'} empty: there is no text to learn from",
+    )
+    return Prepared({"files": kept}, notes=tuple(notes))
 
 
 def line_starts(text: NDArray[np.uint8]) -> NDArray[np.int64]:
@@ -190,22 +208,35 @@ def line_starts(text: NDArray[np.uint8]) -> NDArray[np.int64]:
     return np.concatenate(found)
 
 
-def _copy_text(path: Path, text: ArrayWriter, advance: Advance) -> str | None:
-    """Append a file to the text; returns what is wrong with it, if anything."""
+def _named(files: Sequence[Path]) -> str:
+    return str(files[0]) if len(files) == 1 else f"{files[0]} and {len(files) - 1} more"
+
+
+class _Copied(NamedTuple):
+    """What a copied file is like."""
+
+    blank: bool
+    """whether it holds nothing but spaces"""
+    bad: int | None
+    """the first byte that is not UTF-8"""
+
+
+def _copy_bytes(path: Path, text: ArrayWriter, advance: Advance) -> _Copied:
+    """Append a file to the text."""
     decoder = codecs.getincrementaldecoder("utf-8")()
-    blank = True
-    size = 0
+    blank, bad, size = True, None, 0
     with open_stream(path) as stream:
         while part := stream.read(CHUNK):
-            held = len(decoder.getstate()[0])
-            try:
-                decoder.decode(part)
-            except UnicodeDecodeError as error:
-                return f"not UTF-8 at byte {size - held + error.start}"
+            if bad is None:
+                held = len(decoder.getstate()[0])
+                try:
+                    decoder.decode(part)
+                except UnicodeDecodeError as error:
+                    bad = size - held + error.start
             blank = blank and not part.strip()
             size += len(part)
             text.append(np.frombuffer(part, np.uint8))
             advance(len(part))
-    if held := len(decoder.getstate()[0]):
-        return f"not UTF-8 at byte {size - held}"
-    return "empty text" if blank else None
+    if bad is None and (held := len(decoder.getstate()[0])):
+        bad = size - held
+    return _Copied(blank, bad)

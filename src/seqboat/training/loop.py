@@ -19,7 +19,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -143,7 +143,8 @@ def train(
             if world.first:
                 try:
                     # a run that never starts, for lack of data for example, leaves no folder behind
-                    stack.callback(remove_unused, folder)
+                    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+                    stack.callback(remove_unused, folder, missing)
                     prepare_folder(folder, resume)
                     lock = stack.enter_context(Lock(folder))
                     ck.CheckpointStore(folder).sweep()
@@ -193,12 +194,14 @@ def read_told(folder: Path) -> dict[str, Any]:
     return {key: found[key] for key in TOLD if key in found} if isinstance(found, dict) else {}
 
 
-def remove_unused(folder: Path) -> None:
-    """Remove a folder in which nothing but a lock was written."""
+def remove_unused(folder: Path, made: Sequence[Path] = ()) -> None:
+    """Remove a folder in which nothing but a lock was written, and the folders above that were made for it."""
     with contextlib.suppress(OSError):
         if [entry.name for entry in folder.iterdir()] == ["lock"] and not (folder / "lock").stat().st_size:
             (folder / "lock").unlink()
             folder.rmdir()
+            for path in made[1:]:
+                path.rmdir()
 
 
 class Trainer:
@@ -570,9 +573,7 @@ class Trainer:
             )
         if stop:
             name = signal.Signals(stop).name
-            return self._outcome(
-                exit_code(stop), f"stopped by {name} after step {step}; --resume continues the run"
-            )
+            return self._outcome(exit_code(stop), f"stopped by {name} after step {step}")
         return None
 
     def _agreed_signal(self) -> int:

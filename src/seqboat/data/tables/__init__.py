@@ -8,7 +8,7 @@ or not separated as its name suggests.
 """
 
 from seqboat.data.tables.delimited import MAX_LABEL
-from seqboat.data.tables.detect import TABLE_SUFFIXES
+from seqboat.data.tables.detect import TABLE_SUFFIXES, check_known
 from seqboat.data.tables.records import TableRecord, bad_text, is_table, read_records
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "TABLE_SUFFIXES",
     "TableRecord",
     "bad_text",
+    "check_known",
     "is_table",
     "read_records",
 ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import io
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from seqboat.checks import require
 from seqboat.data.sources import Bounded
@@ -92,8 +92,25 @@ class _Record:
         return self.source.number - len(lines) + 1, lines
 
 
+def check_columns(name: str, wanted: Sequence[str], columns: Sequence[str], flags: Mapping[str, str]) -> None:
+    """Refuse a table without one of the columns that are needed.
+
+    Args:
+        name: of the table.
+        wanted: names of the columns.
+        columns: that there are.
+        flags: the options that name the columns, by column.
+    """
+    for column in wanted:
+        hint = f" ({flags[column]} names another column)" if column in flags else ""
+        require(
+            column in columns,
+            f"{name} has no column {column!r}; its columns are {', '.join(map(_short, columns)) or 'none'}{hint}",
+        )
+
+
 def delimited_records(
-    lines: Lines, delimiter: str, wanted: Sequence[str], label: str | None
+    lines: Lines, delimiter: str, wanted: Sequence[str], label: str | None, flags: Mapping[str, str]
 ) -> Iterator[tuple[int, dict[str, str]]]:
     """Rows as dictionaries, with the line that each begins on."""
     limit = csv.field_size_limit(2 * MAX_RECORD)
@@ -106,12 +123,7 @@ def delimited_records(
             raise ValueError(
                 f"{lines.name}, line 1: the names of the columns cannot be read: {error}"
             ) from None
-        for column in wanted:
-            require(
-                column in columns,
-                f"{lines.name} has no column {column!r}; "
-                f"its columns are {', '.join(map(_short, columns)) or 'none'}",
-            )
+        check_columns(lines.name, wanted, columns, flags)
         place = None if label is None else columns.index(label)
         seen: set[str] = set()
         record.take()

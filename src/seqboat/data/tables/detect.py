@@ -13,8 +13,22 @@ from seqboat.data.sources import looks_like_html, open_stream
 DELIMITERS = {".csv": ",", ".tsv": "\t", ".tab": "\t"}
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 TABLE_SUFFIXES = (*DELIMITERS, *JSON_SUFFIXES, ".parquet")
+SPREADSHEETS = (".xlsx", ".xls", ".xlsm", ".xlsb", ".ods", ".numbers")
+BINARY_TABLES = (
+    ".feather",
+    ".arrow",
+    ".orc",
+    ".avro",
+    ".pkl",
+    ".pickle",
+    ".h5",
+    ".hdf5",
+    ".sqlite",
+    ".db",
+    ".dta",
+)
 CANDIDATES = (",", ";", "\t", "|")
-NAMES = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
+NAMES = {",": "commas (,)", ";": "semicolons (;)", "\t": "tabs", "|": "vertical bars (|)"}
 UNDEFINED_IN_1252 = bytes([0x81, 0x8D, 0x8F, 0x90, 0x9D])
 SAMPLE = 1 << 20
 """Bytes that are looked at."""
@@ -51,6 +65,7 @@ def detect(
         head = _read(stream, SAMPLE)
     if head.startswith(b"PAR1"):
         return Form("parquet")
+    check_known(path)
     require(
         not head.startswith((b"PK\x03\x04", b"\xd0\xcf\x11\xe0")),
         f"{path} is a spreadsheet or an archive, not a table: export it as CSV in UTF-8",
@@ -61,7 +76,8 @@ def detect(
         f"{path}: the name must end in .csv, .tsv, .jsonl, .json or .parquet (text may be .gz, .xz or .bz2)",
     )
     require(not looks_like_html(head[:512]), f"{path} is a web page, not a table")
-    require(bool(head.strip()), f"{path} is empty")
+    columns = f"; expected a table with the columns {', '.join(wanted)}" if wanted else ""
+    require(bool(head.strip()), f"{path} is empty{columns}")
     encoding, notes = _encoding(path, head) if encoding is None else (encoding, ())
     if any(suffix in JSON_SUFFIXES for suffix in suffixes):
         return Form(_json_kind(head.decode(encoding, "replace"), suffixes), encoding, notes=notes)
@@ -70,8 +86,25 @@ def detect(
     expected = next(DELIMITERS[suffix] for suffix in suffixes if suffix in DELIMITERS)
     delimiter = _delimiter(head.decode(encoding, "replace").lstrip("\ufeff"), expected, wanted)
     if delimiter != expected:
-        notes += (f"{path.name}: fields are separated by {NAMES[delimiter]}, not {NAMES[expected]}",)
+        notes += (
+            f"{path.name}: fields are separated by {NAMES[delimiter]}, not {NAMES[expected]} "
+            "(--data.delimiter names another)",
+        )
     return Form("delimited", encoding, delimiter, notes)
+
+
+def check_known(path: Path) -> None:
+    """Refuse kinds of tables that other programs write, with a way out."""
+    suffix = path.suffix.lower()
+    require(
+        suffix not in SPREADSHEETS,
+        f"{path} is a spreadsheet: save the sheet as CSV in UTF-8 (in Excel: CSV UTF-8, comma delimited)",
+    )
+    require(
+        suffix not in BINARY_TABLES,
+        f"{path}: tables of this kind are not read: write it as CSV or Parquet, in pandas with "
+        'frame.to_csv("rows.csv", index=False)',
+    )
 
 
 def _json_kind(text: str, suffixes: Sequence[str]) -> Kind:

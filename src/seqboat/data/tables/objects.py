@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from seqboat.checks import require
-from seqboat.data.tables.delimited import MAX_RECORD, Lines
+from seqboat.data.tables.delimited import MAX_RECORD, Lines, check_columns
 from seqboat.extras import check_installed
 
 _SPACE = " \t\r\n"
@@ -23,8 +23,14 @@ def line_records(lines: Lines) -> Iterator[tuple[int, dict[str, Any]]]:
             continue
         try:
             record = json.loads(line.encode("utf-8", "surrogateescape"))
+        except UnicodeDecodeError as error:
+            lines.skip(lines.number, f"not UTF-8 at byte {error.start}")
+            continue
+        except json.JSONDecodeError as error:
+            lines.skip(lines.number, f"not JSON: {error.msg} at column {error.colno}")
+            continue
         except (ValueError, RecursionError):
-            lines.skip(lines.number, "not JSON in UTF-8")
+            lines.skip(lines.number, "not JSON: nested too deeply, or a number that is too long")
             continue
         if isinstance(record, dict):
             yield lines.number, record
@@ -104,7 +110,9 @@ class _Text:
                 return value
 
 
-def parquet_records(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+def parquet_records(
+    path: Path, columns: Sequence[str], flags: Mapping[str, str]
+) -> Iterator[tuple[int, dict[str, Any]]]:
     """The rows of a Parquet file."""
     check_installed("pyarrow", f"{path.name} (Parquet)")
     from pyarrow import ArrowException, parquet
@@ -112,11 +120,7 @@ def parquet_records(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, d
     try:
         with parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
-            for column in columns:
-                require(
-                    column in names,
-                    f"{path.name} has no column {column!r}; its columns are {', '.join(names) or 'none'}",
-                )
+            check_columns(path.name, columns, names, flags)
             number = 0
             for batch in file.iter_batches(_BATCH):
                 for values in batch.to_pylist():

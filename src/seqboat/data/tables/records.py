@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from seqboat.data.sources import open_stream
@@ -47,6 +48,7 @@ def read_records(
     label: str | None = None,
     encoding: str | None = None,
     delimiter: str | None = None,
+    flags: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[TableRecord]:
     """The records of a table that have all of the columns; others are counted and left out.
 
@@ -57,6 +59,7 @@ def read_records(
         label: of the columns, one with few different values, which helps to notice a quote that swallows rows.
         encoding: of the text; detected by default.
         delimiter: of the fields; detected by default.
+        flags: the options that name the columns, for messages, by column.
 
     Raises:
         ValueError: naming the file, where it is no table or has no such column.
@@ -64,10 +67,12 @@ def read_records(
     form = detect(path, columns, encoding, delimiter)
     for note in form.notes:
         warnings.warn(note, stacklevel=2)
-    for line, values in _open(path, form, columns, label, skips):
+    for line, values in _open(path, form, columns, label, skips, flags):
         missing = [column for column in columns if column not in values]
         if missing:
-            skips.add(path.name, f"line {line}", f"no {' and '.join(map(repr, missing))} in it")
+            wanted = " and ".join(f"{column!r}" for column in missing)
+            there = ", ".join(ascii(name[:40]) for name in list(values)[:10]) or "nothing"
+            skips.add(path.name, f"line {line}", f"no {wanted} in it: it has {there}")
         else:
             yield TableRecord(line, values)
 
@@ -83,10 +88,15 @@ def check_encoding(encoding: str) -> None:
 
 
 def _open(
-    path: Path, form: Form, columns: Sequence[str], label: str | None, skips: Skips
+    path: Path,
+    form: Form,
+    columns: Sequence[str],
+    label: str | None,
+    skips: Skips,
+    flags: Mapping[str, str],
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     if form.kind == "parquet":
-        yield from parquet_records(path, columns)
+        yield from parquet_records(path, columns, flags)
         return
     with open_stream(path) as stream:
         lines = Lines(stream, path.name, skips, form.encoding)
@@ -95,4 +105,4 @@ def _open(
         elif form.kind == "lines":
             yield from line_records(lines)
         else:
-            yield from delimited_records(lines, form.delimiter, columns, label)
+            yield from delimited_records(lines, form.delimiter, columns, label, flags)

@@ -16,7 +16,7 @@ from seqboat.checks import require
 from seqboat.data.console import Advance
 from seqboat.data.sources import Source, check_name, read_file
 from seqboat.data.store import Prepared, RaggedWriter, Skips, Staging
-from seqboat.data.tables import TABLE_SUFFIXES, is_table, read_records
+from seqboat.data.tables import TABLE_SUFFIXES, check_known, is_table, read_records
 from seqboat.tasks.base import SPLITS
 from seqboat.tasks.own.inputs import INPUTS, Input
 
@@ -35,6 +35,10 @@ PART_NAMES = {
     "testing": 2,
 }
 """What a column of splits may say."""
+
+
+COLUMNS = ("text_column", "label_column", "second_column", "file_column", "series_column")
+"""Settings that name a column."""
 
 
 class OwnRecord(NamedTuple):
@@ -64,6 +68,7 @@ def input_name(config: OwnTaskConfig) -> str:
     require(
         path.exists(), f"{path} does not exist: expected a table, or a folder with a folder for each class"
     )
+    check_known(path)
     require(
         path.is_dir() or Source(path).kind() != "file",
         f"{path}: the name of a table must end in {', '.join(TABLE_SUFFIXES)} (text may be .gz, .xz or .bz2)",
@@ -125,6 +130,7 @@ def _records(
         label=label,
         encoding=config.encoding,
         delimiter=config.delimiter,
+        flags={getattr(config, name): f"--data.{name}" for name in COLUMNS if getattr(config, name)},
     )
 
 

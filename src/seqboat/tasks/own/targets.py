@@ -125,6 +125,14 @@ def label_order(label: str) -> tuple[int, float, str]:
         return (1, 0.0, label)
 
 
+def too_many_labels(count: str) -> str:
+    """What is wrong with a column of too many different labels, and what to do."""
+    return (
+        f"must have at most {MAX_CLASSES:,} different labels, got {count}: name another column "
+        "(--data.label_column), or learn numbers with `seqboat train regress`"
+    )
+
+
 class _Names:
     """Labels, numbered in the order in which they are met."""
 
@@ -137,8 +145,7 @@ class _Names:
         if label not in self.numbers:
             require(
                 len(self.numbers) < COUNTED_LABELS,
-                f"column {self.config.label_column!r} must have from 2 to {MAX_CLASSES} different labels, "
-                f"got more than {COUNTED_LABELS:,}",
+                f"column {self.config.label_column!r} {too_many_labels(f'more than {COUNTED_LABELS:,}')}",
             )
             self.numbers[label] = len(self.numbers)
             self.lines[label] = line
@@ -167,11 +174,14 @@ class _Labeled(Target):
 
     def measure(self, store: ArrayStore, rows: NDArray[np.integer], path: str) -> Facts:
         labels = [label for label, _ in store.manifest["extra"]["labels"]]
+        column = f"{path}: column {self.config.label_column!r}"
+        only = f": {labels[0]!r}" if len(labels) == 1 else ""
         require(
-            self.least <= len(labels) <= MAX_CLASSES,
-            f"{path}: column {self.config.label_column!r} must have from {self.least} to {MAX_CLASSES} different "
-            f"labels, got {len(labels)}",
+            self.least <= len(labels),
+            f"{column} must have at least {self.least} different labels, got {len(labels)}{only} "
+            "(--data.label_column names another column)",
         )
+        require(len(labels) <= MAX_CLASSES, f"{column} {too_many_labels(f'{len(labels):,}')}")
         return {"labels": sorted(labels, key=label_order)}
 
     def classes(self, store: ArrayStore, facts: Facts) -> NDArray[np.int64]:

@@ -129,15 +129,20 @@ def split_arguments(arguments: Sequence[str]) -> list[tuple[str, list[str]]]:
 
 def _set(data: dict[str, Any], name: str, words: list[str], report: Report | None) -> None:
     path = name.split(".")
-    path[0] = {"data": "task", **RENAMED}.get(path[0], path[0])
-    where = ".".join(path)
+    typed = "data" if path[0] == "data" else RENAMED.get(path[0], path[0])
+    path[0] = "task" if typed == "data" else typed
+    # as the user writes it
+    where = ".".join([typed, *path[1:]])
     node, hint = data, RunConfig
     for depth, part in enumerate(path):
         here = ".".join(path[:depth])
         cls = class_of(hint, node, here) if isinstance(node, Mapping) else None
         fields = hints(cls) if cls else {}
         if part not in fields:
-            raise ValueError(_unknown_field(where, field_names(data)))
+            known = field_names(data)
+            if typed == "data":
+                known = [f"data.{k[5:]}" if k.startswith("task.") else k for k in known]
+            raise ValueError(_unknown_field(where, known))
         hint = fields[part]
         if depth < len(path) - 1:
             node = node[part]
