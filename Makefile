@@ -1,4 +1,5 @@
-# Everything but test-peers and dist runs in .venv, created on first use from the pinned versions in constraints.txt.
+# Everything but test-peers, test-kernels, kernel-gate and dist runs in .venv, created on first use from the pinned
+# versions in constraints.txt.
 # On Windows run it in Git Bash (make itself: choco install make).
 PYTHON ?= python3
 VENV := .venv
@@ -9,8 +10,8 @@ EXTRAS := cli,train,report,image,parquet,hf,dev
 # another torch than the pinned one: make test TORCH=2.10.0, or TORCH=newest
 TORCH ?=
 
-.PHONY: demo test test-all test-peers test-machines test-malformed check lint format types docs glance diagrams bench \
-	reproduce-small browser audit dist release clean
+.PHONY: demo test test-all test-peers test-kernels kernel-gate test-machines test-malformed check lint format types \
+	docs glance diagrams bench reproduce-small browser audit dist release clean
 
 demo: $(READY)
 	$(BIN)/seqboat demo
@@ -37,6 +38,16 @@ COMPARISONS := \
 test-peers: $(PEERS)/.ready
 	OMP_NUM_THREADS=1 $(PEERS)/$(SCRIPTS)/pytest -rs --junit-xml=$(PEERS)/comparisons.xml $(COMPARISONS)
 	@! grep --quiet "<skipped" $(PEERS)/comparisons.xml || { echo "comparisons were skipped"; exit 1; }
+
+# Triton kernels on the CPU, in Triton's interpreter: a separate environment, for Triton is 700 MB and never needed by
+# the core; the make target sets the variable because Triton reads it when it is imported
+KERNELS := .venv-kernels
+test-kernels: $(KERNELS)/.ready
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(KERNELS)/$(SCRIPTS)/pytest -n 2 -p no:cacheprovider tests/kernels
+
+# every kernel in every configuration, compiled for GPUs that are not here; the table goes to docs/gpu.md
+kernel-gate: $(KERNELS)/.ready
+	$(KERNELS)/$(SCRIPTS)/python tools/kernel_gate.py --page docs/gpu.md
 
 # parts of the suite under other instruction sets, threads, users, locales and paths; continues where it was stopped
 test-machines: $(READY)
@@ -115,10 +126,16 @@ $(PEERS)/.ready: pyproject.toml constraints-peers.txt
 		--editable ".[peers]" pytest pytest-timeout
 	touch $@
 
+$(KERNELS)/.ready: pyproject.toml constraints-kernels.txt
+	test -x $(KERNELS)/$(SCRIPTS)/python || $(PYTHON) -m venv $(KERNELS)
+	$(KERNELS)/$(SCRIPTS)/python -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints-kernels.txt --editable ".[kernels]" pytest pytest-timeout pytest-xdist
+	touch $@
+
 $(DIST)/.ready: requirements-build.txt
 	test -x $(DIST)/$(SCRIPTS)/python || $(PYTHON) -m venv $(DIST)
 	$(DIST)/$(SCRIPTS)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements-build.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(PEERS) $(DIST) build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) $(KERNELS) $(DIST) build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -34,3 +34,14 @@ def assert_same_numbers(got: Tensor, expected: Tensor, ulps: float = ULPS, name:
     assert off <= ulps * unit, (
         f"{name}: off by {off:.2e}, {off / unit if unit else torch.inf:.1f} ulp of the largest"
     )
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    """The largest difference, relative to the largest expected number or to one; infinite for other shapes."""
+    if found.shape != expected.shape:
+        return torch.inf
+    if not expected.numel():
+        return 0.0
+    wide = torch.complex128 if expected.is_complex() else torch.float64
+    found, expected = found.detach().to(wide), expected.detach().to(wide)
+    return float((found - expected).abs().max() / expected.abs().max().clamp(min=1.0))

@@ -11,11 +11,16 @@ import torch
 from torch import Tensor
 
 import seqboat
+from closeness import difference
+from seqboat.mixers.ssm.base import SSMConfig
+from seqboat.mixers.ssm.ema import EMAConfig
+from seqboat.mixers.ssm.s4d import S4DConfig
 from seqboat.ops import banded as banded_module
 from seqboat.ops.band import Neighbors
 from seqboat.ops.banded import banded
 from seqboat.ops.kernels import registry
 from seqboat.ops.kernels.registry import Implementation
+from seqboat.ops.kernels.scan import _torch_gradients, torch_scan
 
 HERE = sys.modules[__name__]
 
@@ -23,8 +28,8 @@ HERE = sys.modules[__name__]
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A registry without choices, and with nothing counted, for each test."""
-    monkeypatch.setattr(registry, "SEAM", registry._Seam())
-    monkeypatch.setattr(banded_module, "SEAM", registry.SEAM)
+    for name, value in vars(registry._Seam()).items():
+        monkeypatch.setattr(registry.SEAM, name, value)
     monkeypatch.setattr(registry, "IMPLEMENTATIONS", {name: [] for name in registry.OPERATIONS})
     yield
     registry._load.cache_clear()
@@ -36,6 +41,11 @@ def negated(q: Tensor, k: Tensor, v: Tensor, near: Neighbors) -> Tensor:
 
 def doubled(grad: Tensor, out: Tensor, q: Tensor, k: Tensor, v: Tensor, near: Neighbors) -> tuple[Any, ...]:
     return tuple(2 * part for part in banded_module._backward(grad, q, k, v, near, 0.0, 0))
+
+
+def negated_scan(*arguments: Any) -> tuple[Tensor, Tensor]:
+    y, final = torch_scan(*arguments)
+    return -y, -final
 
 
 def broken(*arguments: Any) -> Tensor:
@@ -160,3 +170,53 @@ def test_triton_is_missing_without_a_gpu_or_the_interpreter(monkeypatch: pytest.
     assert registry.refuse_for_triton(**call) == "no Triton kernels for cpu tensors"
     call = {"device": torch.device("cuda"), "dtype": torch.float64}
     assert registry.refuse_for_triton(**call) == "no Triton kernels for float64"
+
+
+@pytest.mark.parametrize("kind", [EMAConfig, S4DConfig])
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_state_space_layer_asks_for_a_kernel(
+    kind: type[SSMConfig], causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, HERE.__name__, HERE)
+    torch.manual_seed(1)
+    layer = kind(d_state=4).build(3, causal)
+    x, mask = torch.randn(2, 11, 3), torch.arange(11) < torch.tensor([[11], [4]])
+    expected = layer(x, mask)
+    register("scan", "negated_scan")
+    with seqboat.using_kernels("triton"):
+        found = layer(x, mask)
+    assert torch.allclose(found.y, -expected.y, atol=1e-6)
+    if causal:
+        assert torch.allclose(found.state.states, -expected.state.states, atol=1e-6)
+    register("scan", "broken")
+    registry.IMPLEMENTATIONS["scan"].pop(0)
+    with seqboat.using_kernels("triton"), pytest.warns(RuntimeWarning, match="triton failed in scan"):
+        assert torch.equal(layer(x, mask).y, expected.y)
+
+
+def test_the_scan_in_torch_has_gradients_of_all_inputs() -> None:
+    torch.manual_seed(2)
+    shape = (1, 3, 2)
+    x, drive, read = torch.randn(2, 9, 3), torch.randn(shape), torch.randn(shape)
+    inputs = x, -torch.rand(shape), drive, read, torch.randn(3), torch.randn(2, 3, 2), torch.tensor([9, 4])
+    grads = _torch_gradients(inputs, True, torch.ones(2, 9, 3), torch.ones(2, 3, 2))
+    leaves = [part.double().requires_grad_() for part in inputs[:6]]
+    y, final = torch_scan(*leaves, inputs[6], activate=True)  # type: ignore[misc]
+    expected = torch.autograd.grad(y.sum() + final.sum(), leaves)
+    assert grads[6] is None
+    for found, wanted in zip(grads, expected, strict=False):
+        assert found is not None and difference(found, wanted) < 2e-6
+
+
+def test_what_the_kernels_do_not_fit_is_refused() -> None:
+    call = {"device": torch.device("cuda"), "dtype": torch.float32}
+    attention = {**call, "d_z": 64, "dropout": 0.0}
+    assert registry._refuse_scan(**call, states=64) is None
+    assert (
+        registry._refuse_scan(**call, states=128) == "128 states per channel, at most 64 fit into registers"
+    )
+    assert registry._refuse_attention(**attention) is None
+    assert registry._refuse_attention(**{**attention, "dropout": 0.1}) == "attention dropout"
+    assert "queries of width 512" in str(registry._refuse_attention(**{**attention, "d_z": 512}))
+    flex = {**attention, "attention": "relu2", "gradient": True}
+    assert registry._refuse_flex(**flex) == "FlexAttention computes softmax only, not relu2"

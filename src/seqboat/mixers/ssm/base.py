@@ -21,6 +21,8 @@ from seqboat.core.nn import fft_convolve
 from seqboat.core.padding import zero_padding
 from seqboat.mixers.base import MixerOutput, RecurrentMixer, keep_rows
 from seqboat.ops.document_scan import scan_documents, state_after
+from seqboat.ops.kernels.registry import SEAM
+from seqboat.ops.kernels.scan import kernel_scan
 from seqboat.ops.scan import BLOCK, block_for, block_tables, final_state, scan
 
 Method = Literal["scan", "fft"]
@@ -201,6 +203,11 @@ class DiagonalSSM(StateSpace):
             y, final = self._fft(x, mask, state)
             return y + skip * x, None if final is None else SSMState(final)
         log_decay, drive, read = self.coefficients()
+        if SEAM.open or x.device.type != "cpu":
+            begin = None if state is None else state.states
+            found = kernel_scan(x, log_decay, drive, read, skip, begin, mask)
+            if found is not None:
+                return found[0], None if found[1] is None else SSMState(found[1])
         tables = block_tables(log_decay, drive, read, skip, block_for(x.shape[1], self.block))
         start = None if state is None else state.states
         y, states = scan(x, tables, not self.causal, start)

@@ -121,6 +121,24 @@ def refuse_for_triton(**call: Any) -> str | None:
     return None
 
 
+def _refuse_scan(**call: Any) -> str | None:
+    if call["states"] > 64:
+        return f"{call['states']} states per channel, at most 64 fit into registers"
+    return refuse_for_triton(**call)
+
+
+def _refuse_attention(**call: Any) -> str | None:
+    if call["dropout"]:
+        return "attention dropout"
+    if call["d_z"] > 256:
+        return f"queries of width {call['d_z']}, at most 256 fit into shared memory"
+    return refuse_for_triton(**call)
+
+
+def _triton(run: str, refuse: Callable[..., str | None] = refuse_for_triton) -> Implementation:
+    return Implementation("triton", f"seqboat.ops.kernels.{run}", triton_missing, refuse, experimental=True)
+
+
 def _refuse_flex(**call: Any) -> str | None:
     if call["attention"] != "softmax":
         return f"FlexAttention computes softmax only, not {call['attention']}"
@@ -134,9 +152,13 @@ def _refuse_flex(**call: Any) -> str | None:
 IMPLEMENTATIONS: dict[str, list[Implementation]] = {operation: [] for operation in OPERATIONS}
 """Implementations of each operation besides torch, in the order in which "auto" asks them."""
 
+IMPLEMENTATIONS["scan"] = [_triton("scan:triton_scan", _refuse_scan)]
+IMPLEMENTATIONS["scan_backward"] = [_triton("scan:triton_scan_backward", _refuse_scan)]
 IMPLEMENTATIONS["attention"] = [
     Implementation("flex", "seqboat.ops.flex:flex_banded", refuse=_refuse_flex, differentiable=True),
+    _triton("triton_band_launch:attention", _refuse_attention),
 ]
+IMPLEMENTATIONS["attention_backward"] = [_triton("triton_band_launch:attention_backward", _refuse_attention)]
 
 
 def kernels() -> dict[str, dict[str, Any]]:
