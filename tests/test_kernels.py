@@ -201,7 +201,8 @@ def test_the_scan_in_torch_has_gradients_of_all_inputs() -> None:
     inputs = x, -torch.rand(shape), drive, read, torch.randn(3), torch.randn(2, 3, 2), torch.tensor([9, 4])
     grads = _torch_gradients(inputs, True, torch.ones(2, 9, 3), torch.ones(2, 3, 2))
     leaves = [part.double().requires_grad_() for part in inputs[:6]]
-    y, final = torch_scan(*leaves, inputs[6], activate=True)  # type: ignore[misc]
+    run: Any = torch_scan
+    y, final = run(*leaves, inputs[6], True)
     expected = torch.autograd.grad(y.sum() + final.sum(), leaves)
     assert grads[6] is None
     for found, wanted in zip(grads, expected, strict=False):

@@ -63,7 +63,7 @@ def torch_scan(
     skip: Tensor,
     start: Tensor | None,
     lengths: Tensor | None,
-    activate: bool,
+    activate: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The same in torch; the final state is empty for two directions."""
     if lengths is not None:
@@ -158,7 +158,8 @@ def _torch_gradients(
         inputs: list[Any] = [None if part is None else part.detach() for part in tensors]
         given = [part for part in inputs if part is not None]
         leaves = [part.requires_grad_() for part in given if part.is_floating_point() or part.is_complex()]
-        y, final = torch_scan(*inputs, activate=activate)
+        run: Any = torch_scan
+        y, final = run(*inputs, activate)
         outputs, above = ([y], [grad]) if grad_final is None else ([y, final], [grad, grad_final])
         grads = iter(torch.autograd.grad(outputs, leaves, above))
     return [next(grads) if part is not None and part.requires_grad else None for part in inputs]
