@@ -42,27 +42,10 @@ def store_rows(pointer, row, column, rows, columns, stride, values):
 
 @triton.jit
 def score(
-    queries,
-    k,
-    group_of_query,
-    position_of_query,
-    query,
-    key,
-    group,
-    position,
-    table,
-    tokens,
-    d_z,
-    k_stride,
-    left,
-    right,
-    scale,
-    furthest,
-    HAS_TABLE: tl.constexpr,
-    HAS_POSITION: tl.constexpr,
-    PRECISION: tl.constexpr,
-    WIDTH_Z: tl.constexpr,
-):
+    queries, k, group_of_query, position_of_query, query, key, group, position, table, tokens, d_z,
+    k_stride, left, right, scale, furthest,
+    HAS_TABLE: tl.constexpr, HAS_POSITION: tl.constexpr, PRECISION: tl.constexpr, WIDTH_Z: tl.constexpr,
+):  # fmt: skip
     """Biased scores of a tile, which of them count, and the keys."""
     keys = load_rows(k, key, tl.arange(0, WIDTH_Z), tokens, d_z, k_stride)
     scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
@@ -82,32 +65,11 @@ def score(
 
 @triton.jit
 def attend(
-    q,
-    k,
-    v,
-    group,
-    position,
-    table,
-    out,
-    tokens,
-    d_z,
-    d_v,
-    q_stride,
-    k_stride,
-    v_stride,
-    left,
-    right,
-    scale,
-    furthest,
-    FUNCTION: tl.constexpr,
-    HAS_TABLE: tl.constexpr,
-    HAS_POSITION: tl.constexpr,
-    PRECISION: tl.constexpr,
-    WIDTH_Z: tl.constexpr,
-    QUERIES: tl.constexpr,
-    KEYS: tl.constexpr,
-    VALUES: tl.constexpr,
-):
+    q, k, v, group, position, table, out, tokens, d_z, d_v, q_stride, k_stride, v_stride, left, right,
+    scale, furthest,
+    FUNCTION: tl.constexpr, HAS_TABLE: tl.constexpr, HAS_POSITION: tl.constexpr, PRECISION: tl.constexpr,
+    WIDTH_Z: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+):  # fmt: skip
     """Weighted sums of a slice of the values for a block of queries."""
     first = tl.program_id(0) * QUERIES
     query = first + tl.arange(0, QUERIES)
@@ -150,38 +112,11 @@ def attend(
 
 @triton.jit
 def score_gradients(
-    grad,
-    out,
-    q,
-    k,
-    v,
-    group,
-    position,
-    table,
-    dq,
-    weights_band,
-    scores_band,
-    begin_query,
-    end_query,
-    tokens,
-    d_z,
-    d_v,
-    q_stride,
-    k_stride,
-    v_stride,
-    left,
-    right,
-    scale,
-    furthest,
-    FUNCTION: tl.constexpr,
-    HAS_TABLE: tl.constexpr,
-    HAS_POSITION: tl.constexpr,
-    PRECISION: tl.constexpr,
-    WIDTH_Z: tl.constexpr,
-    QUERIES: tl.constexpr,
-    KEYS: tl.constexpr,
-    VALUES: tl.constexpr,
-):
+    grad, out, q, k, v, group, position, table, dq, weights_band, scores_band, begin_query, end_query,
+    tokens, d_z, d_v, q_stride, k_stride, v_stride, left, right, scale, furthest,
+    FUNCTION: tl.constexpr, HAS_TABLE: tl.constexpr, HAS_POSITION: tl.constexpr, PRECISION: tl.constexpr,
+    WIDTH_Z: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+):  # fmt: skip
     """Gradients of a block of queries; weights and gradients of scores go to the bands."""
     first = begin_query + tl.program_id(0) * QUERIES
     query = first + tl.arange(0, QUERIES)
@@ -254,24 +189,11 @@ def score_gradients(
 
 @triton.jit
 def products_by_key(
-    band,
-    source,
-    result,
-    begin_query,
-    end_query,
-    begin_key,
-    end_key,
-    width,
-    source_stride,
-    left,
-    right,
+    band, source, result, begin_query, end_query, begin_key, end_key, width, source_stride, left, right,
     scale,
-    ADD: tl.constexpr,
-    PRECISION: tl.constexpr,
-    QUERIES: tl.constexpr,
-    KEYS: tl.constexpr,
+    ADD: tl.constexpr, PRECISION: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     VALUES: tl.constexpr,
-):
+):  # fmt: skip
     """The transpose of a band times (queries, width): gradients of keys and values."""
     first = begin_key + tl.program_id(0) * KEYS
     key = first + tl.arange(0, KEYS)
@@ -312,19 +234,9 @@ def table_by_step(
 
 @triton.jit
 def table_by_position(
-    band,
-    position,
-    group,
-    tables,
-    begin_query,
-    end_query,
-    tokens,
-    left,
-    right,
-    furthest,
-    ROWS: tl.constexpr,
-    WINDOW: tl.constexpr,
-):
+    band, position, group, tables, begin_query, end_query, tokens, left, right, furthest,
+    ROWS: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
     """Per program, gradients of biases by distance in the original sequence, one query after the other.
 
     The keys of a query have different positions, so all additions of one query go to different entries but those at

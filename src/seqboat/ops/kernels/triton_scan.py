@@ -141,27 +141,10 @@ def drive_state(real, imaginary, q_real, q_imaginary, w_real, w_imaginary, row, 
 
 @triton.jit
 def local_states(
-    x,
-    log_decay,
-    weight,
-    extra,
-    lengths,
-    out,
-    tangents,
-    time,
-    dim,
-    states,
-    chunks,
-    ADJOINT: tl.constexpr,
-    HAS_EXTRA: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr,
-    TANGENT: tl.constexpr,
-    PARTS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    N: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    x, log_decay, weight, extra, lengths, out, tangents, time, dim, states, chunks,
+    ADJOINT: tl.constexpr, HAS_EXTRA: tl.constexpr, HAS_LENGTHS: tl.constexpr, TANGENT: tl.constexpr,
+    PARTS: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The states that leave each chunk if it is entered with zeros; with TANGENT, their derivatives too.
 
     ADJOINT walks in the other direction with conjugate coefficients; `extra` is then what the gradient of the final
@@ -239,29 +222,11 @@ def local_states(
 
 @triton.jit
 def carry_states(
-    values,
-    tangents,
-    log_decay,
-    start,
-    extra,
-    lengths,
-    leaving,
-    time,
-    dim,
-    states,
-    chunks,
-    ADJOINT: tl.constexpr,
-    HAS_START: tl.constexpr,
-    HAS_EXTRA: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr,
-    HAS_LEAVING: tl.constexpr,
-    TANGENT: tl.constexpr,
-    PARTS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    N: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    values, tangents, log_decay, start, extra, lengths, leaving, time, dim, states, chunks,
+    ADJOINT: tl.constexpr, HAS_START: tl.constexpr, HAS_EXTRA: tl.constexpr, HAS_LENGTHS: tl.constexpr,
+    HAS_LEAVING: tl.constexpr, TANGENT: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr,
+    CHUNK: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Turn what each chunk adds into the state that enters it, in place, chunk after chunk.
 
     With TANGENT the derivatives follow, r' = q^C r + C q^(C-1) s. HAS_LEAVING writes what an adjoint passes on to the
@@ -348,27 +313,10 @@ def read_state(real, imaginary, r_real, r_imaginary, PARTS: tl.constexpr):
 
 @triton.jit
 def outputs(
-    x,
-    log_decay,
-    drive,
-    read,
-    skip,
-    entering,
-    lengths,
-    grad,
-    y,
-    time,
-    dim,
-    states,
-    chunks,
-    MODE: tl.constexpr,
-    BIDIRECTIONAL: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr,
-    PARTS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    N: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    x, log_decay, drive, read, skip, entering, lengths, grad, y, time, dim, states, chunks,
+    MODE: tl.constexpr, BIDIRECTIONAL: tl.constexpr, HAS_LENGTHS: tl.constexpr, PARTS: tl.constexpr,
+    CHUNK: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Run each chunk from the states that enter it; zeros on padding."""
     place = tl.program_id(0)
     total = tl.num_programs(0)
@@ -426,24 +374,10 @@ def outputs(
 
 @triton.jit
 def final_states(
-    x,
-    log_decay,
-    drive,
-    start,
-    entering,
-    lengths,
-    final,
-    time,
-    dim,
-    states,
-    chunks,
-    HAS_START: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr,
-    PARTS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    N: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    x, log_decay, drive, start, entering, lengths, final, time, dim, states, chunks,
+    HAS_START: tl.constexpr, HAS_LENGTHS: tl.constexpr, PARTS: tl.constexpr, CHUNK: tl.constexpr,
+    N: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The state after the last real token of every sequence, from the chunk that holds it."""
     batch = tl.program_id(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -474,30 +408,11 @@ def final_states(
 
 @triton.jit
 def input_gradients(
-    x,
-    log_decay,
-    drive,
-    read,
-    skip,
-    entering,
-    extra,
-    lengths,
-    grad,
-    dx,
-    ddrive,
-    dskip,
-    time,
-    dim,
-    states,
-    chunks,
-    BIDIRECTIONAL: tl.constexpr,
-    HAS_EXTRA: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr,
-    PARTS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    N: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    x, log_decay, drive, read, skip, entering, extra, lengths, grad, dx, ddrive, dskip, time, dim,
+    states, chunks,
+    BIDIRECTIONAL: tl.constexpr, HAS_EXTRA: tl.constexpr, HAS_LENGTHS: tl.constexpr, PARTS: tl.constexpr,
+    CHUNK: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The gradients of x, and per chunk those of drive and skip, from the adjoints that enter each chunk."""
     place = tl.program_id(0)
     total = tl.num_programs(0)
@@ -582,29 +497,11 @@ def input_gradients(
 
 @triton.jit
 def parameter_gradients(
-    x,
-    log_decay,
-    drive,
-    read,
-    entering,
-    tangents,
-    extra,
-    lengths,
-    grad,
-    dlog,
-    dread,
-    time,
-    dim,
-    states,
+    x, log_decay, drive, read, entering, tangents, extra, lengths, grad, dlog, dread, time, dim, states,
     chunks,
-    HAS_EXTRA: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr,
-    PARTS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    N: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    HAS_EXTRA: tl.constexpr, HAS_LENGTHS: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr,
+    CHUNK: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Per chunk, the gradients of log q and read, from states and their derivatives."""
     place = tl.program_id(0)
     total = tl.num_programs(0)
