@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from seqboat.checks import check_choice, check_positive, require
+from seqboat.core.settings import Settings
 
 Fractions = float | tuple[float, ...] | None
 Priority = Literal["confidence", "order"]
@@ -30,8 +31,14 @@ def each(value: Fractions) -> tuple[float, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BudgetConfig:
-    """How much may be activated; nothing is limited by default, as in the paper."""
+class BudgetConfig(Settings):
+    """How much may be activated; nothing is limited by default, as in the paper.
+
+    >>> from seqboat import BudgetConfig, SeqBoat
+    >>> layer = SeqBoat(8, budget=BudgetConfig(target=0.25))          # a quarter of the tokens, on average
+    >>> SeqBoat(8, target=0.25).config == layer.config
+    True
+    """
 
     cap: Fractions = None
     """Largest fraction of each sequence that a module may take: one for all modules, or one for each."""
@@ -67,8 +74,14 @@ class BudgetConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RevivalConfig:
-    """What keeps routers alive in training; nothing by default, as in the paper."""
+class RevivalConfig(Settings):
+    """What keeps routers alive in training; nothing by default, as in the paper.
+
+    >>> from seqboat import RevivalConfig, SeqBoat
+    >>> layer = SeqBoat(8, revival=RevivalConfig(warmup_steps=100, noise=0.5))
+    >>> layer.config.revival.warmup_steps
+    100
+    """
 
     warmup_steps: int = 0
     """Training steps in which every token activates every module, whatever the router and the budget say."""

@@ -82,6 +82,15 @@ def activation(routing: Routing, mask: Tensor | None = None) -> Activation:
     Args:
         routing: from a layer's output.
         mask: (batch, time), True on real tokens.
+
+    Returns:
+        `rate` and `confidence` of shape (modules,), and `per_row` of shape (batch, modules).
+
+    >>> import torch
+    >>> from seqboat import Routing, activation
+    >>> active = torch.tensor([[[True], [False], [True], [False]]])
+    >>> activation(Routing(active, active.float())).rate.tolist()
+    [0.5]
     """
     active, tokens = count_tokens(routing, mask)
     confidence = routing.confidence

@@ -24,13 +24,18 @@ def extra_loss(
 ) -> Tensor | None:
     """Everything that a model adds to the loss per target; None if it adds nothing.
 
-    >>> loss = criterion(out.logits, targets) + (extra_loss(model, out.routings, [mask]) or 0)  # doctest: +SKIP
-
     Args:
         model: whose output it is.
         routings: of all layers, from the model's output; of several sequences one after the other. Without them
             budgets add nothing.
         masks: (batch, time) each, one per sequence.
+
+    >>> import torch
+    >>> from seqboat import Classifier, extra_loss
+    >>> model = Classifier(vocab=5, d_model=8, num_layers=1, target=0.5, target_by="loss")
+    >>> out = model(torch.randint(0, 5, (2, 7)))
+    >>> loss = out.logits.square().mean() + (extra_loss(model, out.routings) or 0)      # yours, and the model's
+    >>> loss.backward()
     """
     terms = [budget_loss(model, routings, masks) if len(routings) else None, auxiliary_loss(model)]
     found = [term for term in terms if term is not None]
@@ -53,6 +58,15 @@ def budget_loss(
         model: whose output it is.
         routings: of all layers, from the model's output; of several sequences one after the other.
         masks: (batch, time) each, one per sequence.
+
+    >>> import torch
+    >>> from seqboat import SeqBoat, budget_loss
+    >>> layer = SeqBoat(8, target=0.5, target_by="loss")
+    >>> routing = layer(torch.randn(2, 7, 8)).routing
+    >>> budget_loss(layer, [routing]).shape
+    torch.Size([])
+    >>> budget_loss(SeqBoat(8), [routing]) is None
+    True
     """
     known = outer_policies(model)
     if not any(policy.target is not None and policy.budget.target_by == "loss" for policy in known):

@@ -409,6 +409,15 @@ def update_budgets(model: nn.Module) -> None:
     """Let every controller of a model take a step; call it after each step of the optimizer.
 
     With several processes, all of them must call it: what they activated is added up.
+
+    Args:
+        model: any module that holds sparsely activated ones.
+
+    >>> import torch
+    >>> from seqboat import SeqBoat, update_budgets
+    >>> layer = SeqBoat(8, target=0.5).train()
+    >>> _ = layer(torch.randn(2, 20, 8))
+    >>> update_budgets(layer)
     """
     for policy in policies(model):
         policy.update()
@@ -423,7 +432,15 @@ def override_activation(
     Args:
         model: any module that holds sparsely activated ones.
         layers: which of them, counted from 0 in their order; all by default.
-        **decisions: as in `SparseModularActivation.override`.
+        decisions: as in `SparseModularActivation.override`: `active` (True, False, a mask, or these by module),
+            `threshold`, `cap` and so on.
+
+    >>> import torch
+    >>> from seqboat import SeqBoat, override_activation
+    >>> layer = SeqBoat(8)
+    >>> with override_activation(layer, active=False):
+    ...     print(int(layer(torch.randn(2, 5, 8)).routing.active.sum()))
+    0
     """
     known = policies(model)
     chosen = range(len(known)) if layers is None else layers

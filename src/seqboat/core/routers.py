@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from seqboat.checks import check_positive, require
 from seqboat.core.nn import init_linear
+from seqboat.core.settings import Settings
 from seqboat.core.sma import Routing
 from seqboat.core.steering import follow
 from seqboat.ops.fused import affine
@@ -394,7 +395,7 @@ class ExpertChoice(PerSequence):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterConfig:
+class RouterConfig(Settings):
     """The configuration of a router; `ROUTERS` lists them."""
 
     def build(self, d_model: int, modules: int = 1) -> Router:
@@ -404,7 +405,13 @@ class RouterConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TemperedSoftmaxConfig(RouterConfig):
-    """The paper's router."""
+    """The paper's router: softmax over skipping and activating, with a learned temperature.
+
+    >>> from seqboat import TemperedSoftmaxConfig, SeqBoat
+    >>> layer = SeqBoat(32, router=TemperedSoftmaxConfig(temperature_scale=0.5))
+    >>> type(SeqBoat(32, router="tempered-softmax").config.router).__name__      # by name, with the defaults
+    'TemperedSoftmaxConfig'
+    """
 
     temperature_scale: float = 1.0
     """The temperature starts at this times sqrt(d_model) (the paper's alpha)."""
@@ -415,7 +422,13 @@ class TemperedSoftmaxConfig(RouterConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SigmoidConfig(RouterConfig):
-    """The ablation SeqBoat-Sigmoid."""
+    """One logit per module, active above one half; the ablation SeqBoat-Sigmoid.
+
+    >>> from seqboat import SigmoidConfig, SeqBoat
+    >>> layer = SeqBoat(32, router=SigmoidConfig())
+    >>> type(SeqBoat(32, router="sigmoid").config.router).__name__      # by name, with the defaults
+    'SigmoidConfig'
+    """
 
     temperature_scale: float | None = None
     """A learned temperature starts at this times sqrt(d_model), as in the published code; None: no temperature."""
@@ -428,7 +441,13 @@ class SigmoidConfig(RouterConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class GumbelConfig(RouterConfig):
-    """The ablation with Gumbel softmax."""
+    """Softmax with Gumbel noise in training and an annealed temperature; an ablation.
+
+    >>> from seqboat import GumbelConfig, SeqBoat
+    >>> layer = SeqBoat(32, router=GumbelConfig(start=1.0))
+    >>> type(SeqBoat(32, router="gumbel-softmax").config.router).__name__      # by name, with the defaults
+    'GumbelConfig'
+    """
 
     start: float = 2.0
     """First temperature."""
@@ -443,7 +462,13 @@ class GumbelConfig(RouterConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class XMoEConfig(RouterConfig):
-    """The ablation SeqBoat-MoE."""
+    """Cosine scores against a learned vector per module; the ablation SeqBoat-MoE.
+
+    >>> from seqboat import XMoEConfig, SeqBoat
+    >>> layer = SeqBoat(32, router=XMoEConfig(d_route=8))
+    >>> type(SeqBoat(32, router="x-moe").config.router).__name__      # by name, with the defaults
+    'XMoEConfig'
+    """
 
     d_route: int = 16
     """Width of the space in which tokens and options are compared."""
@@ -454,7 +479,13 @@ class XMoEConfig(RouterConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class AlwaysActiveConfig(RouterConfig):
-    """No routing: the ablations that always activate."""
+    """No routing: every token activates every module.
+
+    >>> from seqboat import AlwaysActiveConfig, SeqBoat
+    >>> layer = SeqBoat(32, router=AlwaysActiveConfig())
+    >>> type(SeqBoat(32, router="always-active").config.router).__name__      # by name, with the defaults
+    'AlwaysActiveConfig'
+    """
 
     def build(self, d_model: int, modules: int = 1) -> Router:
         return AlwaysActive(d_model, modules)
@@ -462,7 +493,13 @@ class AlwaysActiveConfig(RouterConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ThresholdConfig(RouterConfig):
-    """A sigmoid with a threshold set by hand."""
+    """A sigmoid with a threshold set by hand.
+
+    >>> from seqboat import ThresholdConfig, SeqBoat
+    >>> layer = SeqBoat(32, router=ThresholdConfig(threshold=0.7))
+    >>> type(SeqBoat(32, router="threshold").config.router).__name__      # by name, with the defaults
+    'ThresholdConfig'
+    """
 
     threshold: float = 0.5
     """Probability above which a token is active."""
@@ -473,7 +510,13 @@ class ThresholdConfig(RouterConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TopKConfig(RouterConfig):
-    """A fixed fraction of each sequence, as in mixture of depths."""
+    """A fixed fraction of each sequence, as in mixture of depths.
+
+    >>> from seqboat import TopKConfig, SeqBoat
+    >>> layer = SeqBoat(32, router=TopKConfig(capacity=0.25))
+    >>> type(SeqBoat(32, router="top-k").config.router).__name__      # by name, with the defaults
+    'TopKConfig'
+    """
 
     capacity: float = 0.5
     """Fraction of a sequence that each module takes."""
@@ -484,7 +527,13 @@ class TopKConfig(RouterConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertChoiceConfig(RouterConfig):
-    """Modules that choose their tokens."""
+    """Modules that choose their tokens: each takes a fixed fraction of every sequence.
+
+    >>> from seqboat import ExpertChoiceConfig, SeqBoat
+    >>> layer = SeqBoat(32, router=ExpertChoiceConfig(capacity=0.25))
+    >>> type(SeqBoat(32, router="expert-choice").config.router).__name__      # by name, with the defaults
+    'ExpertChoiceConfig'
+    """
 
     capacity: float = 0.5
     """Fraction of a sequence that each module takes."""
@@ -503,13 +552,23 @@ ROUTERS: dict[str, type[RouterConfig]] = {
     "top-k": TopKConfig,
     "expert-choice": ExpertChoiceConfig,
 }
-"""Every router by the name that commands and files use."""
+"""Every router by the name that commands, files and keywords use."""
+RouterConfig.named = ROUTERS
 
 
 def set_training_step(model: nn.Module, step: int) -> None:
     """Tell every part of a model that changes with training which step has been reached.
 
-    These are the modules with a method `notice_training_step`: routers that anneal, budgets, revivals.
+    These are the modules with a method `notice_training_step`: routers that anneal, budgets, revivals. In a training
+    loop of yours, call it before each step; `seqboat train` does.
+
+    Args:
+        model: any module.
+        step: steps taken so far.
+
+    >>> from seqboat import SeqBoat, set_training_step
+    >>> layer = SeqBoat(8, router="gumbel-softmax")
+    >>> set_training_step(layer, 1000)
     """
     for part in model.modules():
         notice = getattr(part, "notice_training_step", None)

@@ -24,7 +24,14 @@ from seqboat.ops.fused import take
 
 
 class Routing(NamedTuple):
-    """The decisions of a router for M modules."""
+    """The decisions of a router for M modules.
+
+    >>> import torch
+    >>> from seqboat import SeqBoat
+    >>> routing = SeqBoat(8)(torch.randn(2, 5, 8)).routing
+    >>> routing.active.shape, routing.confidence.shape
+    (torch.Size([2, 5, 1]), torch.Size([2, 5, 1]))
+    """
 
     active: Tensor
     """(batch, time, modules) bool: whether the token activates the module (the paper's a)"""
@@ -64,6 +71,13 @@ def compress(x: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
 def extract(y: Tensor, slot: Tensor) -> Tensor:
     """Put each slot back at the position it came from; zero where nothing was active (listing 2).
 
+    Args:
+        y: (batch, slots, dim), one output for each slot.
+        slot: (batch, time), from `compress`.
+
+    Returns:
+        (batch, time, dim).
+
     >>> extract(torch.tensor([[[5.0], [6.0]]]), torch.tensor([[2, 0, 2, 1]])).flatten().tolist()
     [0.0, 5.0, 0.0, 6.0]
     """
@@ -72,7 +86,17 @@ def extract(y: Tensor, slot: Tensor) -> Tensor:
 
 
 class Packed(NamedTuple):
-    """Where the tokens of a packed array came from; sequence after sequence, tokens in their order."""
+    """Where the tokens of a packed array came from; sequence after sequence, tokens in their order.
+
+    >>> import torch
+    >>> from seqboat import pack
+    >>> packed = pack(torch.tensor([[False, True], [True, True]]))
+    >>> packed.flat.tolist(), packed.row.tolist(), packed.position.tolist(), packed.offsets.tolist()
+    ([1, 2, 3], [0, 1, 1], [1, 0, 1], [0, 1, 3])
+    >>> x = torch.arange(4.0).view(2, 2, 1)
+    >>> packed.add(torch.zeros(2, 2, 1), 10 * packed.take(x)).flatten().tolist()
+    [0.0, 10.0, 20.0, 30.0]
+    """
 
     flat: Tensor
     """(tokens,): place in the flattened (batch * time) sequence"""
@@ -214,6 +238,15 @@ class PackedModule(nn.Module, ABC):
 
     Token-wise modules need none of this: any nn.Module on (tokens, dim) will do. A module that is not causal only
     needs `forward`, and may return its output without a state.
+
+    >>> import torch
+    >>> from seqboat import PackedModule, SparseModularActivation
+    >>> class Count(PackedModule):
+    ...     def forward(self, tokens, packed, state=None):      # adds the number of active tokens of the sequence
+    ...         return tokens + packed.offsets.diff()[packed.row][:, None]
+    >>> sparse = SparseModularActivation({"count": Count()}, d_model=4)
+    >>> sparse(torch.randn(2, 6, 4)).y.shape
+    torch.Size([2, 6, 4])
     """
 
     causal: bool = False

@@ -58,6 +58,10 @@ def rebuild(like: State, parts: Mapping[str, Tensor], name: str = "state") -> St
 def select_rows(state: State, rows: Tensor) -> State:
     """The sequences of a state in this order, each as often as it is named: for beam search and finished sequences.
 
+    Args:
+        state: of a layer or a model; the first dimension of its tensors is the batch.
+        rows: (n,) integers, the sequences to keep.
+
     >>> select_rows(torch.tensor([[1.0], [2.0]]), torch.tensor([1, 1, 0])).flatten().tolist()
     [2.0, 2.0, 1.0]
     """
@@ -99,7 +103,15 @@ def _join(parts: Sequence[Tensor]) -> Tensor:
 
 
 def repeat_rows(state: State, times: int) -> State:
-    """Repeat every sequence `times` times, as `generate` with several beams expects."""
+    """Repeat every sequence of a state, as `generate` with several beams expects.
+
+    Args:
+        state: of a layer or a model; the first dimension of its tensors is the batch.
+        times: how often.
+
+    >>> repeat_rows(torch.tensor([[1.0], [2.0]]), 2).flatten().tolist()
+    [1.0, 1.0, 2.0, 2.0]
+    """
     check_positive("times", times)
     return map_state(lambda part: part.repeat_interleave(times, dim=0), state)
 
@@ -115,12 +127,31 @@ def keep_state(changed: Tensor, new: State, old: State) -> State:
 
 
 def detach_state(state: State) -> State:
-    """Detach from the graph: truncated backpropagation through time."""
+    """Detach a state from the graph: truncated backpropagation through time.
+
+    Args:
+        state: of a layer or a model.
+
+    >>> from seqboat import SeqBoat
+    >>> layer = SeqBoat(8, causal=True)
+    >>> state = detach_state(layer(torch.randn(1, 5, 8)).state)
+    >>> layer(torch.randn(1, 5, 8), state=state).y.sum().backward()       # stops at the border of the two parts
+    """
     return map_state(lambda part: part.detach(), state)
 
 
 def state_bytes(state: Any) -> int:
-    """Memory that a state takes."""
+    """The memory that a state takes.
+
+    Args:
+        state: of a layer or a model.
+
+    >>> from seqboat import SeqBoat
+    >>> layer = SeqBoat(8, causal=True, window=16)
+    >>> short, long = (layer(torch.randn(1, time, 8)).state for time in (50, 500))
+    >>> state_bytes(short) == state_bytes(long)
+    True
+    """
     return sum(part.numel() * part.element_size() for _, part in tensors(state))
 
 

@@ -58,7 +58,14 @@ def check_direction(config: object, causal: bool, reason: str) -> None:
 
 
 class MixerOutput(NamedTuple):
-    """What a mixer returns."""
+    """What a mixer returns: `y, state, routing = layer(x)`.
+
+    >>> import torch
+    >>> from seqboat import SeqBoat
+    >>> out = SeqBoat(8)(torch.randn(2, 5, 8))
+    >>> out.y.shape, out.state, out.routing.probs.shape
+    (torch.Size([2, 5, 8]), None, torch.Size([2, 5, 1]))
+    """
 
     y: Tensor
     """(batch, time, dim), zeros on padding; (batch, dim) from `step`"""
@@ -69,7 +76,26 @@ class MixerOutput(NamedTuple):
 
 
 class Mixer(nn.Module, ABC):
-    """A sequence layer. Subclasses implement `mix` on sequences whose real tokens come first."""
+    """A sequence layer with its norm and residual connection inside.
+
+    Subclasses implement `mix` on sequences whose real tokens come first, and set `d_model` and `causal`.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from seqboat import Mixer, MixerOutput
+    >>> class Mean(Mixer):
+    ...     def __init__(self, d_model):
+    ...         super().__init__()
+    ...         self.d_model, self.causal = d_model, False
+    ...         self.linear = nn.Linear(d_model, d_model)
+    ...     def mix(self, x, mask, state):
+    ...         count = x.shape[1] if mask is None else mask.sum(dim=1)[:, None, None]
+    ...         y = x + self.linear(x.sum(dim=1, keepdim=True) / count)      # padding is zero in x
+    ...         return MixerOutput(y if mask is None else y * mask[..., None])
+    >>> mask = torch.tensor([[False, True, True, False]])                    # in any pattern
+    >>> Mean(3)(torch.randn(1, 4, 3), mask).y.shape
+    torch.Size([1, 4, 3])
+    """
 
     d_model: int
     causal: bool
@@ -191,13 +217,13 @@ class Mixer(nn.Module, ABC):
 class AsTensor(nn.Module):
     """A mixer that returns its output alone, as the layers of an `nn.Sequential` do.
 
+    Args:
+        mixer: any layer of this package; its decisions and its state are dropped.
+
     >>> from seqboat import SeqBoat
     >>> model = nn.Sequential(nn.Linear(3, 8), AsTensor(SeqBoat(8)), nn.Linear(8, 2))
     >>> model(torch.randn(4, 10, 3)).shape
     torch.Size([4, 10, 2])
-
-    Args:
-        mixer: any layer of this package; its decisions and its state are dropped.
     """
 
     def __init__(self, mixer: Mixer) -> None:
@@ -214,7 +240,21 @@ class AsTensor(nn.Module):
 
 
 class RecurrentMixer(Mixer):
-    """A mixer that can carry a state, if it is causal."""
+    """A mixer that can carry a state, if it is causal. Subclasses also implement `make_state` and `advance`.
+
+    The whole sequence, its chunks with a carried state, and single steps give the same numbers.
+
+    >>> import torch
+    >>> from seqboat import RecurrentMixer, SeqBoat
+    >>> layer = SeqBoat(8, causal=True).eval()
+    >>> isinstance(layer, RecurrentMixer)
+    True
+    >>> x = torch.randn(1, 3, 8)
+    >>> state = layer.init_state(batch=1)
+    >>> for token in x.unbind(dim=1):
+    ...     y, state, routing = layer.step(token, state)
+    >>> torch.testing.assert_close(y, layer(x).y[:, -1])
+    """
 
     def init_state(self, batch: int, dtype: torch.dtype | None = None) -> Any:
         """The state before the first token.

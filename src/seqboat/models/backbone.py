@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -32,11 +32,14 @@ from seqboat.checks import (
 from seqboat.core.documents import Documents, find_documents
 from seqboat.core.nn import Norm, init_linear, masked_mean, no_tracking
 from seqboat.core.padding import Aligned, align, zero_padding
+from seqboat.core.settings import Settings, check_type, fill_in, unknown
 from seqboat.core.sma import Routing
 from seqboat.core.state import check_state
-from seqboat.mixers.base import Mixer, RecurrentMixer
+from seqboat.mixers import MIXERS
+from seqboat.mixers.base import Mixer, RecurrentMixer, directions_of
 from seqboat.models.ngrams import NGrams
 from seqboat.ops.positions import sinusoids
+from seqboat.plugins import load_plugins
 
 HeadInit = Literal["normal", "xavier"]
 HEAD_INITS = ("normal", "xavier")
@@ -75,8 +78,14 @@ class SharesParameters(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BackboneConfig:
-    """An input layer and a stack of mixers, identical unless the mixer's configuration builds the stack itself."""
+class BackboneConfig(Settings):
+    """An input layer and a stack of mixers, identical unless the mixer's configuration builds the stack itself.
+
+    >>> from seqboat import BackboneConfig, LanguageModel, SeqBoatConfig
+    >>> config = BackboneConfig(mixer=SeqBoatConfig(causal=True), d_model=32, num_layers=2, vocab=256)
+    >>> len(LanguageModel(config).backbone.layers)
+    2
+    """
 
     mixer: MixerConfig
     """The layer that is stacked."""
@@ -124,6 +133,31 @@ class BackboneConfig:
         check_positive("ngram_buckets", self.ngram_buckets)
 
 
+def backbone_config(
+    config: BackboneConfig | None, options: dict[str, Any], owner: object, causal: bool = False
+) -> BackboneConfig:
+    """The configuration of a model that was given one, or settings as keywords, or both.
+
+    Args:
+        config: given to the model; by default SeqBoat layers.
+        options: keywords given to the model: fields of `BackboneConfig`, and fields of the mixer with other names.
+            The mixer may be a name in MIXERS.
+        owner: the model, which messages name.
+        causal: whether mixers that are not given as a configuration read from left to right.
+    """
+    mixer = options.pop("mixer", None if config else "seqboat")
+    if isinstance(mixer, str):
+        if mixer not in MIXERS:
+            load_plugins()
+        if mixer not in MIXERS:
+            raise ValueError(unknown(type(owner).__name__, "mixer", mixer, MIXERS))
+        mixer = MIXERS[mixer](causal=causal or "bidirectional" not in directions_of(MIXERS[mixer]))
+    if mixer is not None:
+        check_type(f"{type(owner).__name__}: mixer", MixerConfig, mixer)
+        config = BackboneConfig(mixer=mixer) if config is None else replace(config, mixer=mixer)
+    return fill_in(BackboneConfig, config, options, owner)
+
+
 class BackboneState(NamedTuple):
     """What a causal stack remembers."""
 
@@ -147,11 +181,24 @@ class BackboneOutput(NamedTuple):
 class Backbone(nn.Module):
     """An input layer and a stack of mixers.
 
-    Takes token ids (batch, time), or real values (batch, time) or (batch, time, channels).
+    Args:
+        config: every setting as one `BackboneConfig`.
+        options: settings by name, instead of a configuration or on top of it: fields of `BackboneConfig`, and fields
+            of the mixer with other names. `mixer` may be a name in MIXERS; SeqBoat layers by default.
+
+    Calling it with token ids (batch, time), or real values (batch, time) or (batch, time, channels), returns a
+    `BackboneOutput` whose y is (batch, time, d_model).
+
+    >>> import torch
+    >>> from seqboat import Backbone
+    >>> stack = Backbone(channels=3, d_model=16, num_layers=2, window=32)
+    >>> stack(torch.randn(2, 100, 3)).y.shape
+    torch.Size([2, 100, 16])
     """
 
-    def __init__(self, config: BackboneConfig) -> None:
+    def __init__(self, config: BackboneConfig | None = None, **options: Any) -> None:
         super().__init__()
+        config = backbone_config(config, options, self)
         self.config = config
         self.gradient_checkpointing = False
         # what a valid state looks like, cached between steps
@@ -487,10 +534,27 @@ class Head(nn.Module):
 
 
 class Classifier(nn.Module):
-    """One label for a sequence."""
+    """One label for a sequence.
 
-    def __init__(self, config: BackboneConfig, classes: int) -> None:
+    Args:
+        config: every setting as one `BackboneConfig`.
+        classes: number of classes.
+        options: settings by name, instead of a configuration or on top of it: fields of `BackboneConfig`, and fields
+            of the mixer with other names. `mixer` may be a name in MIXERS; SeqBoat layers by default.
+
+    Calling it with token ids or real values returns a `ClassifierOutput` with logits of shape (batch, classes).
+
+    >>> import torch
+    >>> from seqboat import Classifier
+    >>> model = Classifier(classes=3, vocab=256, d_model=16, num_layers=2)
+    >>> tokens, mask = torch.randint(0, 256, (2, 100)), torch.ones(2, 100, dtype=torch.bool)
+    >>> model(tokens, mask).logits.shape
+    torch.Size([2, 3])
+    """
+
+    def __init__(self, config: BackboneConfig | None = None, classes: int = 2, **options: Any) -> None:
         super().__init__()
+        config = backbone_config(config, options, self)
         self.backbone = Backbone(config)
         self.head = Head(config, 1, classes)
 
@@ -507,10 +571,25 @@ class Classifier(nn.Module):
 
 
 class Tagger(nn.Module):
-    """One label for every token: with the tokens on both sides, or where the mixer is causal with those before."""
+    """One label for every token: with the tokens on both sides, or where the mixer is causal with those before.
 
-    def __init__(self, config: BackboneConfig, classes: int) -> None:
+    Args:
+        config: every setting as one `BackboneConfig`.
+        classes: number of classes.
+        options: settings by name, instead of a configuration or on top of it: fields of `BackboneConfig`, and fields
+            of the mixer with other names. `mixer` may be a name in MIXERS; SeqBoat layers by default.
+
+    Calling it with token ids or real values returns a `ClassifierOutput` with logits of shape (batch, time, classes).
+
+    >>> import torch
+    >>> from seqboat.models.backbone import Tagger
+    >>> Tagger(classes=3, vocab=256, d_model=16, num_layers=2)(torch.randint(0, 256, (2, 100))).logits.shape
+    torch.Size([2, 100, 3])
+    """
+
+    def __init__(self, config: BackboneConfig | None = None, classes: int = 2, **options: Any) -> None:
         super().__init__()
+        config = backbone_config(config, options, self)
         self.backbone = Backbone(config)
         self.head = Head(config, 1, classes)
 
@@ -523,10 +602,26 @@ class Tagger(nn.Module):
 
 
 class Matcher(nn.Module):
-    """One label for a pair of sequences."""
+    """One label for a pair of sequences.
 
-    def __init__(self, config: BackboneConfig, classes: int = 2) -> None:
+    Args:
+        config: every setting as one `BackboneConfig`.
+        classes: number of classes.
+        options: settings by name, instead of a configuration or on top of it: fields of `BackboneConfig`, and fields
+            of the mixer with other names. `mixer` may be a name in MIXERS; SeqBoat layers by default.
+
+    Calling it with two batches of sequences returns a `ClassifierOutput` with logits of shape (batch, classes).
+
+    >>> import torch
+    >>> from seqboat import Matcher
+    >>> model = Matcher(vocab=256, d_model=16, num_layers=2)
+    >>> model(torch.randint(0, 256, (2, 100)), torch.randint(0, 256, (2, 80))).logits.shape
+    torch.Size([2, 2])
+    """
+
+    def __init__(self, config: BackboneConfig | None = None, classes: int = 2, **options: Any) -> None:
         super().__init__()
+        config = backbone_config(config, options, self)
         self.backbone = Backbone(config)
         self.head = Head(config, 4, classes)
 
@@ -561,10 +656,28 @@ class LanguageModelOutput(NamedTuple):
 
 
 class LanguageModel(nn.Module):
-    """Scores the next token, with tied input and output embeddings."""
+    """Scores the next token, with tied input and output embeddings.
 
-    def __init__(self, config: BackboneConfig) -> None:
+    Args:
+        config: every setting as one `BackboneConfig`.
+        options: settings by name, instead of a configuration or on top of it: fields of `BackboneConfig`, and fields
+            of the mixer with other names. `mixer` may be a name in MIXERS; SeqBoat layers by default.
+
+    Calling it with token ids (batch, time) returns a `LanguageModelOutput` with logits of shape (batch, time, vocab)
+    and the state after the last token; `step` takes one token per sequence.
+
+    >>> import torch
+    >>> from seqboat import LanguageModel
+    >>> model = LanguageModel(vocab=256, d_model=16, num_layers=2, window=32)
+    >>> out = model(torch.randint(0, 256, (1, 50)))
+    >>> token = out.logits[:, -1].argmax(dim=-1)
+    >>> model.step(token, out.state).logits.shape
+    torch.Size([1, 256])
+    """
+
+    def __init__(self, config: BackboneConfig | None = None, **options: Any) -> None:
         super().__init__()
+        config = backbone_config(config, options, self, causal=True)
         require(config.vocab is not None, "a language model needs a vocab, got None")
         require(not config.ngrams, f"a language model cannot read n-grams, got ngrams={config.ngrams}")
         self.backbone = Backbone(config)

@@ -30,7 +30,13 @@ def compile_model(model: Model, **options: Any) -> Model:
 
     Args:
         model: any module of this package.
-        **options: of torch.compile; `dynamic` is True unless given.
+        options: of torch.compile; `dynamic` is True unless given.
+
+    Returns:
+        The compiled model, which shares its weights with the model.
+
+    >>> from seqboat import Classifier, compile_model
+    >>> model = compile_model(Classifier(vocab=5, d_model=8, num_layers=1))     # compiled by the first call
     """
     capture_active_tokens()
     return torch.compile(model, **{"dynamic": True, **options})  # type: ignore[return-value]
@@ -44,7 +50,10 @@ def compile_step(model: Model, **options: Any) -> Model:
 
     Args:
         model: a model whose layers carry a state.
-        **options: of torch.compile.
+        options: of torch.compile.
+
+    >>> from seqboat import LanguageModel, compile_step
+    >>> model = compile_step(LanguageModel(vocab=5, d_model=8, num_layers=1))   # compiled by the first step
     """
     layers = [module for module in model.modules() if isinstance(module, RecurrentMixer)]
     inner = {part for layer in layers for part in layer.modules() if part is not layer}

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from seqboat.checks import check_choice, check_positive, require
 from seqboat.core.budget import Steering
 from seqboat.core.routers import RouterConfig, SigmoidConfig
+from seqboat.core.settings import Settings
 from seqboat.core.sma import Routing
 from seqboat.data.files import read_json, replacing, write_json
 from seqboat.retrofitting.unit import Call, Kind, SparseUnit
@@ -48,7 +49,7 @@ _PARTS: dict[str, tuple[Kind, tuple[str, ...]]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class RateSchedule:
+class RateSchedule(Settings):
     """The fraction of active tokens over training: `start`, then a linear ramp to `final`, then `final`.
 
     >>> schedule = RateSchedule(final=0.5, begin=100, steps=200)
@@ -85,6 +86,18 @@ class Retrofit:
     """A model whose selected modules run only on the tokens that routers pick; made by `retrofit`.
 
     Use the model itself as before. This object has what is new: the budget, the statistics, the routers.
+
+    Args:
+        model: changed in place.
+        kinds: modules by name, and how each is run.
+        d_model: width of the tokens.
+        router: the configuration of every router.
+        budget: how the rate is kept.
+
+    >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    >>> sparse = retrofit(model, {"1": "tokens"}, d_model=8)
+    >>> sparse.set_rate(0.5)
+    >>> sparse.undo()                                    # the model as it was
     """
 
     def __init__(
@@ -379,6 +392,14 @@ def load_retrofit(model: nn.Module, folder: str | Path) -> Retrofit:
     Args:
         model: of the same class, with its weights already loaded.
         folder: with retrofit.json and retrofit.safetensors.
+
+    >>> import tempfile
+    >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     retrofit(model, {"1": "tokens"}, d_model=8).save(folder)
+    ...     other = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    ...     load_retrofit(other, folder).rates().keys()
+    dict_keys(['1'])
     """
     from safetensors.torch import load_file
 

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from seqboat.checks import check_choice, check_positive, require
+from seqboat.core.settings import Settings
 
 OptimizerName = Literal["adamw", "radam", "adagrad"]
 OPTIMIZERS = ("adamw", "radam", "adagrad")
@@ -39,7 +40,7 @@ MATRICES = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d)
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerConfig:
+class OptimizerConfig(Settings):
     """How parameters are updated."""
 
     name: OptimizerName = "adamw"
@@ -85,7 +86,7 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduleConfig:
+class ScheduleConfig(Settings):
     """How long training takes, and how the learning rate changes: warm-up, then decay."""
 
     steps: int = 1000

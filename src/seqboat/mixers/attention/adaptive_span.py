@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from seqboat.checks import check_positive, require
 from seqboat.core.nn import init_linear
 from seqboat.core.padding import zero_padding
+from seqboat.core.settings import fill_in
 from seqboat.mixers.attention.block import Block, BlockConfig, head_width, join_heads, split_heads
 from seqboat.mixers.attention.fifo import Fifo, make_fifo, push, relative_shift, resize
 from seqboat.mixers.base import MixerOutput, RecurrentMixer, keep_rows
@@ -33,7 +34,13 @@ from seqboat.ops.precision import widen
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveSpanConfig(BlockConfig):
-    """Adaptive Span: causal attention in which every head learns how far back it looks."""
+    """Adaptive Span: causal attention in which every head learns how far back it looks.
+
+    >>> from seqboat.mixers import AdaptiveSpanConfig
+    >>> layer = AdaptiveSpanConfig(causal=True).build(64)
+    >>> layer.name, layer.causal
+    ('AdaptiveSpan', True)
+    """
 
     max_span: int = 8192
     """The largest distance that a head can see."""
@@ -86,11 +93,24 @@ class _Bounded(torch.autograd.Function):
 
 
 class AdaptiveSpan(RecurrentMixer):
-    """One layer with adaptive spans on (batch, time, d_model)."""
+    """One layer with adaptive spans on (batch, time, d_model): attention with a learned span per head.
 
-    def __init__(self, d_model: int, config: AdaptiveSpanConfig | None = None) -> None:
+    Args:
+        d_model: width of the tokens.
+        config: its settings; the defaults without it.
+        options: single settings by name, fields of `AdaptiveSpanConfig`.
+
+    Calling it with x of shape (batch, time, d_model) returns a `MixerOutput` whose y has the same shape.
+
+    >>> import torch
+    >>> from seqboat.mixers import AdaptiveSpan
+    >>> AdaptiveSpan(16, causal=True, heads=2, max_span=64)(torch.randn(2, 100, 16)).y.shape
+    torch.Size([2, 100, 16])
+    """
+
+    def __init__(self, d_model: int, config: AdaptiveSpanConfig | None = None, **options: Any) -> None:
         super().__init__()
-        config = config or AdaptiveSpanConfig()
+        config = fill_in(AdaptiveSpanConfig, config, options, self, d_model)
         self.config, self.d_model, self.causal = config, d_model, config.causal
         self.heads, self.d_head = config.heads, head_width(d_model, config.heads)
         self.block = Block(d_model, config)

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from seqboat.checks import check_positive, require
 from seqboat.core.nn import init_linear
 from seqboat.core.padding import zero_padding
+from seqboat.core.settings import fill_in
 from seqboat.mixers.attention.block import Block, BlockConfig, head_width, join_heads, split_heads
 from seqboat.mixers.base import Direction, Mixer, MixerOutput, check_direction
 from seqboat.ops.functions import HIDDEN
@@ -32,7 +33,13 @@ from seqboat.ops.precision import widen
 
 @dataclass(frozen=True, kw_only=True)
 class BigBirdConfig(BlockConfig):
-    """BigBird: attention in blocks to neighbors, a few global blocks and a few random ones."""
+    """BigBird: attention in blocks to neighbors, a few global blocks and a few random ones.
+
+    >>> from seqboat.mixers import BigBirdConfig
+    >>> layer = BigBirdConfig().build(64)
+    >>> layer.name, layer.causal
+    ('BigBird', False)
+    """
 
     directions: ClassVar[tuple[Direction, ...]] = ("bidirectional",)
 
@@ -70,15 +77,28 @@ class Seen(NamedTuple):
 
 
 class BigBird(Mixer):
-    """One BigBird layer on (batch, time, d_model)."""
+    """One BigBird layer on (batch, time, d_model): block-sparse attention with global and random blocks.
+
+    Args:
+        d_model: width of the tokens.
+        config: its settings; the defaults without it.
+        options: single settings by name, fields of `BigBirdConfig`.
+
+    Calling it with x of shape (batch, time, d_model) returns a `MixerOutput` whose y has the same shape.
+
+    >>> import torch
+    >>> from seqboat.mixers import BigBird
+    >>> BigBird(16, heads=2, block_size=16)(torch.randn(2, 100, 16)).y.shape
+    torch.Size([2, 100, 16])
+    """
 
     causal = False
     wants_positions = True
     seeds: Tensor
 
-    def __init__(self, d_model: int, config: BigBirdConfig | None = None) -> None:
+    def __init__(self, d_model: int, config: BigBirdConfig | None = None, **options: Any) -> None:
         super().__init__()
-        config = config or BigBirdConfig()
+        config = fill_in(BigBirdConfig, config, options, self, d_model)
         self.config, self.d_model = config, d_model
         self.heads, self.d_head = config.heads, head_width(d_model, config.heads)
         self.front, self.back = (config.global_blocks + 1) // 2, config.global_blocks // 2

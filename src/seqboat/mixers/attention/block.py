@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from seqboat.checks import check_choice, check_positive, check_rate, require
 from seqboat.core.nn import NORMS, Norm, NormName, init_linear, make_norm
+from seqboat.core.settings import Settings
 from seqboat.mixers.attention.transformer import ACTIVATIONS, ActivationName, FeedForward
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockConfig:
+class BlockConfig(Settings):
     """Heads, and what surrounds them."""
 
     heads: int = 8

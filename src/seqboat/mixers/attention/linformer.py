@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from seqboat.checks import check_choice, check_positive
 from seqboat.core.nn import init_linear
 from seqboat.core.padding import zero_padding
+from seqboat.core.settings import fill_in
 from seqboat.mixers.attention.block import Block, BlockConfig, head_width, join_heads, split_heads
 from seqboat.mixers.base import Direction, Mixer, MixerOutput, check_direction
 from seqboat.ops.precision import widen
@@ -28,7 +29,13 @@ SHARINGS = ("none", "heads", "keys")
 
 @dataclass(frozen=True, kw_only=True)
 class LinformerConfig(BlockConfig):
-    """Linformer: attention to a fixed number of learned projections of keys and values, in linear time."""
+    """Linformer: attention to a fixed number of learned projections of keys and values, in linear time.
+
+    >>> from seqboat.mixers import LinformerConfig
+    >>> layer = LinformerConfig().build(64)
+    >>> layer.name, layer.causal
+    ('Linformer', False)
+    """
 
     directions: ClassVar[tuple[Direction, ...]] = ("bidirectional",)
 
@@ -53,14 +60,27 @@ class LinformerConfig(BlockConfig):
 
 
 class Linformer(Mixer):
-    """One Linformer layer on (batch, time, d_model)."""
+    """One Linformer layer on (batch, time, d_model): attention to a fixed number of projected keys.
+
+    Args:
+        d_model: width of the tokens.
+        config: its settings; the defaults without it.
+        options: single settings by name, fields of `LinformerConfig`.
+
+    Calling it with x of shape (batch, time, d_model) returns a `MixerOutput` whose y has the same shape.
+
+    >>> import torch
+    >>> from seqboat.mixers import Linformer
+    >>> Linformer(16, heads=2, max_positions=256)(torch.randn(2, 100, 16)).y.shape
+    torch.Size([2, 100, 16])
+    """
 
     causal = False
     wants_positions = True
 
-    def __init__(self, d_model: int, config: LinformerConfig | None = None) -> None:
+    def __init__(self, d_model: int, config: LinformerConfig | None = None, **options: Any) -> None:
         super().__init__()
-        config = config or LinformerConfig()
+        config = fill_in(LinformerConfig, config, options, self, d_model)
         self.config, self.d_model = config, d_model
         self.heads, self.d_head = config.heads, head_width(d_model, config.heads)
         self.block = Block(d_model, config)

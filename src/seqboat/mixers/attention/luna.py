@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from seqboat.checks import check_positive
 from seqboat.core.nn import Norm, init_linear, make_norm
 from seqboat.core.padding import zero_padding
+from seqboat.core.settings import fill_in
 from seqboat.mixers.attention.block import Block, BlockConfig, head_width, join_heads, split_heads
 from seqboat.mixers.attention.linear import causal_product
 from seqboat.mixers.base import MixerOutput, RecurrentMixer, keep_rows
@@ -34,7 +35,13 @@ from seqboat.ops.precision import widen
 
 @dataclass(frozen=True, kw_only=True)
 class LunaConfig(BlockConfig):
-    """Luna: attention through a second, short sequence of learned tokens, in linear time."""
+    """Luna: attention through a second, short sequence of learned tokens, in linear time.
+
+    >>> from seqboat.mixers import LunaConfig
+    >>> layer = LunaConfig(causal=True).build(64)
+    >>> layer.name, layer.causal
+    ('Luna', True)
+    """
 
     length: int = 256
     """Tokens of the second sequence."""
@@ -61,13 +68,26 @@ class LunaState(NamedTuple):
 
 
 class Luna(RecurrentMixer):
-    """One Luna layer on (batch, time, d_model)."""
+    """One Luna layer on (batch, time, d_model): attention through a short second sequence.
+
+    Args:
+        d_model: width of the tokens.
+        config: its settings; the defaults without it.
+        options: single settings by name, fields of `LunaConfig`.
+
+    Calling it with x of shape (batch, time, d_model) returns a `MixerOutput` whose y has the same shape.
+
+    >>> import torch
+    >>> from seqboat.mixers import Luna
+    >>> Luna(16, heads=2)(torch.randn(2, 100, 16)).y.shape
+    torch.Size([2, 100, 16])
+    """
 
     wants_positions = True
 
-    def __init__(self, d_model: int, config: LunaConfig | None = None) -> None:
+    def __init__(self, d_model: int, config: LunaConfig | None = None, **options: Any) -> None:
         super().__init__()
-        config = config or LunaConfig()
+        config = fill_in(LunaConfig, config, options, self, d_model)
         self.config, self.d_model, self.causal = config, d_model, config.causal
         self.heads, self.d_head = config.heads, head_width(d_model, config.heads)
         self.lead = 0 if config.causal else config.length

@@ -17,7 +17,7 @@ its own chunk of the sequence, and time is linear.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from seqboat.checks import check_choice, check_positive, check_rate, require
 from seqboat.core.nn import NORMS, Norm, NormName, init_linear, make_norm
 from seqboat.core.padding import Aligned, zero_padding
+from seqboat.core.settings import Settings, fill_in
 from seqboat.mixers.attention.cache import Cache, append, extend, make_cache, seen_by_step
 from seqboat.mixers.attention.transformer import FeedForward
 from seqboat.mixers.base import MixerOutput, RecurrentMixer, keep_rows
@@ -41,8 +42,14 @@ MEGA_POSITIONS = ("relative", "rotary")
 
 
 @dataclass(frozen=True, kw_only=True)
-class MegaConfig:
-    """MEGA: a moving average feeds gated single-head attention over the whole sequence; feed-forward block."""
+class MegaConfig(Settings):
+    """MEGA: a moving average feeds gated single-head attention over the whole sequence; feed-forward block.
+
+    >>> from seqboat.mixers import MegaConfig
+    >>> layer = MegaConfig(causal=True).build(64)
+    >>> layer.name, layer.causal
+    ('Mega', True)
+    """
 
     ema: EMAConfig = EMAConfig()
     """The moving average."""
@@ -95,7 +102,13 @@ class MegaConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MegaChunkConfig(MegaConfig):
-    """MEGA-chunk: MEGA whose attention is limited to chunks of the sequence, in linear time."""
+    """MEGA-chunk: MEGA whose attention is limited to chunks of the sequence, in linear time.
+
+    >>> from seqboat.mixers import MegaChunkConfig
+    >>> layer = MegaChunkConfig(causal=True).build(64)
+    >>> layer.name, layer.causal
+    ('Mega', True)
+    """
 
     chunk: int | None = 128
     """Tokens per chunk; None for attention among all tokens."""
@@ -110,11 +123,24 @@ class MegaState(NamedTuple):
 
 
 class Mega(RecurrentMixer):
-    """One MEGA layer on (batch, time, d_model)."""
+    """One MEGA layer on (batch, time, d_model): a moving average and single-head gated attention.
 
-    def __init__(self, d_model: int, config: MegaConfig | None = None) -> None:
+    Args:
+        d_model: width of the tokens.
+        config: its settings; the defaults without it.
+        options: single settings by name, fields of `MegaConfig`.
+
+    Calling it with x of shape (batch, time, d_model) returns a `MixerOutput` whose y has the same shape.
+
+    >>> import torch
+    >>> from seqboat.mixers import Mega
+    >>> Mega(16, causal=True, d_z=16)(torch.randn(2, 100, 16)).y.shape
+    torch.Size([2, 100, 16])
+    """
+
+    def __init__(self, d_model: int, config: MegaConfig | None = None, **options: Any) -> None:
         super().__init__()
-        config = config or MegaConfig()
+        config = fill_in(MegaConfig, config, options, self, d_model)
         check_positive("d_model", d_model)
         self.config, self.d_model, self.causal = config, d_model, config.causal
         self.d_z, self.d_v, self.chunk = config.d_z, config.d_v or 2 * d_model, config.chunk

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from seqboat.checks import check_choice, check_positive
 from seqboat.core.nn import init_linear
 from seqboat.core.padding import zero_padding
+from seqboat.core.settings import fill_in
 from seqboat.mixers.attention.block import Block, BlockConfig, head_width, join_heads, split_heads
 from seqboat.mixers.attention.linear import BLOCK
 from seqboat.mixers.base import MixerOutput, RecurrentMixer, keep_rows
@@ -39,7 +40,13 @@ RELU_EPSILON = 1e-3
 
 @dataclass(frozen=True, kw_only=True)
 class PerformerConfig(BlockConfig):
-    """Performer: attention approximated by random features of queries and keys, in linear time."""
+    """Performer: attention approximated by random features of queries and keys, in linear time.
+
+    >>> from seqboat.mixers import PerformerConfig
+    >>> layer = PerformerConfig(causal=True).build(64)
+    >>> layer.name, layer.causal
+    ('Performer', True)
+    """
 
     kernel: FeatureKernel = "softmax"
     """What the features approximate: softmax attention, or a kernel of ReLU features."""
@@ -122,13 +129,26 @@ class PerformerState(NamedTuple):
 
 
 class Performer(RecurrentMixer):
-    """One Performer layer on (batch, time, d_model)."""
+    """One Performer layer on (batch, time, d_model): linear attention with random features.
+
+    Args:
+        d_model: width of the tokens.
+        config: its settings; the defaults without it.
+        options: single settings by name, fields of `PerformerConfig`.
+
+    Calling it with x of shape (batch, time, d_model) returns a `MixerOutput` whose y has the same shape.
+
+    >>> import torch
+    >>> from seqboat.mixers import Performer
+    >>> Performer(16, heads=2, features=16)(torch.randn(2, 100, 16)).y.shape
+    torch.Size([2, 100, 16])
+    """
 
     wants_positions = True
 
-    def __init__(self, d_model: int, config: PerformerConfig | None = None) -> None:
+    def __init__(self, d_model: int, config: PerformerConfig | None = None, **options: Any) -> None:
         super().__init__()
-        config = config or PerformerConfig()
+        config = fill_in(PerformerConfig, config, options, self, d_model)
         self.config, self.d_model, self.causal = config, d_model, config.causal
         self.heads, self.d_head = config.heads, head_width(d_model, config.heads)
         self.block = Block(d_model, config)

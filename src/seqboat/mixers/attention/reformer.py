@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from seqboat.checks import check_positive, require
 from seqboat.core.nn import init_linear, make_norm
 from seqboat.core.padding import zero_padding
+from seqboat.core.settings import fill_in
 from seqboat.mixers.attention.block import Block, BlockConfig, head_width, join_heads, split_heads
 from seqboat.mixers.attention.cache import Cache, append, extend
 from seqboat.mixers.base import MixerOutput, RecurrentMixer, keep_rows
@@ -49,7 +50,13 @@ NOWHERE = -(1 << 30)
 
 @dataclass(frozen=True, kw_only=True)
 class ReformerConfig(BlockConfig):
-    """Reformer: attention among tokens that locality-sensitive hashing puts in the same bucket."""
+    """Reformer: attention among tokens that locality-sensitive hashing puts in the same bucket.
+
+    >>> from seqboat.mixers import ReformerConfig
+    >>> layer = ReformerConfig(causal=True).build(64)
+    >>> layer.name, layer.causal
+    ('Reformer', True)
+    """
 
     hashes: int = 4
     """Rounds of hashing."""
@@ -91,14 +98,27 @@ class ReformerState(NamedTuple):
 
 
 class Reformer(RecurrentMixer):
-    """One Reformer layer on (batch, time, d_model)."""
+    """One Reformer layer on (batch, time, d_model): attention within hash buckets.
+
+    Args:
+        d_model: width of the tokens.
+        config: its settings; the defaults without it.
+        options: single settings by name, fields of `ReformerConfig`.
+
+    Calling it with x of shape (batch, time, d_model) returns a `MixerOutput` whose y has the same shape.
+
+    >>> import torch
+    >>> from seqboat.mixers import Reformer
+    >>> Reformer(16, heads=2)(torch.randn(2, 100, 16)).y.shape
+    torch.Size([2, 100, 16])
+    """
 
     wants_positions = True
     rotations: Tensor
 
-    def __init__(self, d_model: int, config: ReformerConfig | None = None) -> None:
+    def __init__(self, d_model: int, config: ReformerConfig | None = None, **options: Any) -> None:
         super().__init__()
-        config = config or ReformerConfig()
+        config = fill_in(ReformerConfig, config, options, self, d_model)
         self.config, self.d_model, self.causal = config, d_model, config.causal
         width = d_model
         if config.reversible:

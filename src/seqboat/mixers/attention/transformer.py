@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from seqboat.checks import check_choice, check_positive, check_rate, require
 from seqboat.core.nn import NORMS, Norm, NormName, init_linear, make_norm
 from seqboat.core.padding import zero_padding
+from seqboat.core.settings import Settings, fill_in
 from seqboat.mixers.attention.cache import Cache, append, extend, make_cache, seen_by_step
 from seqboat.mixers.base import MixerOutput, RecurrentMixer, keep_rows
 from seqboat.ops.positions import Absolute, OriginalBias, Positions, Rotary
@@ -39,8 +40,14 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.
 
 
 @dataclass(frozen=True, kw_only=True)
-class TransformerConfig:
-    """Transformer: multi-head softmax attention over the whole sequence and a feed-forward block."""
+class TransformerConfig(Settings):
+    """Transformer: multi-head softmax attention over the whole sequence and a feed-forward block.
+
+    >>> from seqboat.mixers import TransformerConfig
+    >>> layer = TransformerConfig(causal=True).build(64)
+    >>> layer.name, layer.causal
+    ('Transformer', True)
+    """
 
     heads: int = 8
     """Attention heads, each of width d_model / heads."""
@@ -105,11 +112,24 @@ class KeyVisibility(NamedTuple):
 
 
 class Transformer(RecurrentMixer):
-    """One Transformer layer on (batch, time, d_model)."""
+    """One Transformer layer on (batch, time, d_model): full attention and a feed-forward block.
 
-    def __init__(self, d_model: int, config: TransformerConfig | None = None) -> None:
+    Args:
+        d_model: width of the tokens.
+        config: its settings; the defaults without it.
+        options: single settings by name, fields of `TransformerConfig`.
+
+    Calling it with x of shape (batch, time, d_model) returns a `MixerOutput` whose y has the same shape.
+
+    >>> import torch
+    >>> from seqboat.mixers import Transformer
+    >>> Transformer(16, causal=True, heads=2)(torch.randn(2, 100, 16)).y.shape
+    torch.Size([2, 100, 16])
+    """
+
+    def __init__(self, d_model: int, config: TransformerConfig | None = None, **options: Any) -> None:
         super().__init__()
-        config = config or TransformerConfig()
+        config = fill_in(TransformerConfig, config, options, self, d_model)
         check_positive("d_model", d_model)
         require(
             d_model % config.heads == 0,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from seqboat.checks import check_positive
 from seqboat.core.nn import init_linear
 from seqboat.core.padding import zero_padding
+from seqboat.core.settings import fill_in
 from seqboat.mixers.attention.block import Block, BlockConfig, head_width, join_heads, split_heads
 from seqboat.mixers.attention.fifo import Fifo, make_fifo, push, relative_shift
 from seqboat.mixers.base import Direction, MixerOutput, RecurrentMixer, check_direction, keep_rows
@@ -31,7 +32,13 @@ from seqboat.ops.precision import widen
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerXLConfig(BlockConfig):
-    """Transformer-XL: causal attention over a segment and a memory of earlier ones, relative positions."""
+    """Transformer-XL: causal attention over a segment and a memory of earlier ones, relative positions.
+
+    >>> from seqboat.mixers import TransformerXLConfig
+    >>> layer = TransformerXLConfig().build(64)
+    >>> layer.name, layer.causal
+    ('TransformerXL', True)
+    """
 
     directions: ClassVar[tuple[Direction, ...]] = ("causal",)
 
@@ -53,11 +60,24 @@ class TransformerXLConfig(BlockConfig):
 
 
 class TransformerXL(RecurrentMixer):
-    """One Transformer-XL layer on (batch, time, d_model)."""
+    """One Transformer-XL layer on (batch, time, d_model): causal attention with a memory of earlier segments.
 
-    def __init__(self, d_model: int, config: TransformerXLConfig | None = None) -> None:
+    Args:
+        d_model: width of the tokens.
+        config: its settings; the defaults without it.
+        options: single settings by name, fields of `TransformerXLConfig`.
+
+    Calling it with x of shape (batch, time, d_model) returns a `MixerOutput` whose y has the same shape.
+
+    >>> import torch
+    >>> from seqboat.mixers import TransformerXL
+    >>> TransformerXL(16, heads=2)(torch.randn(2, 100, 16)).y.shape
+    torch.Size([2, 100, 16])
+    """
+
+    def __init__(self, d_model: int, config: TransformerXLConfig | None = None, **options: Any) -> None:
         super().__init__()
-        config = config or TransformerXLConfig()
+        config = fill_in(TransformerXLConfig, config, options, self, d_model)
         self.config, self.d_model, self.causal = config, d_model, True
         self.heads, self.d_head = config.heads, head_width(d_model, config.heads)
         self.slots = config.memory + config.segment

@@ -11,7 +11,7 @@ queries and keys or as a bias (`ops.positions`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from seqboat.checks import check_choice, check_positive, check_rate, require
 from seqboat.core.nn import init_linear
+from seqboat.core.settings import Settings, fill_in
 from seqboat.core.sma import Packed, PackedModule
 from seqboat.mixers.seqboat.spans import (
     KERNELS,
@@ -38,8 +39,13 @@ from seqboat.ops.precision import wide_type
 
 
 @dataclass(frozen=True, kw_only=True)
-class GAUConfig:
-    """Attention among the active tokens."""
+class GAUConfig(Settings):
+    """Attention among the active tokens: a gated attention unit with a working memory.
+
+    >>> from seqboat import GAUConfig, SeqBoat
+    >>> SeqBoat(32, gau=GAUConfig(d_z=16, window=64, positions="rotary")).config.gau.window
+    64
+    """
 
     d_z: int = 64
     """Width of queries and keys."""
@@ -95,7 +101,27 @@ class SlotWeights(NamedTuple):
 
 
 class GAU(PackedModule):
-    """A gated attention unit. With the span "full" the memory of a causal unit grows with the active tokens."""
+    """A gated attention unit on packed tokens, the attention of SeqBoat. With the span "full" its memory grows.
+
+    Args:
+        d_model: width of the tokens.
+        config: its settings; the defaults without it.
+        causal: whether a token sees earlier tokens only.
+        dropout: rate of dropout on the output.
+        options: single settings by name, fields of `GAUConfig`.
+
+    Calling it with tokens of shape (tokens, d_model) and where they came from returns the outputs, of the same shape,
+    and the state after the last token (None unless causal).
+
+    >>> import torch
+    >>> from seqboat import GAU, pack
+    >>> active = torch.tensor([[True, False, True], [False, True, True]])
+    >>> packed = pack(active)
+    >>> unit = GAU(8, causal=True, window=2)
+    >>> y, state = unit(packed.take(torch.randn(2, 3, 8)), packed)
+    >>> y.shape
+    torch.Size([4, 8])
+    """
 
     def __init__(
         self,
@@ -104,9 +130,10 @@ class GAU(PackedModule):
         *,
         causal: bool,
         dropout: float = 0.0,
+        **options: Any,
     ) -> None:
         super().__init__()
-        config = config or GAUConfig()
+        config = fill_in(GAUConfig, config, options, self, d_model)
         check_positive("d_model", d_model)
         check_rate("dropout", dropout)
         self.config, self.causal, self.d_model = config, causal, d_model

@@ -22,6 +22,7 @@ from seqboat.core.documents import Documents
 from seqboat.core.nn import NORMS, Norm, NormName, init_linear, make_norm
 from seqboat.core.padding import Aligned, zero_padding
 from seqboat.core.routers import RouterConfig, TemperedSoftmaxConfig
+from seqboat.core.settings import Settings, fill_in
 from seqboat.mixers.attention.transformer import FeedForward
 from seqboat.mixers.base import MixerOutput, RecurrentMixer, keep_rows
 from seqboat.mixers.seqboat.activation import SparseModularActivation
@@ -36,8 +37,14 @@ FIRST_FIELDS = ("ssm", "router", "gau", "causal", "norm", "prenorm", "dropout")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SeqBoatConfig:
-    """SeqBoat: a state-space layer on every token, attention on the tokens that a router picks."""
+class SeqBoatConfig(Settings):
+    """SeqBoat: a state-space layer on every token, attention on the tokens that a router picks.
+
+    >>> from seqboat import GAUConfig, SeqBoatConfig
+    >>> config = SeqBoatConfig(causal=True, gau=GAUConfig(window=128))
+    >>> config.build(64).causal
+    True
+    """
 
     ssm: SSMConfig = EMAConfig()
     """The state-space layer that reads every token: any of SSMS."""
@@ -77,7 +84,13 @@ class SeqBoatConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SeqBoatFFNConfig(SeqBoatConfig):
-    """SeqBoat with two modules, attention and a feed-forward block, activated independently of each other."""
+    """SeqBoat with two modules, attention and a feed-forward block, activated independently of each other.
+
+    >>> from seqboat.mixers import SeqBoatFFNConfig
+    >>> layer = SeqBoatFFNConfig(causal=True).build(64)
+    >>> layer.name, layer.causal
+    ('SeqBoat', True)
+    """
 
     ffn: bool = True
     """Whether there is a feed-forward block beside attention, with routing decisions independent of it."""
@@ -93,13 +106,62 @@ class SeqBoatState(NamedTuple):
 
 
 class SeqBoat(RecurrentMixer):
-    """One SeqBoat layer on (batch, time, d_model)."""
+    """One SeqBoat layer: a state-space layer on every token, attention on the tokens that a router picks.
+
+        H   = dropout(SiLU(SSM(x)))
+        out = SiLU(confidence * attention(H of the active tokens) + H W + b + x)
+
+    The layer has its norm and residual connection inside: stack layers by calling one after the other.
+
+    Args:
+        d_model: width of the tokens.
+        config: every setting as one `SeqBoatConfig`; the defaults without it.
+        options: single settings by name, instead of a configuration or on top of it. They are the fields of
+            `SeqBoatConfig` and of its parts. The most used ones:
+
+            causal (bool): read from left to right only, for language models and decoding. Default False.
+            window (int): working memory, the number of active tokens that attention reaches. Default 256.
+            ssm (str or SSMConfig): the state-space layer, "ema" (default), "s4d", "s4", "s5" or "liquid-s4".
+            d_state (int): states of the state-space layer per channel. Default 16.
+            router (str or RouterConfig): "tempered-softmax" (default), "sigmoid", "top-k", "always-active", ...
+            d_z, d_v (int): widths of queries and keys, and of values. Defaults 64 and 2 d_model.
+            attention (str): "softmax" (default), "relu2" or "laplace".
+            positions (str): "original" (default), "compressed" or "rotary".
+            target (float): fraction of tokens that should attend; not limited by default.
+            dropout (float), norm (str), prenorm (bool), ffn (bool), init ("scaled" or "paper").
+
+    Calling it:
+        `layer(x, mask=None, state=None)` with x of shape (batch, time, d_model). The mask is (batch, time) bool, True
+        on real tokens in any pattern. The state is what an earlier call of a causal layer returned. Packed documents
+        are given by `cu_seqlens`. Causal layers also take one token at a time: `layer.step(x_t, state)` with x_t of
+        shape (batch, d_model).
+
+    Returns:
+        `MixerOutput(y, state, routing)`: y has the shape of x; state is that after the last token, None for
+        bidirectional layers; routing holds `active` and `probs`, both (batch, time, modules).
+
+    Raises:
+        TypeError: naming the argument that does not exist or has another type.
+        ValueError: naming the setting or the input that does not fit.
+
+    >>> import torch
+    >>> from seqboat import SeqBoat, activation
+    >>> layer = SeqBoat(64, causal=True, window=128)
+    >>> y, state, routing = layer(torch.randn(2, 100, 64))
+    >>> y.shape, routing.active.shape
+    (torch.Size([2, 100, 64]), torch.Size([2, 100, 1]))
+    >>> activation(routing).rate.tolist()                    # every token starts active
+    [1.0]
+    >>> y, state, routing = layer.step(torch.randn(2, 64), state)   # continue with the next token
+    >>> y.shape
+    torch.Size([2, 64])
+    """
 
     packs = True
 
-    def __init__(self, d_model: int, config: SeqBoatConfig | None = None) -> None:
+    def __init__(self, d_model: int, config: SeqBoatConfig | None = None, **options: Any) -> None:
         super().__init__()
-        config = config or SeqBoatConfig()
+        config = fill_in(SeqBoatConfig, config, options, self, d_model)
         self.config, self.d_model, self.causal = config, d_model, config.causal
         self.norm: Norm = make_norm(config.norm, d_model)
         self.ssm = config.ssm.build(d_model, config.causal)

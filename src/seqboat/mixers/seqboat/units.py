@@ -161,6 +161,14 @@ class MixerUnit(PackedModule):
         mixer: any; positions count active tokens.
         change: whether to return only what the mixer adds to its input. A mixer has a residual connection inside;
             with another one around the sparse layer, a skipped token then passes unchanged.
+
+    Calling it with tokens of shape (tokens, d_model) returns the outputs, of the same shape, and the state.
+
+    >>> import torch
+    >>> from seqboat import MixerUnit, SeqBoat, SparseModularActivation
+    >>> sparse = SparseModularActivation({"layer": MixerUnit(SeqBoat(8, causal=True))}, d_model=8, causal=True)
+    >>> sparse(torch.randn(2, 10, 8)).y.shape
+    torch.Size([2, 10, 8])
     """
 
     def __init__(self, mixer: Mixer, change: bool = True) -> None:

@@ -16,6 +16,7 @@ SSMS: dict[str, Callable[[], SSMConfig]] = {
     "s5": S5Config,
     "liquid-s4": LiquidS4Config,
 }
-"""Every kernel that SeqBoat takes as its state-space layer, by the name that commands and files use."""
+"""Every kernel that SeqBoat takes as its state-space layer, by the name that commands, files and keywords use."""
+SSMConfig.named = SSMS
 
 __all__ = ["SSMS", "SSMConfig"]

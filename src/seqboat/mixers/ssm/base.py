@@ -19,6 +19,7 @@ from seqboat.checks import check_choice, check_positive, require
 from seqboat.core.documents import Documents
 from seqboat.core.nn import fft_convolve
 from seqboat.core.padding import zero_padding
+from seqboat.core.settings import Settings
 from seqboat.mixers.base import MixerOutput, RecurrentMixer, keep_rows
 from seqboat.ops.document_scan import scan_documents, state_after
 from seqboat.ops.kernels.registry import SEAM
@@ -31,7 +32,7 @@ Roles = Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SSMConfig:
+class SSMConfig(Settings):
     """The configuration of a state-space kernel; `seqboat.mixers.ssm.SSMS` lists them."""
 
     d_state: int

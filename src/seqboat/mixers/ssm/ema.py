@@ -10,17 +10,24 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from seqboat.core.settings import fill_in
 from seqboat.mixers.ssm.base import Coefficients, DiagonalSSM, Method, SSMConfig
 from seqboat.ops.scan import BLOCK
 
 
 @dataclass(frozen=True, kw_only=True)
 class EMAConfig(SSMConfig):
-    """The multi-dimensional damped moving average, the paper's state-space layer."""
+    """The multi-dimensional damped moving average, the paper's state-space layer.
+
+    >>> from seqboat import EMAConfig, SeqBoat
+    >>> SeqBoat(32, ssm=EMAConfig(d_state=8)).ssm.d_state
+    8
+    """
 
     d_state: int = 16
     """Averages per channel (the paper's h)."""
@@ -36,10 +43,29 @@ class EMAConfig(SSMConfig):
 
 
 class EMA(DiagonalSSM):
-    """MD-EMA over (batch, time, d_model)."""
+    """The multi-dimensional damped moving average of the paper, on every token.
 
-    def __init__(self, d_model: int, config: EMAConfig | None = None, *, causal: bool) -> None:
-        config = config or EMAConfig()
+    Args:
+        d_model: channels.
+        config: its settings; the defaults without it.
+        causal: one direction, or else two whose outputs are added.
+        options: single settings by name, fields of `EMAConfig`.
+
+    Calling it with x of shape (batch, time, d_model) returns a `MixerOutput` whose y has the same shape.
+
+    >>> import torch
+    >>> from seqboat import EMA
+    >>> kernel = EMA(8, causal=True, d_state=4)
+    >>> first = kernel(torch.randn(2, 100, 8))
+    >>> rest = kernel(torch.randn(2, 50, 8), state=first.state)      # continues the sequence
+    >>> rest.y.shape
+    torch.Size([2, 50, 8])
+    """
+
+    def __init__(
+        self, d_model: int, config: EMAConfig | None = None, *, causal: bool, **options: Any
+    ) -> None:
+        config = fill_in(EMAConfig, config, options, self, d_model)
         super().__init__(d_model, config.d_state, causal, config.truncation, config.method, config.block)
         shape = (self.directions, d_model, config.d_state)
         self.delta = nn.Parameter(torch.empty(shape))

@@ -14,7 +14,7 @@ of its latter half.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from seqboat.checks import check_choice, check_positive, check_rate, require
 from seqboat.core.nn import NORMS, Norm, NormName, init_linear, make_norm
 from seqboat.core.padding import Aligned, zero_padding
+from seqboat.core.settings import Settings, fill_in
 from seqboat.mixers.attention.transformer import FeedForward, TransformerConfig
 from seqboat.mixers.base import Mixer, MixerOutput, RecurrentMixer, keep_rows
 from seqboat.mixers.ssm.base import (
@@ -37,8 +38,14 @@ from seqboat.mixers.ssm.s4d import S4DConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class H3Config:
-    """H3: a shift and a diagonal state-space layer, multiplied with queries, keys and values; feed-forward block."""
+class H3Config(Settings):
+    """H3: a shift and a diagonal state-space layer, multiplied with queries, keys and values; feed-forward block.
+
+    >>> from seqboat.mixers import H3Config
+    >>> layer = H3Config(causal=True).build(64)
+    >>> layer.name, layer.causal
+    ('H3', True)
+    """
 
     shift: int = 64
     """Tokens that the shift layer remembers."""
@@ -69,7 +76,13 @@ class H3Config:
 
 @dataclass(frozen=True, kw_only=True)
 class H3HybridConfig(H3Config):
-    """H3 hybrid: H3 with attention in two layers of a stack, the second and the second of its latter half."""
+    """H3 hybrid: H3 with attention in two layers of a stack, the second and the second of its latter half.
+
+    >>> from seqboat.mixers import H3HybridConfig
+    >>> layer = H3HybridConfig(causal=True).build(64)
+    >>> layer.name, layer.causal
+    ('H3', True)
+    """
 
     heads: int = 4
     """Attention heads, each of width d_model / heads, which is 64 in the published models."""
@@ -160,11 +173,24 @@ class H3State(NamedTuple):
 
 
 class H3(RecurrentMixer):
-    """One H3 layer on (batch, time, d_model)."""
+    """One H3 layer on (batch, time, d_model): two state-space layers with products between them.
 
-    def __init__(self, d_model: int, config: H3Config | None = None) -> None:
+    Args:
+        d_model: width of the tokens.
+        config: its settings; the defaults without it.
+        options: single settings by name, fields of `H3Config`.
+
+    Calling it with x of shape (batch, time, d_model) returns a `MixerOutput` whose y has the same shape.
+
+    >>> import torch
+    >>> from seqboat.mixers import H3
+    >>> H3(16, causal=True, d_head=1)(torch.randn(2, 100, 16)).y.shape
+    torch.Size([2, 100, 16])
+    """
+
+    def __init__(self, d_model: int, config: H3Config | None = None, **options: Any) -> None:
         super().__init__()
-        config = config or H3Config()
+        config = fill_in(H3Config, config, options, self, d_model)
         check_positive("d_model", d_model)
         require(
             d_model % config.d_head == 0,

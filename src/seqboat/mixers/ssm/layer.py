@@ -21,6 +21,7 @@ from seqboat.checks import check_choice, check_rate
 from seqboat.core.documents import Documents
 from seqboat.core.nn import NORMS, Norm, NormName, make_norm
 from seqboat.core.padding import Aligned, zero_padding
+from seqboat.core.settings import Settings
 from seqboat.mixers.base import MixerOutput, RecurrentMixer, keep_rows
 
 Gate = Literal["glu", "sigmoid"]
@@ -28,7 +29,7 @@ GATES = ("glu", "sigmoid")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SSMLayerConfig:
+class SSMLayerConfig(Settings):
     """The options that all layers with a state-space core have."""
 
     causal: bool = False

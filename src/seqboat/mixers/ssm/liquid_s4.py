@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from seqboat.checks import check_choice, check_positive, check_steps
+from seqboat.core.settings import fill_in
 from seqboat.mixers.base import keep_rows
 from seqboat.mixers.ssm.base import (
     Roles,
@@ -42,7 +43,13 @@ LiquidKernel = Literal["kb", "pb"]
 
 @dataclass(frozen=True, kw_only=True)
 class LiquidS4Config(SSMConfig):
-    """A diagonal state-space layer that also responds to products of successive inputs."""
+    """A diagonal state-space layer that also responds to products of successive inputs.
+
+    >>> from seqboat import LiquidS4Config, SeqBoat
+    >>> layer = SeqBoat(32, ssm=LiquidS4Config(d_state=16))
+    >>> type(SeqBoat(32, ssm="liquid-s4").ssm) is type(layer.ssm)        # by name, with the defaults
+    True
+    """
 
     d_state: int = 64
     """Real states per channel: d_state / 2 conjugate pairs."""
@@ -71,7 +78,13 @@ class LiquidS4Config(SSMConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class LiquidS4LayerConfig(SSMLayerConfig):
-    """Liquid-S4: a diagonal state-space kernel that also responds to products of successive inputs; no attention."""
+    """Liquid-S4: a diagonal state-space kernel that also responds to products of successive inputs; no attention.
+
+    >>> from seqboat.mixers import LiquidS4LayerConfig
+    >>> layer = LiquidS4LayerConfig(causal=True).build(64)
+    >>> layer.name, layer.causal
+    ('LiquidS4 layer', True)
+    """
 
     ssm: LiquidS4Config = LiquidS4Config()
     """The state-space core."""
@@ -105,9 +118,11 @@ class LiquidS4(StateSpace):
 
     parameter_roles: ClassVar[Roles] = {"log_dt": "dt", "log_real": "ssm", "imag": "ssm", "b": "ssm"}
 
-    def __init__(self, d_model: int, config: LiquidS4Config | None = None, *, causal: bool) -> None:
+    def __init__(
+        self, d_model: int, config: LiquidS4Config | None = None, *, causal: bool, **options: Any
+    ) -> None:
+        config = fill_in(LiquidS4Config, config, options, self, d_model)
         super().__init__(d_model, causal)
-        config = config or LiquidS4Config()
         self.config, self.d_state, self.order = config, config.d_state, config.order
         pairs = config.d_state // 2
         self.log_dt = nn.Parameter(torch.empty(d_model))

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from seqboat.checks import check_positive, check_steps, require
 from seqboat.core.nn import fft_convolve
+from seqboat.core.settings import fill_in
 from seqboat.mixers.base import keep_rows
 from seqboat.mixers.ssm.base import (
     Roles,
@@ -50,7 +51,13 @@ PIECE = 64
 
 @dataclass(frozen=True, kw_only=True)
 class S4Config(SSMConfig):
-    """A state-space layer with a diagonal plus rank-one matrix."""
+    """A state-space layer with a diagonal plus rank-one matrix.
+
+    >>> from seqboat import S4Config, SeqBoat
+    >>> layer = SeqBoat(32, ssm=S4Config(d_state=16))
+    >>> type(SeqBoat(32, ssm="s4").ssm) is type(layer.ssm)        # by name, with the defaults
+    True
+    """
 
     d_state: int = 64
     """Real states per channel: d_state / 2 conjugate pairs."""
@@ -74,7 +81,13 @@ class S4Config(SSMConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class S4LayerConfig(SSMLayerConfig):
-    """S4: a state-space kernel whose matrix is diagonal plus rank one (HiPPO-LegS); no attention."""
+    """S4: a state-space kernel whose matrix is diagonal plus rank one (HiPPO-LegS); no attention.
+
+    >>> from seqboat.mixers import S4LayerConfig
+    >>> layer = S4LayerConfig(causal=True).build(64)
+    >>> layer.name, layer.causal
+    ('S4 layer', True)
+    """
 
     ssm: S4Config = S4Config()
     """The state-space core."""
@@ -109,9 +122,9 @@ class S4(StateSpace):
         "b": "ssm",
     }
 
-    def __init__(self, d_model: int, config: S4Config | None = None, *, causal: bool) -> None:
+    def __init__(self, d_model: int, config: S4Config | None = None, *, causal: bool, **options: Any) -> None:
+        config = fill_in(S4Config, config, options, self, d_model)
         super().__init__(d_model, causal)
-        config = config or S4Config()
         self.config, self.d_state = config, config.d_state
         pairs = config.d_state // 2
         self.systems = systems = config.systems or d_model

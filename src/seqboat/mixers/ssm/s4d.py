@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from seqboat.checks import check_choice, check_steps
+from seqboat.core.settings import fill_in
 from seqboat.mixers.ssm.base import (
     Coefficients,
     DiagonalSSM,
@@ -42,7 +43,13 @@ RULES = ("zoh", "bilinear")
 
 @dataclass(frozen=True, kw_only=True)
 class S4DConfig(SSMConfig):
-    """A diagonal state-space layer with complex states."""
+    """A diagonal state-space layer with complex states.
+
+    >>> from seqboat import S4DConfig, SeqBoat
+    >>> layer = SeqBoat(32, ssm=S4DConfig(dt_max=0.05))
+    >>> type(SeqBoat(32, ssm="s4d").ssm) is type(layer.ssm)        # by name, with the defaults
+    True
+    """
 
     d_state: int = 64
     """Real states per channel: d_state / 2 conjugate pairs."""
@@ -67,7 +74,13 @@ class S4DConfig(SSMConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class S4DLayerConfig(SSMLayerConfig):
-    """S4D: a diagonal state-space kernel with complex states in each channel; no attention."""
+    """S4D: a diagonal state-space kernel with complex states in each channel; no attention.
+
+    >>> from seqboat.mixers import S4DLayerConfig
+    >>> layer = S4DLayerConfig(causal=True).build(64)
+    >>> layer.name, layer.causal
+    ('S4D layer', True)
+    """
 
     ssm: S4DConfig = S4DConfig()
     """The state-space core."""
@@ -77,12 +90,28 @@ class S4DLayerConfig(SSMLayerConfig):
 
 
 class S4D(DiagonalSSM):
-    """S4D over (batch, time, d_model)."""
+    """S4D, a diagonal state-space kernel with complex states, on every token.
+
+    Args:
+        d_model: channels.
+        config: its settings; the defaults without it.
+        causal: one direction, or else two whose outputs are added.
+        options: single settings by name, fields of `S4DConfig`.
+
+    Calling it with x of shape (batch, time, d_model) returns a `MixerOutput` whose y has the same shape.
+
+    >>> import torch
+    >>> from seqboat import S4D
+    >>> S4D(8, causal=False, d_state=16)(torch.randn(2, 100, 8)).y.shape
+    torch.Size([2, 100, 8])
+    """
 
     parameter_roles: ClassVar[Roles] = {"log_dt": "dt", "log_real": "ssm", "imag": "ssm"}
 
-    def __init__(self, d_model: int, config: S4DConfig | None = None, *, causal: bool) -> None:
-        config = config or S4DConfig()
+    def __init__(
+        self, d_model: int, config: S4DConfig | None = None, *, causal: bool, **options: Any
+    ) -> None:
+        config = fill_in(S4DConfig, config, options, self, d_model)
         super().__init__(d_model, config.d_state, causal, config.truncation, config.method, config.block)
         check_states_even(config.d_state, "S4D")
         check_choice("init", config.init, INITS)

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from seqboat.checks import check_positive, check_steps, require
 from seqboat.core.nn import NormName
+from seqboat.core.settings import fill_in
 from seqboat.mixers.base import keep_rows
 from seqboat.mixers.ssm.base import (
     Roles,
@@ -37,7 +38,13 @@ from seqboat.ops.precision import product
 
 @dataclass(frozen=True, kw_only=True)
 class S5Config(SSMConfig):
-    """A state-space layer with one system for all channels."""
+    """A state-space layer with one system for all channels.
+
+    >>> from seqboat import S5Config, SeqBoat
+    >>> layer = SeqBoat(32, ssm=S5Config(d_state=16))
+    >>> type(SeqBoat(32, ssm="s5").ssm) is type(layer.ssm)        # by name, with the defaults
+    True
+    """
 
     d_state: int = 256
     """Real states in all: d_state / 2 conjugate pairs."""
@@ -64,7 +71,13 @@ class S5Config(SSMConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class S5LayerConfig(SSMLayerConfig):
-    """S5: one state-space system shared by all channels, run by a parallel scan; no attention."""
+    """S5: one state-space system shared by all channels, run by a parallel scan; no attention.
+
+    >>> from seqboat.mixers import S5LayerConfig
+    >>> layer = S5LayerConfig(causal=True).build(64)
+    >>> layer.name, layer.causal
+    ('S5 layer', True)
+    """
 
     ssm: S5Config = S5Config()
     """The state-space core."""
@@ -89,9 +102,9 @@ class S5(StateSpace):
 
     parameter_roles: ClassVar[Roles] = {"log_dt": "dt", "log_real": "ssm", "imag": "ssm", "b": "ssm"}
 
-    def __init__(self, d_model: int, config: S5Config | None = None, *, causal: bool) -> None:
+    def __init__(self, d_model: int, config: S5Config | None = None, *, causal: bool, **options: Any) -> None:
+        config = fill_in(S5Config, config, options, self, d_model)
         super().__init__(d_model, causal)
-        config = config or S5Config()
         self.config, self.d_state = config, config.d_state
         pairs = config.d_state // 2
         self.log_dt = nn.Parameter(torch.empty(pairs))

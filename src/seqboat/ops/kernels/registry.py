@@ -195,6 +195,11 @@ def use_kernels(name: KernelChoice = "auto", operation: str | None = None) -> No
     Args:
         name: "auto" takes what is proven on this kind of device, "torch" nothing but torch.
         operation: one of `kernels()`; its backward pass follows the same choice. All of them by default.
+
+    >>> use_kernels("torch", operation="scan")
+    >>> kernels()["scan"]["chosen"]
+    'torch'
+    >>> use_kernels("auto")
     """
     check_choice("name", name, CHOICES)
     if operation is not None:
@@ -208,7 +213,16 @@ def use_kernels(name: KernelChoice = "auto", operation: str | None = None) -> No
 
 @contextmanager
 def using_kernels(name: KernelChoice, operation: str | None = None) -> Iterator[None]:
-    """`use_kernels` inside a `with` block."""
+    """`use_kernels` inside a `with` block.
+
+    Args:
+        name: as in `use_kernels`.
+        operation: one of `kernels()`; all of them by default.
+
+    >>> with using_kernels("torch"):
+    ...     kernels()["attention"]["chosen"]
+    'torch'
+    """
     before = dict(SEAM.choice), SEAM.open
     try:
         use_kernels(name, operation)

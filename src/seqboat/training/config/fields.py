@@ -12,6 +12,7 @@ from typing import Any, Literal
 from torch import nn
 
 from seqboat.checks import check_choice, check_positive, require
+from seqboat.core.settings import Settings
 from seqboat.models.backbone import BackboneConfig, Classifier, LanguageModel, Matcher, Tagger
 from seqboat.tasks.base import SPLITS, Split, Task, TaskConfig
 from seqboat.training.optim import OptimizerConfig, ScheduleConfig
@@ -22,7 +23,7 @@ TrackerName = Literal["tensorboard", "trackio", "wandb"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingConfig:
+class TrainingConfig(Settings):
     """How the steps are taken."""
 
     batch_size: int = 32
@@ -113,7 +114,7 @@ class TrainingConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationConfig:
+class EvaluationConfig(Settings):
     """How held-out data is scored during training."""
 
     every: int = 1000
@@ -137,7 +138,7 @@ class EvaluationConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StartConfig:
+class StartConfig(Settings):
     """A trained run whose backbone training starts from (`seqboat train RECIPE --from RUN`)."""
 
     run: str = ""
@@ -179,7 +180,7 @@ NEW_PARTS = ("backbone.ngrams.",)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig:
+class RunConfig(Settings):
     """Everything that a run depends on."""
 
     task: TaskConfig

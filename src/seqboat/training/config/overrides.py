@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from seqboat.checks import require
+from seqboat.core.settings import types_of, union_members
 from seqboat.training.config.fields import RunConfig
 from seqboat.training.config.serialization import (
     RENAMED,
@@ -20,11 +21,9 @@ from seqboat.training.config.serialization import (
     chosen_defaults,
     class_of,
     from_dict,
-    hints,
     join_names,
     spell_type,
     to_dict,
-    union_members,
 )
 
 
@@ -137,7 +136,7 @@ def _set(data: dict[str, Any], name: str, words: list[str], report: Report | Non
     for depth, part in enumerate(path):
         here = ".".join(path[:depth])
         cls = class_of(hint, node, here) if isinstance(node, Mapping) else None
-        fields = hints(cls) if cls else {}
+        fields = types_of(cls) if cls else {}
         if part not in fields:
             known = field_names(data)
             if typed == "data":

@@ -12,15 +12,14 @@ import contextlib
 import dataclasses
 import difflib
 import re
-import types
 import typing
 from collections.abc import Callable, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 from seqboat.checks import ABSENT, require, short
 from seqboat.core.routers import ROUTERS, RouterConfig
+from seqboat.core.settings import spell, types_of, union_members
 from seqboat.data.files import open_regular
 from seqboat.mixers import MIXERS
 from seqboat.mixers.carry import carry_over
@@ -61,19 +60,6 @@ FAMILIES: Mapping[Any, Mapping[str, Callable[[], Any]]] = {
 """Kinds of parts that a field may be one of, each with the registry that names them."""
 
 
-@cache
-def hints(cls: type) -> dict[str, Any]:
-    """Types of a dataclass's fields."""
-    found = typing.get_type_hints(cls)
-    return {field.name: found[field.name] for field in dataclasses.fields(cls)}
-
-
-def union_members(hint: Any) -> tuple[Any, ...]:
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        return typing.get_args(hint)
-    return (hint,)
-
-
 def choice_of(hint: Any) -> Choice | None:
     """The options of a field, if it has any."""
     options = FAMILIES.get(hint)
@@ -85,7 +71,7 @@ def to_dict(config: Any, hint: Any = None) -> Any:
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
         choice = choice_of(hint)
         head = {"name": choice.name_of(config), **dict(record_of(type(config)))} if choice else {}
-        fields = hints(type(config))
+        fields = types_of(type(config))
         return head | {name: to_dict(getattr(config, name), fields[name]) for name in fields}
     if isinstance(config, tuple | list):
         return [to_dict(item) for item in config]
@@ -170,7 +156,7 @@ def _read(hint: Any, data: Any, where: str) -> Any:
         cls = class_of(hint, data, where)
         if cls is None:
             raise ValueError(f"{where} must be {spell_type(hint)}, got a dictionary")
-        fields = hints(cls)
+        fields = types_of(cls)
         given = {key: value for key, value in data.items() if key not in RESERVED or key in fields}
         for key in given:
             if key not in fields:
@@ -205,19 +191,16 @@ def _read(hint: Any, data: Any, where: str) -> Any:
 
 def spell_type(hint: Any) -> str:
     """A type in words."""
-    if hint is type(None):
-        return "null"
-    if typing.get_origin(hint) is Literal:
-        return "one of " + ", ".join(str(a) for a in typing.get_args(hint))
-    if typing.get_origin(hint) is tuple:
-        return "a list"
     members = union_members(hint)
     if len(members) > 1:
         return " or ".join(spell_type(m) for m in members)
     if (choice := choice_of(hint)) is not None:
         return "one of " + ", ".join(choice.options)
-    words = {int: "an integer", float: "a number", bool: "true or false", str: "text", Path: "a path"}
-    return words.get(hint, "a dictionary")
+    if typing.get_origin(hint) is tuple:
+        return "a list"
+    if dataclasses.is_dataclass(hint):
+        return "a dictionary"
+    return {type(None): "null", bool: "true or false"}.get(hint) or spell(hint)
 
 
 def check_value(hint: Any, data: Any, where: str) -> Any:
@@ -290,7 +273,7 @@ def _merge(
     if choice is not None and "name" in data and data["name"] != base.get("name"):
         base = chosen_defaults(hint, data["name"], base, join_names(where, "name"), report)
     cls = class_of(hint, base, where)
-    fields = hints(cls) if cls else {}
+    fields = types_of(cls) if cls else {}
     merged = dict(base)
     for key, value in data.items():
         if isinstance(value, Mapping) and isinstance(base.get(key), Mapping) and key in fields:
