@@ -14,7 +14,7 @@ import numpy as np
 
 from seqboat.checks import check_positive, require
 from seqboat.tasks.base import IGNORE, Example, Split
-from seqboat.tasks.drawn import BLANK, DrawnTask, check_drawn, generator
+from seqboat.tasks.synthetic.drawn import BLANK, DrawnTask, check_drawn, generator
 
 
 @dataclass(frozen=True, kw_only=True)
