@@ -60,6 +60,7 @@ NUMBERS = [
         "s5",
         "liquid_s4",
         "h3",
+        "mamba2",
         "mega",
         "performer",
         "reformer",

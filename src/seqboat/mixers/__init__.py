@@ -10,6 +10,7 @@ from seqboat.mixers.attention.reformer import Reformer, ReformerConfig
 from seqboat.mixers.attention.transformer import Transformer, TransformerConfig
 from seqboat.mixers.attention.transformer_xl import TransformerXL, TransformerXLConfig
 from seqboat.mixers.base import Mixer, MixerOutput, RecurrentMixer
+from seqboat.mixers.gated.mamba2 import Mamba2, Mamba2Config
 from seqboat.mixers.seqboat.ablations import (
     SeqBoatChunkConfig,
     SeqBoatFullAlwaysConfig,
@@ -53,6 +54,7 @@ MIXERS = {
     "liquid-s4": LiquidS4LayerConfig,
     "h3": H3Config,
     "h3-hybrid": H3HybridConfig,
+    "mamba2": Mamba2Config,
     "transformer-xl": TransformerXLConfig,
     "adaptive-span": AdaptiveSpanConfig,
     "linformer": LinformerConfig,
@@ -77,6 +79,8 @@ __all__ = [
     "LiquidS4LayerConfig",
     "Luna",
     "LunaConfig",
+    "Mamba2",
+    "Mamba2Config",
     "Mega",
     "MegaChunkConfig",
     "MegaConfig",

@@ -171,6 +171,7 @@ MIXER_TITLES = {
     "liquid-s4": "Liquid-S4",
     "h3": "H3",
     "h3-hybrid": "H3, hybrid",
+    "mamba2": "Mamba-2",
     "transformer-xl": "Transformer-XL",
     "adaptive-span": "Adaptive Span",
     "linformer": "Linformer",
