@@ -61,6 +61,10 @@ COMMANDS = {
         "write a run as a checkpoint of the published implementation",
     ),
     "list": ("seqboat.commands.list", "list recipes, mixers, tasks, routers, ablations or plugins"),
+    "doctor": (
+        "seqboat.commands.device.doctor",
+        "check versions, kernels and every heavy operation on this machine",
+    ),
     "bench": ("seqboat.commands.bench", "measure time and memory of mixers, side by side"),
 }
 """Name, module and one line of help of every command, in the order of the help text."""

@@ -7,7 +7,7 @@ computes the call instead.
 
     use_kernels("triton")                     all operations that have Triton kernels
     use_kernels("flex", operation="attention")
-    SEQBOAT_KERNELS=triton seqboat train ...  the same from outside
+    SEQBOAT_KERNELS=triton seqboat train ...  the same from outside; "triton,scan=torch" leaves out the scan
     kernels()                                 what is available, what was chosen, what ran
 
 To add an implementation, add it to `IMPLEMENTATIONS`; its function takes the arguments that the caller of `attempt`
@@ -37,7 +37,7 @@ KernelChoice = Literal["auto", "torch", "flex", "varlen", "triton"]
 CHOICES: tuple[str, ...] = get_args(KernelChoice)
 
 VARIABLE = "SEQBOAT_KERNELS"
-"""Environment variable that makes the first choice for all operations."""
+"""Environment variable that makes the first choices: a name for all operations, or `operation=name`, with commas."""
 
 OPERATIONS = {
     "scan": "diagonal state-space scan",
@@ -314,9 +314,9 @@ def _load(where: str) -> Callable[..., Any]:
 
 
 def _read_environment() -> None:
-    wanted = os.environ.get(VARIABLE)
-    if wanted:
-        use_kernels(wanted)  # type: ignore[arg-type]
+    for wanted in filter(None, os.environ.get(VARIABLE, "").split(",")):
+        operation, _, name = wanted.strip().rpartition("=")
+        use_kernels(name, operation or None)  # type: ignore[arg-type]
 
 
 _read_environment()

@@ -1,0 +1,133 @@
+"""`seqboat doctor`: what it finds right and wrong on a machine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from seqboat.cli import main
+from seqboat.doctor import examine, machine, operations
+from seqboat.ops.band import Neighbors
+from seqboat.ops.banded import banded
+from seqboat.ops.kernels import registry
+from seqboat.ops.kernels.registry import IMPLEMENTATIONS, SEAM, Implementation, using_kernels
+
+CPU = torch.device("cpu")
+
+
+def wrong_attention(q: Tensor, k: Tensor, v: Tensor, near: Neighbors) -> Tensor:
+    """A kernel that forgets the border of the window."""
+    return banded(q, k, v, near._replace(left=near.left + 1))
+
+
+def failing_attention(q: Tensor, k: Tensor, v: Tensor, near: Neighbors) -> Tensor:
+    raise RuntimeError("no kernel image at /home/somebody/cache/x.so")
+
+
+@pytest.fixture(autouse=True)
+def _few_cases(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Two small cases of every operation."""
+    found: dict[str, list[operations.Case]] = {}
+    for case in operations.cases():
+        tokens = max(len(value) if value.dim() < 3 else value.shape[1] for value in case.inputs.values())
+        if tokens < 70:
+            found.setdefault(case.operation, []).append(case)
+    few = [case for some in found.values() for case in some[:2]]
+    monkeypatch.setattr(examine, "cases", lambda: iter(few))
+    before = dict(SEAM.disabled)
+    yield
+    SEAM.disabled.clear()
+    SEAM.disabled.update(before)
+
+
+def register(monkeypatch: pytest.MonkeyPatch, function: str) -> None:
+    kernel = Implementation("triton", f"test_doctor:{function}", differentiable=True)
+    monkeypatch.setitem(IMPLEMENTATIONS, "attention", [kernel])
+    few = [case for case in operations.cases() if case.operation == "attention"][:2]
+    monkeypatch.setattr(examine, "cases", lambda: iter(few))
+    monkeypatch.setattr(examine, "check_contract", lambda device: {})
+    monkeypatch.setattr(machine, "time_products", lambda device: {"float32": 1.0})
+
+
+def test_a_sound_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--device", "cpu", "--length", "16", "--json", str(tmp_path / "doctor.json")]) == 0
+    output = capsys.readouterr().out
+    assert "no problem found" in output and "two runs equal     ok" in output
+    assert "scan       torch   float64" in output and "transformer" in output
+    # FlexAttention has no gradient here, and says so
+    assert "attention  flex    float32  not run: FlexAttention has no gradient on a CPU" in output
+    record = json.loads((tmp_path / "doctor.json").read_text())
+    assert record["wrong"] == [] and record["versions"]["torch"] == torch.__version__
+    checked = {(found["operation"], found["dtype"]) for found in record["operations"] if found["cases"]}
+    assert checked == {
+        (operation, dtype)
+        for operation in ("scan", "attention", "gates", "gather", "scatter")
+        for dtype in ("float64", "float32", "bf16", "fp16")
+    }
+    assert set(record["kernels"]) == set(registry.OPERATIONS)
+
+
+def test_a_wrong_kernel_is_named_and_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    register(monkeypatch, "wrong_attention")
+    assert main(["doctor", "--device", "cpu", "--length", "0", "--json", str(tmp_path / "doctor.json")]) == 1
+    output = capsys.readouterr()
+    assert "seqboat doctor: attention is wrong on this machine" in output.err
+    assert (
+        "triton is disabled for attention" in output.out and "SEQBOAT_KERNELS=attention=torch" in output.out
+    )
+    assert json.loads((tmp_path / "doctor.json").read_text())["wrong"] == ["attention"]
+    # from now on torch computes it, even if the kernel is asked for
+    case = next(case for case in operations.cases() if case.operation == "attention")
+    with using_kernels("triton", "attention"):
+        assert max(operations.measure(case, CPU, torch.float64)) < 1e-10
+        assert SEAM.refused["attention", "triton"].startswith("disabled: disagrees with the reference")
+
+
+def test_a_kernel_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    register(monkeypatch, "failing_attention")
+    assert main(["doctor", "--device", "cpu", "--length", "0", "--json", str(tmp_path / "doctor.json")]) == 1
+    text = (tmp_path / "doctor.json").read_text()
+    assert "no kernel image at <path>" in text and "somebody" not in text
+
+
+def test_a_wrong_scan_in_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = operations._scan
+
+    def wrong(made: operations.DiagonalSSM) -> operations.Call:
+        run = right(made)
+        return lambda **inputs: (run(**inputs)[0].nan_to_num() * 1.001, *run(**inputs)[1:])
+
+    monkeypatch.setattr(operations, "_scan", wrong)
+    monkeypatch.setattr(examine, "cases", operations._scans)
+    monkeypatch.setattr(examine, "TYPES", {"float32": torch.float32})
+    assert {found.wrong for found in examine.examine(CPU)} == {"scan"}
+
+
+def test_reports_name_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.getpass, "getuser", lambda: "ada")
+    monkeypatch.setattr(machine.socket, "gethostname", lambda: "engine-1")
+    found = machine.anonymous(
+        {"a": ["ada on engine-1 read /home/ada/x/y.txt (twice)", 1.5, None], "canada": True}
+    )
+    assert found == {"a": ["<name> on <name> read <path> (twice)", 1.5, None], "canada": True}
+
+
+def test_devices_and_files_that_are_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--device", "cuda:7"]) == 2
+    assert "--device cuda:7" in capsys.readouterr().err
+    assert main(["doctor", "--json", str(tmp_path / "none" / "x.json")]) == 2
+
+
+def test_choices_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    with using_kernels("auto"):
+        monkeypatch.setenv("SEQBOAT_KERNELS", "flex,scan=torch")
+        registry._read_environment()
+        assert SEAM.choice["attention"] == "flex"
+        assert SEAM.choice["scan"] == SEAM.choice["scan_backward"] == "torch"
