@@ -234,6 +234,17 @@ def test_the_rate_of_a_run(
         recorded_activation(tmp_path / "run")
 
 
+def test_legends_name_candidates_in_words() -> None:
+    named = {
+        "published": "published algorithm",
+        "mega-chunk": "MEGA-chunk",
+        "transformer:implementation=sdpa,d_model=96": "Transformer, fused attention, d model 96",
+        "lower-bound": "matmul lower bound",
+        "someone": "someone",
+    }
+    assert {label: candidates.candidate_title(label) for label in named} == named
+
+
 def test_figures_are_drawn_against_what_was_swept(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     rows = run_layers(

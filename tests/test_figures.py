@@ -53,10 +53,10 @@ FIGURES: dict[str, Callable[..., Any]] = {
     "histogram": lambda theme: histogram_figure({"layer 1": ([0, 3], [5, 3]), "layer 2": None}, theme=theme),
     "training": lambda theme: training_figure(CURVE, theme=theme),
     "intervention": lambda theme: intervention_figure(
-        {"all off": 0.1, "all on": 0.4},
-        {0.5: (0.6, 0.3), 0.1: (0.2, 0.9)},
+        {"all off": (0.1, 0.02), "all on": (0.4, None)},
+        {0.5: (0.6, 0.03, 0.3), 0.1: (0.2, None, 0.9)},
         metric="acc",
-        usual=0.6,
+        usual=(0.6, 0.02),
         theme=theme,
     ),
 }
@@ -124,6 +124,28 @@ def test_tradeoff_names_sizes_and_turns_seconds_around() -> None:
     assert axes.xaxis_inverted() and axes.get_xlabel() == "seconds"
     ringed = axes.get_lines()[-1]
     assert ringed.get_xdata().tolist() == [1.0]  # type: ignore[union-attr]
+
+
+def test_labels_stay_off_the_lines() -> None:
+    """Points above each other, as a steep line of a family gives them."""
+    from matplotlib.path import Path as Line
+    from matplotlib.text import Text
+
+    points = [Point(2**i, 5.0 - 0.01 * i, 0.5 + 0.1 * i) for i in range(4)]
+    figure = tradeoff_figure({"Pathfinder": {"SeqBoat": points}}, speed="s", score="accuracy")
+    figure.draw_without_rendering()
+    axes = figure.axes[0]
+    line = Line(axes.transData.transform([(p.speed, p.score) for p in points]))
+    boxes = [Text.get_window_extent(text) for text in axes.texts]
+    assert len(boxes) == 4 and not any(line.intersects_bbox(box, filled=False) for box in boxes)
+
+
+def test_interventions_have_error_bars() -> None:
+    left, right = FIGURES["intervention"]("light").axes[:2]
+    (bars,) = left.containers[0].lines[2]
+    np.testing.assert_allclose(bars.get_segments()[0][:, 0], [0.08, 0.12])
+    (bars,) = right.containers[0].lines[2]
+    np.testing.assert_allclose([s[:, 1] for s in bars.get_segments()], [[0.2, 0.2], [0.57, 0.63]])
 
 
 def test_spans_leave_gaps_and_show_sliding_windows() -> None:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from lm_runs import write_lm_run, write_run
-from seqboat.analysis.interventions import THRESHOLDS, intervene
+from seqboat.analysis.interventions import THRESHOLDS, intervene, standard_error
 from seqboat.cli import main
 from seqboat.core.policy import override_activation
 from seqboat.runs import Run
+from seqboat.tasks.base import draw_subset
 from seqboat.training.evaluate import evaluate
 from seqboat.training.parallel import World
 from small_runs import ToyConfig, register, small_run
@@ -58,6 +61,41 @@ def test_every_setting_is_what_was_forced(tmp_path: Path) -> None:
     assert len({outcome.metrics["loss"] for outcome in outcomes}) > 4
 
 
+def test_errors_are_those_of_the_examples(tmp_path: Path) -> None:
+    run = toy(tmp_path)
+    outcomes, _, _ = intervene(run, "val", 20, thresholds=())
+    task, model = Run(run).task, Run(run).model
+    data = draw_subset(task.dataset("val"), 20)
+
+    def right(active: bool | None) -> np.ndarray[Any, Any]:
+        """Whether each example is answered right, one at a time."""
+        found = []
+        with override_activation(model, None, active=active), torch.no_grad():
+            for i in range(20):
+                batch = task.collate([data[i]])
+                said = model(batch.inputs, batch.mask).logits.argmax(-1)
+                found.append(bool(said == batch.targets))
+        return np.array(found, float)
+
+    found = {outcome.setting.name: outcome for outcome in outcomes}
+    usual, off = right(None), right(False)
+    assert found["all off"].metrics["accuracy"] == off.mean()
+    assert found["as it is"].error == pytest.approx(usual.std(ddof=1) / math.sqrt(20))
+    assert found["all off"].error == pytest.approx(off.std(ddof=1) / math.sqrt(20))
+    assert found["all off"].change_error == pytest.approx((off - usual).std(ddof=1) / math.sqrt(20))
+    assert found["as it is"].change_error is None
+
+
+def test_errors_of_metrics_that_are_no_means() -> None:
+    """The jackknife of a root mean square, beside what the delta method says of many examples."""
+    errors = np.random.default_rng(0).normal(size=4000) ** 2
+    without = np.sqrt((errors.sum() - errors) / (len(errors) - 1))
+    wanted = errors.std(ddof=1) / math.sqrt(len(errors)) / (2 * math.sqrt(errors.mean()))
+    assert standard_error(without) == pytest.approx(wanted, rel=1e-2)
+    assert standard_error(without[:1]) is None
+    assert standard_error(np.array([1.0, math.nan])) is None
+
+
 def test_of_several_modules_the_attention_is_counted(tmp_path: Path) -> None:
     register()
     mixer: Any = dataclasses.replace(small_run().model.mixer, ffn=True)  # type: ignore[type-var]
@@ -80,7 +118,22 @@ def test_the_command(tmp_path: Path, capsys: Any) -> None:
     assert main(arguments) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["examples"] == 9 and [o["setting"] for o in record["outcomes"]][-1] == "all on"
-    assert record["outcomes"][0]["accuracy"] == pytest.approx(float(lines[2].split()[3]), abs=1e-4)
+    first, second = record["outcomes"][:2]
+    assert first["accuracy"] == pytest.approx(float(lines[2].split()[3]), abs=1e-4)
+    assert lines[1].split() == [
+        "accuracy",
+        "±",
+        "error",
+        "change",
+        "±",
+        "error",
+        "active",
+        "%,",
+        "by",
+        "layer",
+    ]
+    assert f"{first['accuracy']:.4f} ± {first['standard_error']:.4f}" in lines[2]
+    assert f"± {second['change_standard_error']:.4f}" in lines[3]
 
 
 def test_a_language_model(tmp_path: Path, capsys: Any) -> None:

@@ -16,15 +16,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from seqboat.analysis.traces import Site, sites
 from seqboat.checks import require
 from seqboat.core.policy import Override, overridden
 from seqboat.runs import Run
-from seqboat.tasks.base import Split
+from seqboat.tasks.base import Batch, Split, Task
 from seqboat.training.evaluate import evaluate
 from seqboat.training.parallel import World
 
@@ -47,6 +51,10 @@ class InterventionResult(NamedTuple):
     metrics: dict[str, float]
     activation: list[float | None]
     """activation rate of each layer's attention"""
+    error: float | None = None
+    """standard error over the examples of the task's metric"""
+    change_error: float | None = None
+    """standard error of the difference from the unchanged model, which was scored on the same examples"""
 
     @property
     def rate(self) -> float:
@@ -60,8 +68,51 @@ class InterventionResult(NamedTuple):
             "setting": self.setting.name,
             "threshold": self.setting.threshold,
             **self.metrics,
+            "standard_error": self.error,
+            "change_standard_error": self.change_error,
             "activation": self.activation,
         }
+
+
+class ExampleScores:
+    """The sums and counts of every example, to tell how much a score would differ with other examples.
+
+    Args:
+        task: scores.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self._sums: dict[int, dict[str, Tensor]] = {}
+
+    def add(self, numbers: Sequence[int], batch: Batch, logits: Tensor) -> None:
+        """Add a batch; a batch of other examples follows, or the same ones of another evaluation."""
+        for row, number in enumerate(numbers):
+            one = Batch(*(None if part is None else part[row : row + 1] for part in batch))  # type: ignore[arg-type]
+            scores = self.task.score(SimpleNamespace(logits=logits[row : row + 1]), one)
+            self._sums[number] = {name: value.cpu() for name, value in scores.items()}
+
+    def without_each(self, metric: str) -> NDArray[np.float64]:
+        """The metric of all examples but one, for each example."""
+        rows = [self._sums[number] for number in sorted(self._sums)]
+        totals = {name: torch.stack([row[name] for row in rows]).sum(dim=0) for name in rows[0]}
+        found = [
+            self.task.summarize({name: total - row[name] for name, total in totals.items()})[metric]
+            for row in rows
+        ]
+        return np.array(found)
+
+
+def standard_error(values: NDArray[np.float64]) -> float | None:
+    """The standard error of a metric from its values without each example (the jackknife); None if unknown.
+
+    >>> round(standard_error(np.array([2.5, 2.0, 1.5])), 4)  # of the mean of 1, 2 and 3
+    0.5774
+    """
+    count = len(values)
+    if count < 2 or not np.isfinite(values).all():
+        return None
+    return float(np.sqrt((count - 1) / count * np.square(values - values.mean()).sum()))
 
 
 def settings_of(found: Sequence[Site | None], thresholds: Sequence[float] = THRESHOLDS) -> list[Intervention]:
@@ -134,7 +185,9 @@ def intervene(
     settings = settings_of(found, thresholds)
     outcomes: list[InterventionResult] = []
     examples = 0
+    usual: NDArray[np.float64] | None = None
     for done, setting in enumerate(settings, start=1):
+        scores = ExampleScores(task)
         with decided(found, setting):
             result = evaluate(
                 model,
@@ -145,9 +198,15 @@ def intervene(
                 limit=limit,
                 carry_state=config.training.carry_state,
                 modules=[None if site is None else site.column for site in found],
+                observe=scores.add,
             )
         examples = result.examples
-        outcomes.append(InterventionResult(setting, result.metrics, result.activation))
+        values = scores.without_each(task.metric)
+        change = None if usual is None else standard_error(values - usual)
+        usual = values if usual is None else usual
+        outcomes.append(
+            InterventionResult(setting, result.metrics, result.activation, standard_error(values), change)
+        )
         if progress is not None:
             progress(outcomes[-1], done, len(settings))
     return outcomes, task.metric, examples

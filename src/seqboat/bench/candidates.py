@@ -29,6 +29,59 @@ ALIASES = {"floor": LOWER_BOUND}
 """Earlier names that are still accepted."""
 
 
+MIXER_TITLES = {
+    "transformer": "Transformer",
+    "transformer, fused": "Transformer, fused attention",
+    "seqboat": "SeqBoat",
+    "seqboat-gau-ffn": "SeqBoat-{GAU, FFN}",
+    "seqboat-ffn": "SeqBoat-FFN",
+    "seqboat-sigmoid": "SeqBoat-Sigmoid",
+    "seqboat-moe": "SeqBoat-MoE",
+    "seqboat-local": "SeqBoat-local",
+    "seqboat-chunk": "SeqBoat-chunk",
+    "seqboat-mem32": "SeqBoat-mem32",
+    "seqboat-local32": "SeqBoat-local32",
+    "seqboat-full": "SeqBoat-full",
+    "seqboat-full-always": "SeqBoat-full, always activated",
+    "seqboat-full-gumbel": "SeqBoat-full, Gumbel softmax",
+    "seqboat-full-s4d": "SeqBoat-full with S4D",
+    "mega": "MEGA",
+    "mega-chunk": "MEGA-chunk",
+    "s4d": "S4D",
+    "s4": "S4",
+    "s5": "S5",
+    "liquid-s4": "Liquid-S4",
+    "h3": "H3",
+    "h3-hybrid": "H3, hybrid",
+    "mamba2": "Mamba-2",
+    "transformer-xl": "Transformer-XL",
+    "adaptive-span": "Adaptive Span",
+    "linformer": "Linformer",
+    "performer": "Performer",
+    "bigbird": "BigBird",
+    "luna": "Luna",
+    "reformer": "Reformer",
+}
+"""Mixers as figures name them."""
+VALUES = {"implementation=sdpa": "fused attention", "compiled=True": "compiled"}
+"""Fields that are said in words."""
+
+
+def candidate_title(label: str) -> str:
+    """A candidate as a legend names it.
+
+    >>> candidate_title("transformer:implementation=sdpa"), candidate_title("seqboat:gau.window=32")
+    ('Transformer, fused attention', 'SeqBoat, window 32')
+    """
+    name, _, rest = label.partition(":")
+    others = {PUBLISHED: "published algorithm", LOWER_BOUND: "matmul lower bound"}
+    words = [MIXER_TITLES.get(name) or others.get(name, name)]
+    for pair in filter(None, rest.split(",")):
+        field, _, value = pair.partition("=")
+        words.append(VALUES.get(pair, f"{field.rpartition('.')[2].replace('_', ' ')} {value}"))
+    return ", ".join(words)
+
+
 class Candidate(NamedTuple):
     """What to measure: a name, and the fields of its configuration that differ from the setting."""
 

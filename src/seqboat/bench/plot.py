@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from seqboat.bench.candidates import candidate_title
 from seqboat.bench.layers import LayerRow
 from seqboat.data.files import replacing
 
@@ -40,7 +41,7 @@ def plot(rows: Sequence[LayerRow], path: Path) -> None:
     others = [f for f in words if f != axis and len({getattr(row, f) for row in rows}) > 1]
 
     def line(row: LayerRow) -> str:
-        return ", ".join([row.candidate, *(f"{f} {getattr(row, f)}" for f in others)])
+        return ", ".join([candidate_title(row.candidate), *(f"{f} {getattr(row, f)}" for f in others)])
 
     modes = list(dict.fromkeys(row.mode for row in rows))
     panels: list[tuple[str, Callable[[LayerRow], float]]] = [

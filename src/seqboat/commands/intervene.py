@@ -19,7 +19,8 @@ TAKES_FIELDS = True
 EPILOG = """\
 The run is scored as it is, with the attention of each layer switched off in turn, with only that of one layer left,
 with all off (state-space layers alone) and all on (every token attends within its working memory), and with other
-thresholds of the probability. All on the same examples.
+thresholds of the probability. All on the same examples. Errors are standard errors over the examples; that of a
+change is smaller than that of a score where both models err on the same examples.
 
   seqboat intervene runs/listops --limit 500 --plot listops.svg
 """
@@ -65,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
 
     from seqboat.analysis.interventions import THRESHOLDS, intervene
     from seqboat.report.page import finite
-    from seqboat.runs import find_run
+    from seqboat.runs import Run, find_run
     from seqboat.training.parallel import choose_device
 
     folder = find_run(options.run)
@@ -92,7 +93,8 @@ def run(options: argparse.Namespace) -> int:
         }
         print(json.dumps(finite(record)))
     else:
-        print(f"{folder}, {examples:,} examples of {options.split}")
+        name = folder.name if Run(folder).shipped else folder
+        print(f"{name}, {examples:,} examples of {options.split}")
         print("\n".join(table(outcomes, metric)))
     return 0
 
@@ -123,18 +125,24 @@ def check_plot(path: Path) -> None:
 
 
 def table(outcomes: Sequence[InterventionResult], metric: str) -> list[str]:
-    """A line per setting: score, change, activation."""
+    """A line per setting: score and change with their standard errors, activation."""
     from seqboat.training.display import rate_text
 
     usual = outcomes[0].metrics[metric]
     wide = max(len(outcome.setting.name) for outcome in outcomes)
-    lines = [f"{'':{wide}}  {metric:>9}  {'change':>8}  active %, by layer"]
+    lines = [f"{'':{wide}}  {metric + ' ± error':>17}  {'change ± error':>17}  active %, by layer"]
     for outcome in outcomes:
         score = outcome.metrics[metric]
-        change = "" if outcome is outcomes[0] else f"{score - usual:+.4f}"
+        first = outcome is outcomes[0]
+        change = "" if first else f"{score - usual:+.4f}{_error(outcome.change_error)}"
         rates = rate_text(outcome.activation)
-        lines.append(f"{outcome.setting.name:{wide}}  {score:9.4f}  {change:>8}  {rates}")
+        value = f"{score:.4f}{_error(outcome.error)}"
+        lines.append(f"{outcome.setting.name:{wide}}  {value:>17}  {change:>17}  {rates}")
     return lines
+
+
+def _error(value: float | None) -> str:
+    return "" if value is None else f" ± {value:.4f}"
 
 
 def draw(outcomes: Sequence[InterventionResult], metric: str, path: Path) -> None:
@@ -142,16 +150,17 @@ def draw(outcomes: Sequence[InterventionResult], metric: str, path: Path) -> Non
     from seqboat.figures import intervention_figure, save_figure
 
     forced = {
-        outcome.setting.name: outcome.metrics[metric]
+        outcome.setting.name: (outcome.metrics[metric], outcome.error)
         for outcome in outcomes[1:]
         if outcome.setting.threshold is None
     }
     moved = {
-        outcome.setting.threshold: (outcome.metrics[metric], outcome.rate)
+        outcome.setting.threshold: (outcome.metrics[metric], outcome.error, outcome.rate)
         for outcome in outcomes
         if outcome.setting.threshold is not None and math.isfinite(outcome.metrics[metric])
     }
-    save_figure(intervention_figure(forced, moved, metric=metric, usual=outcomes[0].metrics[metric]), path)
+    usual = (outcomes[0].metrics[metric], outcomes[0].error)
+    save_figure(intervention_figure(forced, moved, metric=metric, usual=usual), path)
 
 
 def show_progress(outcome: InterventionResult, done: int, settings: int) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from seqboat.checks import require
 from seqboat.figures.style import (
+    Style,
     Theme,
     draw_chance,
     dress,
@@ -75,7 +76,7 @@ def tradeoff_figure(
     for axes, (title, families) in zip(row, panels.items(), strict=True):
         everyone = [point for points in families.values() for point in points]
         require(len(everyone) > 0, "a panel must hold at least one point")
-        labels = []
+        labels, paths = [], []
         for number, (name, points) in enumerate(families.items()):
             ordered = sorted(points, key=lambda point: point.size)
             look = line_style(style, number)
@@ -90,6 +91,7 @@ def tradeoff_figure(
                 **look,
             )
             labels += [(str(point.size), point.speed, point.score, look["color"]) for point in ordered]
+            paths.append([(point.speed, point.score) for point in ordered])
         front = pareto_front(everyone, faster)
         axes.plot(
             [point.speed for point in front],
@@ -112,56 +114,94 @@ def tradeoff_figure(
         axes.set_xlabel(speed)
         axes.set_ylabel(score)
         legend(axes, style, loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=len(families) + 1)
-        label_points(axes, labels)
+        label_points(axes, labels, paths)
     return figure
 
 
+Scored = tuple[float, float | None]
+"""A score and its standard error, None if it is unknown."""
+
+
 def intervention_figure(
-    settings: Mapping[str, float],
-    thresholds: Mapping[float, tuple[float, float]],
+    settings: Mapping[str, Scored],
+    thresholds: Mapping[float, tuple[float, float | None, float]],
     *,
     metric: str,
-    usual: float,
+    usual: Scored,
     theme: Theme = "light",
 ) -> Figure:
     """The score under every forced decision, and the score and the activation as the threshold moves.
 
     Args:
-        settings: score by what was forced, from top to bottom.
-        thresholds: score and mean activation rate by threshold.
+        settings: score by what was forced, from top to bottom, with its standard error.
+        thresholds: score, standard error and mean activation rate by threshold.
         metric: name of the score.
-        usual: score of the unchanged model, drawn as a line.
+        usual: score of the unchanged model, drawn as a line with a band of one standard error.
         theme: light or dark.
     """
     style = style_of(theme)
-    figure = new_figure(9.6, max(2.6, 0.8 + 0.3 * len(settings)), style)
+    figure = new_figure(9.6, max(2.9, 1.1 + 0.3 * len(settings)), style)
     left, right = figure.subplots(1, 2)
-    names, scores = list(settings), np.array(list(settings.values()), dtype=float)
+    names = list(settings)
+    scores = np.array([score for score, _ in settings.values()], dtype=float)
     rows = np.arange(len(names))
-    left.hlines(rows, usual, scores, color=style.lines[0], lw=2.2)
-    left.plot(scores, rows, **{**line_style(style, 0), "ls": "none", "ms": 7})
-    left.axvline(usual, color=style.ink, lw=1, ls="--")
+    left.errorbar(
+        scores,
+        rows,
+        xerr=[error or 0.0 for _, error in settings.values()],
+        capsize=3,
+        elinewidth=1.2,
+        **{**line_style(style, 0), "ls": "none", "ms": 7},
+    )
+    _draw_usual(left.axvline, left.axvspan, style, usual)
     left.set_yticks(rows, names)
     left.set_ylim(len(names) - 0.4, -0.6)
-    left.set_xlabel(f"{metric} (dashed: unchanged)")
+    left.set_xlabel(f"{metric} ± standard error")
     dress(left, style, "x")
     places = sorted(thresholds)
     if places:
-        right.plot(places, [thresholds[t][0] for t in places], label=metric, **line_style(style, 0))
-        right.axhline(usual, color=style.ink, lw=1, ls="--")
+        drawn = right.errorbar(
+            places,
+            [thresholds[t][0] for t in places],
+            yerr=[thresholds[t][1] or 0.0 for t in places],
+            capsize=3,
+            elinewidth=1.2,
+            label=metric,
+            **line_style(style, 0),
+        )
+        band = _draw_usual(right.axhline, right.axhspan, style, usual)
         active = right.twinx()
-        active.plot(places, [thresholds[t][1] for t in places], label="active", **line_style(style, 1))
+        (line,) = active.plot(
+            places, [thresholds[t][2] for t in places], label="tokens that attend", **line_style(style, 1)
+        )
         active.set_ylim(-0.02, 1.02)
         active.set_ylabel("tokens that attend")
+        active.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
         dress(active, style, None)
         active.patch.set_visible(False)
         active.spines["right"].set_visible(True)
-        lines = [*right.get_lines()[:1], *active.get_lines()]
-        legend(right, style, handles=lines, loc="best")
+        # below the axes: curves may be anywhere inside
+        legend(
+            right,
+            style,
+            handles=[drawn, line, band],
+            labels=[metric, "tokens that attend", "unchanged"],
+            loc="upper center",
+            bbox_to_anchor=(0.5, -0.2),
+            ncols=3,
+        )
     right.set_xlabel("threshold of the probability")
     right.set_ylabel(metric)
     dress(right, style)
     return figure
+
+
+def _draw_usual(line: Any, span: Any, style: Style, usual: Scored) -> Any:
+    """The score of the unchanged model, with a band of one standard error; returns the line."""
+    score, error = usual
+    if error:
+        span(score - error, score + error, color=style.faint, alpha=0.5, lw=0, zorder=0)
+    return line(score, color=style.ink, lw=1, ls="--")
 
 
 CURVES_PER_ROW = 3

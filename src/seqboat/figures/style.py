@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -138,10 +139,19 @@ _AROUND = [
 """Where a label may stand beside its point, best first, in typographic points."""
 
 
-def label_points(axes: Axes, labels: Sequence[tuple[str, float, float, str]]) -> None:
-    """Write a text in a color beside every (x, y), where it hides no point and no other text.
+def label_points(
+    axes: Axes,
+    labels: Sequence[tuple[str, float, float, str]],
+    paths: Sequence[Sequence[tuple[float, float]]] = (),
+) -> None:
+    """Write a text in a color beside every (x, y), where it hides no point, no line and no other text.
 
     The limits of the axes must be final.
+
+    Args:
+        axes: to write on.
+        labels: text, x, y and color.
+        paths: the lines, as the points that they connect.
     """
     figure = axes.figure
     assert figure is not None
@@ -149,6 +159,14 @@ def label_points(axes: Axes, labels: Sequence[tuple[str, float, float, str]]) ->
     scale = figure.dpi / 72
     points = [axes.transData.transform((x, y)) for _, x, y, _ in labels]
     taken = [(px - 5 * scale, py - 5 * scale, px + 5 * scale, py + 5 * scale) for px, py in points]
+    # lines are rows of small boxes
+    for path in paths:
+        ends = [axes.transData.transform(point) for point in path]
+        for (ax, ay), (bx, by) in pairwise(ends):
+            steps = max(int(math.hypot(bx - ax, by - ay) / (3 * scale)), 1)
+            for i in range(steps + 1):
+                px, py = ax + (bx - ax) * i / steps, ay + (by - ay) * i / steps
+                taken.append((px - scale, py - scale, px + scale, py + scale))
     frame = axes.get_window_extent()
     for (text, x, y, color), (px, py) in zip(labels, points, strict=True):
         wide, high = (0.5 * scale * size for size in (5.5 * len(text), 10))

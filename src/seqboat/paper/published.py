@@ -147,42 +147,6 @@ EFFICIENCY_MODELS = {
 """The rows of table 6 and their titles; the others are compared with the first."""
 
 
-MIXER_TITLES = {
-    "transformer": "Transformer",
-    "transformer, fused": "Transformer, fused attention",
-    "seqboat": "SeqBoat",
-    "seqboat-gau-ffn": "SeqBoat-{GAU, FFN}",
-    "seqboat-ffn": "SeqBoat-FFN",
-    "seqboat-sigmoid": "SeqBoat-Sigmoid",
-    "seqboat-moe": "SeqBoat-MoE",
-    "seqboat-local": "SeqBoat-local",
-    "seqboat-chunk": "SeqBoat-chunk",
-    "seqboat-mem32": "SeqBoat-mem32",
-    "seqboat-local32": "SeqBoat-local32",
-    "seqboat-full": "SeqBoat-full",
-    "seqboat-full-always": "SeqBoat-full, always activated",
-    "seqboat-full-gumbel": "SeqBoat-full, Gumbel softmax",
-    "seqboat-full-s4d": "SeqBoat-full with S4D",
-    "mega": "MEGA",
-    "mega-chunk": "MEGA-chunk",
-    "s4d": "S4D",
-    "s4": "S4",
-    "s5": "S5",
-    "liquid-s4": "Liquid-S4",
-    "h3": "H3",
-    "h3-hybrid": "H3, hybrid",
-    "mamba2": "Mamba-2",
-    "transformer-xl": "Transformer-XL",
-    "adaptive-span": "Adaptive Span",
-    "linformer": "Linformer",
-    "performer": "Performer",
-    "bigbird": "BigBird",
-    "luna": "Luna",
-    "reformer": "Reformer",
-}
-"""Mixers as figures name them."""
-
-
 class TaskEfficiency(NamedTuple):
     """A column of table 6: multiples of MEGA, by model."""
 

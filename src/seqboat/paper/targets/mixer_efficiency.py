@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from seqboat.bench.candidates import OURS, Candidate, configure
+from seqboat.bench.candidates import MIXER_TITLES, OURS, Candidate, configure
 from seqboat.bench.layers import run_layers
 from seqboat.bench.measure import as_record
 from seqboat.bench.setting import MODES, LayerSetting
 from seqboat.mixers import MIXERS
 from seqboat.models.cost import count_parameters
 from seqboat.paper.matching import match_layer
-from seqboat.paper.published import LRA, LRA_SPEED_LENGTH, MIXER_TITLES
+from seqboat.paper.published import LRA, LRA_SPEED_LENGTH
 from seqboat.paper.tables import Make, Pictures, Record, ratio_text, table
 from seqboat.paper.targets import layer_efficiency
 from seqboat.paper.targets.base import MeasuredTarget

@@ -81,10 +81,20 @@ def _draw(trials: Sequence[Trial], records: Records) -> Make | None:
     if not panels:
         return None
     chance = {trial.task_title: 100 * CHANCE[trial.task] for trial in trials if trial.task in CHANCE}
-    hours_of = "GPU" if gpu else "processor"
+    slowest = max(
+        point.speed for families in panels.values() for points in families.values() for point in points
+    )
+    unit, factor = ("hours", 1) if slowest >= 2 else ("minutes", 60)
+    scaled = {
+        task: {
+            title: [point._replace(speed=factor * point.speed) for point in points]
+            for title, points in families.items()
+        }
+        for task, families in panels.items()
+    }
     return lambda theme: tradeoff_figure(
-        panels,
-        speed=f"training, {hours_of} hours",
+        scaled,
+        speed=f"training, {'GPU' if gpu else 'processor'} {unit} (faster to the right)",
         score="validation accuracy, %",
         faster="low",
         chance=chance,
