@@ -93,8 +93,8 @@ def run(options: argparse.Namespace) -> int:
         }
         print(json.dumps(finite(record)))
     else:
-        name = folder.name if Run(folder).shipped else folder
-        print(f"{name}, {examples:,} examples of {options.split}")
+        shown = folder.name if Run(folder).shipped else str(folder)
+        print(f"{shown}, {examples:,} examples of {options.split}")
         print("\n".join(table(outcomes, metric)))
     return 0
 
