@@ -162,6 +162,10 @@ class Graph:
     def __init__(self, opset: int = DEFAULT_OPSET) -> None:
         self.opset = opset
         self.nodes: list[onnx.NodeProto] = []
+        self._root = self.nodes
+        """nodes outside all branches"""
+        self._made: dict[Any, Value] = {}
+        """what was made there from inside a branch"""
         self.used: set[str] = set()
         """kinds of nodes"""
         self.tensors: dict[str, onnx.TensorProto] = {}
@@ -215,13 +219,19 @@ class Graph:
         return self._known[key]
 
     def matrix(self, layer: nn.Module, name: str) -> Value:
-        """The matrix of a linear layer or an embedding; int8 codes are multiplied by their scales in the graph."""
+        """The matrix of a linear layer or an embedding.
+
+        int8 codes are multiplied by their scales in the graph, outside all branches: a runtime does it once when it
+        loads the file. It would repeat a DequantizeLinear at every step.
+        """
         if not isinstance(layer, Int8Linear | Int8Embedding):
             return self.weight(layer.weight, name)  # type: ignore[arg-type]
         key = ("codes", id(layer))
         if key not in self._known:
             codes, scale = self.codes(layer, name)
-            self._known[key] = self.op("DequantizeLinear", codes, scale, axis=0, kind="float")
+            inner, self.nodes = self.nodes, self._root
+            self._known[key] = self._made[key] = codes.to("float") * scale.unsqueeze(1)
+            self.nodes = inner
         return self._known[key]
 
     def codes(self, layer: Int8Linear | Int8Embedding, name: str) -> tuple[Value, Value]:
@@ -313,7 +323,7 @@ class Graph:
         finally:
             # constants and weights are stored in the whole graph, nodes are not
             stored = {key: value for key, value in self._known.items() if value.name in self.tensors}
-            self.nodes, self._known = nodes, {**known, **stored}
+            self.nodes, self._known = nodes, {**known, **stored, **self._made}
 
     def _body(
         self, name: str, make: Callable[[], Sequence[Value]], inputs: Sequence[Value] = ()
