@@ -4,8 +4,8 @@
     python benchmarks/onnx_runtime.py --full-size      the paper's enwik8 layout, half of the tokens active
 
 Tokens per second at batch 1, the median over the rounds, and the median of the ratios to PyTorch's lean step
-(`seqboat.inference.lean`) or its whole forward pass in the same round. One thread each, unless --threads says
-otherwise.
+(`seqboat.inference.lean`) or its whole forward pass in the same round. One thread each; seconds are those of the
+processor, which a busy machine changes less than wall time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from seqboat.onnx.session import OnnxModel
 from seqboat.runs import Run
 
 Measure = Callable[[], float]
-"""Tokens per second."""
+"""Tokens per second of processor time."""
 
 
 def torch_steps(model: LanguageModel, ids: list[int], warm: int) -> Measure:
@@ -42,26 +42,26 @@ def torch_steps(model: LanguageModel, ids: list[int], warm: int) -> Measure:
         lean.join(model.init_state(1))
         for token in ids[:warm]:
             lean.step(torch.tensor([token]))
-        began = time.perf_counter()
+        began = time.process_time()
         for token in ids[warm:]:
             lean.step(torch.tensor([token]))
-        return (len(ids) - warm) / (time.perf_counter() - began)
+        return (len(ids) - warm) / (time.process_time() - began)
 
     return measure
 
 
-def onnx_steps(model: LanguageModel, ids: list[int], warm: int, folder: Path, threads: int) -> Measure:
+def onnx_steps(model: LanguageModel, ids: list[int], warm: int, folder: Path) -> Measure:
     """The same in onnxruntime."""
-    file = written(model, "step", folder, threads)
+    file = written(model, "step", folder)
 
     def measure() -> float:
         state = file.start(1)
         for token in ids[:warm]:
             state = file.step(np.array([token]), state).state
-        began = time.perf_counter()
+        began = time.process_time()
         for token in ids[warm:]:
             state = file.step(np.array([token]), state).state
-        return (len(ids) - warm) / (time.perf_counter() - began)
+        return (len(ids) - warm) / (time.process_time() - began)
 
     return measure
 
@@ -71,31 +71,31 @@ def torch_sequence(model: LanguageModel, ids: list[int]) -> Measure:
     tokens = torch.tensor([ids])
 
     def measure() -> float:
-        began = time.perf_counter()
+        began = time.process_time()
         with torch.inference_mode():
             model(tokens)
-        return len(ids) / (time.perf_counter() - began)
+        return len(ids) / (time.process_time() - began)
 
     return measure
 
 
-def onnx_sequence(model: LanguageModel, ids: list[int], folder: Path, threads: int) -> Measure:
+def onnx_sequence(model: LanguageModel, ids: list[int], folder: Path) -> Measure:
     """The same in onnxruntime."""
-    file = written(model, "sequence", folder, threads)
+    file = written(model, "sequence", folder)
     given = {"tokens": np.array([ids]), "lengths": np.array([len(ids)])}
 
     def measure() -> float:
-        began = time.perf_counter()
+        began = time.process_time()
         file.run(given)
-        return len(ids) / (time.perf_counter() - began)
+        return len(ids) / (time.process_time() - began)
 
     return measure
 
 
-def written(model: LanguageModel, form: str, folder: Path, threads: int) -> OnnxModel:
+def written(model: LanguageModel, form: str, folder: Path) -> OnnxModel:
     path = Path(tempfile.mkdtemp(dir=folder)) / f"{form}.onnx"
     write_form(model, form, path, {"format": FORMAT})
-    return OnnxModel(path, threads)
+    return OnnxModel(path)
 
 
 def compare(measures: dict[str, Measure], rounds: int) -> dict[str, tuple[float, float]]:
@@ -123,23 +123,22 @@ def main() -> None:
         "--tokens", type=int, default=400, help="steps per round, and length of the sequences"
     )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(1)
     plain = full_size() if options.full_size else Run("enwik8-small").language_model
     small = copy.deepcopy(plain)
     quantize(small)
     ids = np.random.default_rng(0).integers(0, 256, 50 + options.tokens).tolist()
     with tempfile.TemporaryDirectory() as place:
-        folder, threads = Path(place), options.threads
+        folder = Path(place)
         models = {"float32": plain, "int8": small}
         steps: dict[str, Measure] = {}
         wholes: dict[str, Measure] = {}
         for name, model in models.items():
             steps[f"PyTorch, {name}"] = torch_steps(model, ids, 50)
-            steps[f"onnxruntime, {name}"] = onnx_steps(model, ids, 50, folder, threads)
+            steps[f"onnxruntime, {name}"] = onnx_steps(model, ids, 50, folder)
             wholes[f"PyTorch, {name}"] = torch_sequence(model, ids[50:])
-            wholes[f"onnxruntime, {name}"] = onnx_sequence(model, ids[50:], folder, threads)
+            wholes[f"onnxruntime, {name}"] = onnx_sequence(model, ids[50:], folder)
         for form, measures in (("step", steps), ("sequence", wholes)):
             print(f"| {form} | tokens/s | beside the first |\n|---|---|---|")
             for name, (speed, ratio) in compare(measures, options.rounds).items():
