@@ -137,8 +137,9 @@ import importlib, pkgutil, sys
 for name in ("fcntl", "resource", "termios", "pwd", "grp"):
     sys.modules[name] = None  # importing it raises ImportError, as on Windows
 import seqboat
+OPTIONAL = ("seqboat.hf", "seqboat.onnx", "seqboat.ops.kernels.triton")  # need libraries that may be missing
 for found in pkgutil.walk_packages(seqboat.__path__, "seqboat."):
-    if not found.name.startswith(("seqboat.hf", "seqboat.onnx")) and not found.name.endswith("__main__"):
+    if not found.name.startswith(OPTIONAL) and not found.name.endswith("__main__"):
         importlib.import_module(found.name)
 from seqboat.training.metrics import resident_peak
 print(resident_peak())
