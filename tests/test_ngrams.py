@@ -79,6 +79,24 @@ def test_mistakes(changes: dict[str, object], message: str) -> None:
         dataclasses.replace(CONFIG, **changes)  # type: ignore[arg-type]
 
 
+def test_dropout_of_ngrams_only_in_training() -> None:
+    torch.manual_seed(0)
+    model = Backbone(dataclasses.replace(CONFIG, ngram_dropout=0.5))
+    text = torch.randint(256, (2, 12))
+    plain = Backbone(CONFIG)
+    plain.load_state_dict(model.state_dict())
+    position = torch.zeros(2, 12, dtype=torch.int64)
+    dropped = model._embed(text, position) - model.embedding(text)
+    kept = plain._embed(text, position) - plain.embedding(text)
+    gone = dropped.abs() < 1e-6
+    assert 0.2 < gone.float().mean() < 0.8
+    torch.testing.assert_close(dropped[~gone], 2 * kept[~gone])
+    model.eval()
+    torch.testing.assert_close(model._embed(text, position), plain._embed(text, position))
+    with pytest.raises(ValueError, match="ngram_dropout must be"):
+        dataclasses.replace(CONFIG, ngram_dropout=1.5)
+
+
 def test_models_that_cannot_read_ngrams_say_so() -> None:
     causal = dataclasses.replace(CONFIG, mixer=dataclasses.replace(CONFIG.mixer, causal=True))  # type: ignore[type-var]
     with pytest.raises(ValueError, match=r"a language model cannot read n-grams, got ngrams=\(2, 3\)"):

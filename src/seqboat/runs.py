@@ -86,7 +86,7 @@ def start_from(config: RunConfig, run: Path | str) -> RunConfig:
         run: the folder of a run, one of its checkpoints, or the name of a model that comes with the package.
     """
     source = Run(run)
-    kept = ("dropout", "ngrams", "ngram_buckets", "head_hidden", "head_bias", "head_init")
+    kept = ("dropout", "ngrams", "ngram_buckets", "ngram_dropout", "head_hidden", "head_bias", "head_init")
     model = dataclasses.replace(
         source.config.model, vocab=config.model.vocab, **{name: getattr(config.model, name) for name in kept}
     )

@@ -109,6 +109,8 @@ class BackboneConfig(Settings):
     """Lengths of the n-grams of tokens that are embedded beside the tokens; not for language models."""
     ngram_buckets: int = 16_384
     """Embeddings for each length of n-grams, which a hash chooses from."""
+    ngram_dropout: float = 0.0
+    """Dropout rate on the embeddings of n-grams, which learn small tables by heart without it."""
     head_hidden: bool = True
     """Whether the head of a classifier or tagger has a hidden layer; that of a matcher always has one."""
     head_bias: bool = True
@@ -122,6 +124,7 @@ class BackboneConfig(Settings):
         check_positive("num_layers", self.num_layers)
         check_positive("channels", self.channels)
         check_rate("dropout", self.dropout)
+        check_rate("ngram_dropout", self.ngram_dropout)
         if self.vocab is not None:
             check_positive("vocab", self.vocab)
         for size in self.ngrams:
@@ -373,7 +376,7 @@ class Backbone(nn.Module):
         if isinstance(self.embedding, nn.Embedding):
             x = self.embedding(inputs)
             if self.ngrams is not None:
-                x = x + self.ngrams(inputs)
+                x = x + F.dropout(self.ngrams(inputs), self.config.ngram_dropout, self.training)
             if self.config.scaled_embedding:
                 x = x * math.sqrt(self.config.d_model)
         else:

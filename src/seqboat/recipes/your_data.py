@@ -38,12 +38,13 @@ def classify(mixer: MixerChoice = None) -> RunConfig:
             num_layers=1,
             dropout=0.1,
             ngrams=(4, 6),
+            ngram_dropout=0.5,
             head_init="xavier",
         ),
         optimizer=OptimizerConfig(lr=0.003, weight_decay=0.01),
-        schedule=ScheduleConfig(steps=600, warmup_steps=60),
-        training=TrainingConfig(batch_size=32, bucketing=True, save_every=200),
-        evaluation=EvaluationConfig(every=100, batch_size=32),
+        schedule=ScheduleConfig(steps=300, warmup_steps=60),
+        training=TrainingConfig(batch_size=32, bucketing=True, save_every=100),
+        evaluation=EvaluationConfig(every=50, batch_size=32),
     )
 
 
