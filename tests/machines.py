@@ -61,6 +61,7 @@ NUMBERS = [
         "liquid_s4",
         "h3",
         "mamba2",
+        "gated_deltanet",
         "mega",
         "performer",
         "reformer",

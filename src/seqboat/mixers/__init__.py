@@ -10,6 +10,7 @@ from seqboat.mixers.attention.reformer import Reformer, ReformerConfig
 from seqboat.mixers.attention.transformer import Transformer, TransformerConfig
 from seqboat.mixers.attention.transformer_xl import TransformerXL, TransformerXLConfig
 from seqboat.mixers.base import Mixer, MixerOutput, RecurrentMixer
+from seqboat.mixers.gated.delta import GatedDeltaNet, GatedDeltaNetConfig
 from seqboat.mixers.gated.mamba2 import Mamba2, Mamba2Config
 from seqboat.mixers.seqboat.ablations import (
     SeqBoatChunkConfig,
@@ -55,6 +56,7 @@ MIXERS = {
     "h3": H3Config,
     "h3-hybrid": H3HybridConfig,
     "mamba2": Mamba2Config,
+    "gated-deltanet": GatedDeltaNetConfig,
     "transformer-xl": TransformerXLConfig,
     "adaptive-span": AdaptiveSpanConfig,
     "linformer": LinformerConfig,
@@ -72,6 +74,8 @@ __all__ = [
     "AdaptiveSpanConfig",
     "BigBird",
     "BigBirdConfig",
+    "GatedDeltaNet",
+    "GatedDeltaNetConfig",
     "H3Config",
     "H3HybridConfig",
     "Linformer",
