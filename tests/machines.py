@@ -62,6 +62,7 @@ NUMBERS = [
         "h3",
         "mamba2",
         "gated_deltanet",
+        "samba",
         "mega",
         "performer",
         "reformer",

@@ -46,6 +46,7 @@ SMALL = {
     "order": 3,
     "shift": 5,
     "d_head": 2,
+    "d_key": 12,  # a head of few numbers often reads next to nothing, and its norm magnifies rounding errors
     "d_z": 6,
     "d_v": 10,
     "block": 8,

@@ -15,7 +15,7 @@ from seqboat.mixers import MIXERS
 from seqboat.mixers.gated.delta import GatedDeltaNet, GatedDeltaNetConfig
 from seqboat.ops.matrix_state import gated_delta, gated_delta_step
 
-SMALL = GatedDeltaNetConfig(heads=2, d_head=3, block=4, ffn=False)
+SMALL = GatedDeltaNetConfig(heads=2, d_key=3, block=4, ffn=False)
 REASON = "the comparison needs transformers"
 
 
@@ -179,5 +179,5 @@ def test_bad_settings_are_named() -> None:
         GatedDeltaNetConfig(causal=False)
     with pytest.raises(ValueError, match="heads must be"):
         GatedDeltaNetConfig(heads=0)
-    with pytest.raises(ValueError, match="d_head must be"):
-        GatedDeltaNet(8, GatedDeltaNetConfig(d_head=0))
+    with pytest.raises(ValueError, match="d_key must be"):
+        GatedDeltaNet(8, GatedDeltaNetConfig(d_key=0))

@@ -12,6 +12,7 @@ from seqboat.mixers.attention.transformer_xl import TransformerXL, TransformerXL
 from seqboat.mixers.base import Mixer, MixerOutput, RecurrentMixer
 from seqboat.mixers.gated.delta import GatedDeltaNet, GatedDeltaNetConfig
 from seqboat.mixers.gated.mamba2 import Mamba2, Mamba2Config
+from seqboat.mixers.gated.samba import SambaConfig, SambaDeltaConfig
 from seqboat.mixers.seqboat.ablations import (
     SeqBoatChunkConfig,
     SeqBoatFullAlwaysConfig,
@@ -57,6 +58,8 @@ MIXERS = {
     "h3-hybrid": H3HybridConfig,
     "mamba2": Mamba2Config,
     "gated-deltanet": GatedDeltaNetConfig,
+    "samba": SambaConfig,
+    "samba-gdn": SambaDeltaConfig,
     "transformer-xl": TransformerXLConfig,
     "adaptive-span": AdaptiveSpanConfig,
     "linformer": LinformerConfig,
@@ -98,6 +101,8 @@ __all__ = [
     "S4DLayerConfig",
     "S4LayerConfig",
     "S5LayerConfig",
+    "SambaConfig",
+    "SambaDeltaConfig",
     "SeqBoat",
     "SeqBoatConfig",
     "SeqBoatFFNConfig",

@@ -1,6 +1,6 @@
 """Gated DeltaNet (Yang et al., 2025): a memory of values under keys, which forgets and overwrites.
 
-    S_t = g_t S_{t-1} + b_t k_t^T (v_t - g_t k_t S_{t-1}),   y_t = q_t S_t / sqrt(d_head)
+    S_t = g_t S_{t-1} + b_t k_t^T (v_t - g_t k_t S_{t-1}),   y_t = q_t S_t / sqrt(d_key)
 
 Keys and queries have unit length. Before a value is written, what the memory holds under its key is removed: entirely
 if b = 1. The gate g forgets everything at once, as in Mamba-2. Sequences are computed in blocks of matrix products
@@ -31,28 +31,33 @@ class GatedDeltaNetConfig(MatrixStateConfig):
     """Gated DeltaNet: a memory per head in which a token overwrites the value under its key, with decay and gate."""
 
     heads: int = 4
-    """Heads, each with a memory of d_head by expand * d_head."""
-    d_head: int | None = None
+    """Heads, each with a memory of d_key by expand * d_key."""
+    d_key: int | None = None
     """Width of keys and queries of a head; by default those of all heads are 3/4 of the model's width."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive("heads", self.heads)
-        if self.d_head is not None:
-            check_positive("d_head", self.d_head)
+        if self.d_key is not None:
+            check_positive("d_key", self.d_key)
 
     def build(self, d_model: int) -> GatedDeltaNet:
         return GatedDeltaNet(d_model, self)
 
 
 class GatedDeltaNet(MatrixStateLayer):
-    """One Gated DeltaNet layer on (batch, time, d_model)."""
+    """One Gated DeltaNet layer on (batch, time, d_model).
+
+    Its inputs are projected in float32 at least: scaled to unit length, a short key would magnify rounding errors.
+    """
+
+    narrow = False
 
     def __init__(self, d_model: int, config: GatedDeltaNetConfig | None = None) -> None:
         config = config or GatedDeltaNetConfig()
         check_positive("d_model", d_model)
         heads = config.heads
-        d_key = config.d_head or max(3 * d_model // (4 * heads), 1)
+        d_key = config.d_key or max(3 * d_model // (4 * heads), 1)
         d_value = config.expand * d_key
         channels = heads * (2 * d_key + d_value)
         super().__init__(d_model, config, heads * d_value, channels, heads, rates=2)

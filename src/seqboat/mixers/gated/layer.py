@@ -2,7 +2,7 @@
 
     gate, u, rates = norm(x) W,   u = SiLU(conv(u)),   S_t = g_t S_{t-1} + ...,   y = x + (gated norm of q_t S_t) W_o
 
-Subclasses say what they read from u and rates. All but the projections is computed in float32 at least.
+Subclasses say what they read from u and rates. Between the projections everything is in float32 at least.
 """
 
 from __future__ import annotations
@@ -63,6 +63,8 @@ class MatrixStateLayer(RecurrentMixer):
         rates: projected rates per head.
     """
 
+    narrow: ClassVar[bool] = True
+    """Whether autocast may narrow the projection of the inputs."""
     parameter_roles: ClassVar[Roles] = {"log_rate": "ssm", "step_bias": "dt"}
 
     def __init__(
@@ -127,8 +129,15 @@ class MatrixStateLayer(RecurrentMixer):
         step = F.softplus(rates + self.step_bias.to(rates.dtype))
         return -self.log_rate.to(rates.dtype).exp() * step, step
 
+    def _project(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        normed = self.block.open(x, mask)
+        allowed = self.narrow and torch.is_autocast_enabled(x.device.type)
+        with torch.autocast(x.device.type, enabled=allowed):
+            parts: Tensor = self.project(normed if allowed else normed.to(x.dtype))
+            return parts
+
     def mix(self, x: Tensor, mask: Tensor | None, state: MatrixState | None) -> MixerOutput:
-        parts = self.project(self.block.open(x, mask))
+        parts = self._project(x, mask)
         with torch.autocast(x.device.type, enabled=False):
             gate, u, rates = parts.to(at_least_float32(x.dtype)).split(self.sizes, dim=-1)
             history, memory = (None, None) if state is None else state
@@ -146,7 +155,7 @@ class MatrixStateLayer(RecurrentMixer):
     def advance(
         self, x: Tensor, state: MatrixState, mask: Tensor | None = None, inplace: bool = False
     ) -> MixerOutput:
-        parts = self.project(self.block.open(x, mask))
+        parts = self._project(x, mask)
         with torch.autocast(x.device.type, enabled=False):
             gate, u, rates = parts.to(at_least_float32(x.dtype)).split(self.sizes, dim=-1)
             joined = torch.cat([state.history, u[:, None]], dim=1)
