@@ -29,7 +29,7 @@ from seqboat.runs import Run
 from seqboat.tasks import ClassifyTaskConfig, RegressTaskConfig, TagTaskConfig
 from seqboat.tasks.own.inputs import read_sound
 from seqboat.tasks.own.prepare import read_time
-from seqboat.tasks.own.targets import find_spans
+from seqboat.tasks.own.tags import find_spans
 from seqboat.tasks.own.task import OwnTask
 
 TINY = [

@@ -155,8 +155,8 @@ def resume_line(folder: Path) -> str:
 
 def _closing_lines(config: RunConfig, outcome: RunOutcome, folder: Path) -> Iterator[str]:
     """How the run ended, its best score, and what simple models reach."""
-    from seqboat.training.loop import read_told
     from seqboat.training.planning.briefing import baseline_text, better_baseline
+    from seqboat.training.record.folder import read_told
 
     task = config.build_task()
     best = "" if outcome.best is None else f"; best {task.metric} {outcome.best:.4f}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -172,9 +173,8 @@ class Outcomes:
         mean, std = facts.get("target_mean", 0.0), facts.get("target_std", 1.0)
         for row, number in enumerate(numbers):
             wanted, said = (float(v[row]) * std + mean for v in (targets, logits[:, 0]))
-            self._keep(
-                abs(said - wanted), number, batch, row, {"label": f"{wanted:g}", "predicted": f"{said:.4g}"}
-            )
+            entry = {"label": number_text(wanted, std), "predicted": number_text(said, std)}
+            self._keep(abs(said - wanted), number, batch, row, entry)
 
     def _add_tags(self, numbers: Sequence[int], batch: Batch, logits: Tensor, targets: Tensor) -> None:
         said, real = logits.argmax(dim=-1), targets != IGNORE
@@ -184,6 +184,15 @@ class Outcomes:
             if wrong[row]:
                 text = f"{wrong[row]:,} of {int(real[row].sum()):,} tags wrong"
                 self._keep(wrong[row], number, batch, row, {"label": None, "predicted": text})
+
+
+def number_text(value: float, std: float) -> str:
+    """A number with the digits that matter among numbers of this standard deviation.
+
+    >>> number_text(-6.6e-07, 57.4), number_text(1234.56789, 57.4)
+    ('0', '1234.57')
+    """
+    return f"{round(value, 3 - math.floor(math.log10(std))) + 0.0:.9g}"
 
 
 def macro_f1(classes: Sequence[Mapping[str, Any]]) -> float | None:

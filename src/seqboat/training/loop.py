@@ -19,7 +19,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,8 +28,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from seqboat.checks import short
-from seqboat.data.files import Lock, read_json, write_text
+from seqboat.data.files import Lock, write_text
 from seqboat.ops.kernels.registry import kernels, record
 from seqboat.tasks.base import Split
 from seqboat.training import checkpoint as ck
@@ -43,14 +42,14 @@ from seqboat.training.parallel import ProcessesError, World, join, launch, launc
 from seqboat.training.planning.briefing import describe_data, estimate_duration
 from seqboat.training.precision import LossScale, matrix_products
 from seqboat.training.provenance import commit, device_name, versions
+from seqboat.training.record.folder import prepare_folder, read_told, remove_unused
+from seqboat.training.record.progress import TrainingProgress, read_progress
 from seqboat.training.signals import StopSignals, exit_code
 from seqboat.training.step import Stepper, StepResult, StepTotals, finite_or_none, signal_flags
 from seqboat.training.track import make_trackers
 
 CARRY = "carry.safetensors"
 EXIT_DIVERGED = 3
-TOLD = ("data", "baselines")
-"""Entries of run.json about the data, which a resumed run keeps."""
 
 
 class RunOutcome(NamedTuple):
@@ -63,54 +62,6 @@ class RunOutcome(NamedTuple):
     best: float | None
     """best value of the task's metric on held-out data"""
     message: str
-
-
-class TrainingProgress(NamedTuple):
-    """What a run knows besides weights; part of every checkpoint."""
-
-    step: int = 0
-    best: float | None = None
-    best_step: int | None = None
-    waited: int = 0
-    """evaluations since the best one"""
-    skipped: int = 0
-    """steps in a row, up to now, that were not applied"""
-    skipped_in_all: int = 0
-    tokens: int = 0
-    elapsed: float = 0.0
-    """seconds of training and evaluation, over all processes that worked on the run one after the other"""
-    processor: float = 0.0
-    """seconds of processor time of the first process, which a busy machine does not stretch"""
-    finished: bool = False
-    dead: dict[str, int] | None = None
-    """modules without an activated token: the step since when; 0 once that was reported"""
-    evaluation_due: bool = False
-    """whether the evaluation after this step was interrupted and must still happen"""
-    loss_scale: tuple[float, int] | None = None
-    """of fp16 training: the scale, and the steps since it changed"""
-
-
-def read_progress(found: ck.Checkpoint, steps: int) -> TrainingProgress:
-    """The progress in a checkpoint; CheckpointError if no run of this many steps can have it."""
-    try:
-        progress = TrainingProgress(**found.state["progress"])
-        counts = (progress.waited, progress.skipped, progress.skipped_in_all, progress.tokens)
-        sound = (
-            type(progress.step) is int
-            and found.step == progress.step
-            and 0 <= progress.step <= steps
-            and (progress.best_step is None or 0 <= progress.best_step <= progress.step)
-            and all(type(count) is int and count >= 0 for count in counts)
-            and all(math.isfinite(s) and s >= 0 for s in (progress.elapsed, progress.processor))
-            and (progress.loss_scale is None or LossScale(*progress.loss_scale).scale > 0)
-        )
-    except (KeyError, TypeError) as error:
-        raise ck.CheckpointError(f"{found.path}: its progress does not fit: {error}") from error
-    if not sound:
-        raise ck.CheckpointError(
-            f"{found.path}: its progress is impossible in a run of {steps} steps: {short(progress._asdict())}"
-        )
-    return progress
 
 
 def train(
@@ -168,40 +119,6 @@ def _train_in_processes(config: RunConfig, folder: Path, resume: bool) -> RunOut
     progress = read_progress(found, config.schedule.steps)
     message = "finished" if code == 0 else f"stopped with exit code {code} after step {progress.step}"
     return RunOutcome(code, progress.step, progress.best, message)
-
-
-def prepare_folder(folder: Path, resume: bool) -> None:
-    """Make a run's folder, or refuse one that cannot be used."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        # a fresh name: a run that was killed here may have left its probe behind
-        with tempfile.TemporaryDirectory(prefix=".stage-probe-", dir=folder):
-            pass
-    except OSError as error:
-        raise ValueError(f"cannot write to the run's folder {folder}: {error.strerror}") from error
-    if not resume and (ck.CheckpointStore(folder).steps() or (folder / "config.yaml").exists()):
-        raise ValueError(
-            f"{folder} already holds a run: resume it (--resume) or choose another folder (--out)"
-        )
-
-
-def read_told(folder: Path) -> dict[str, Any]:
-    """What a run was told about its data before its first step; empty if it was not."""
-    try:
-        found = read_json(folder / "run.json")
-    except ValueError:
-        return {}
-    return {key: found[key] for key in TOLD if key in found} if isinstance(found, dict) else {}
-
-
-def remove_unused(folder: Path, made: Sequence[Path] = ()) -> None:
-    """Remove a folder in which nothing but a lock was written, and the folders above that were made for it."""
-    with contextlib.suppress(OSError):
-        if [entry.name for entry in folder.iterdir()] == ["lock"] and not (folder / "lock").stat().st_size:
-            (folder / "lock").unlink()
-            folder.rmdir()
-            for path in made[1:]:
-                path.rmdir()
 
 
 class Trainer:

@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from seqboat.tasks.base import Dataset, Example, Split, draw_subset
-from seqboat.tasks.own.targets import ClassTarget, LabelsTarget, NumberTarget, TagTarget
+from seqboat.tasks.own.tags import TagTarget
+from seqboat.tasks.own.targets import ClassTarget, LabelsTarget, NumberTarget
 
 if TYPE_CHECKING:
     from seqboat.tasks.own.task import OwnTask

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -17,7 +16,7 @@ from torch import Tensor
 from seqboat.checks import require
 from seqboat.data.store import ArrayStore, RaggedWriter, Staging
 from seqboat.data.tables import MAX_LABEL
-from seqboat.tasks.base import IGNORE, Example, Kind, Loss, ratio
+from seqboat.tasks.base import Example, Kind, Loss, ratio
 from seqboat.tasks.own.inputs import Facts
 from seqboat.tasks.stored import ragged
 
@@ -28,8 +27,6 @@ MAX_CLASSES = 1000
 """Largest number of classes; more distinct labels suggest the wrong column."""
 COUNTED_LABELS = 100_000
 """Distinct labels to count before giving up on a table."""
-OUTSIDE = "O"
-"""Tag of tokens outside every span."""
 
 
 class Target(ABC):
@@ -152,7 +149,7 @@ class _Names:
         return self.numbers[label]
 
 
-class _Labeled(Target):
+class Labeled(Target):
     """A target made of labels, which a table's manifest lists by number, with the line of the first of each."""
 
     least: ClassVar[int] = 2
@@ -194,7 +191,7 @@ class _Labeled(Target):
         return self._classes[1]
 
 
-class ClassTarget(_Labeled):
+class ClassTarget(Labeled):
     """One class.
 
     Args:
@@ -271,7 +268,7 @@ class ClassTarget(_Labeled):
         return f"{int(target)} ({facts['labels'][int(target)]})"
 
 
-class LabelsTarget(_Labeled):
+class LabelsTarget(Labeled):
     """Any number of labels, each there or not.
 
     Args:
@@ -410,121 +407,3 @@ class NumberTarget(Target):
 
     def spell(self, target: NDArray[Any] | int, facts: Facts) -> str:
         return f"{float(target) * facts['target_std'] + facts['target_mean']:g}"
-
-
-class TagTarget(_Labeled):
-    """A tag for each token: of a text from spans of characters, of words or of a series one by one."""
-
-    kind = "tag"
-    said = ("tags",)
-
-    def read(self, values: Mapping[str, Any], stored: NDArray[Any]) -> list[str]:
-        tags = values.get(self.config.label_column)
-        require(isinstance(tags, list), f"{self.config.label_column!r} must be a list")
-        assert isinstance(tags, list)
-        text = values.get(self.config.text_column)
-        if isinstance(text, list) and len(tags) == len(text) and all(isinstance(word, str) for word in text):
-            return _word_tags(text, tags)
-        if isinstance(text, str) and all(isinstance(tag, list | tuple | dict) for tag in tags):
-            return _span_tags(text, tags)
-        time = len(text) if isinstance(text, list | str) else len(stored)
-        require(len(tags) == time, f"{len(tags)} tags for {time} tokens")
-        found = [read_label(tag) for tag in tags]
-        if isinstance(text, str):
-            sizes = [len(character.encode("utf-8", "surrogateescape")) for character in text]
-            found = [tag for tag, size in zip(found, sizes, strict=True) for _ in range(size)]
-        return found
-
-    def open(self, staging: Staging) -> None:
-        super().open(staging)
-        self._tags = RaggedWriter(staging, "tags", np.uint16)
-        self._names.number(OUTSIDE, 0)
-
-    def append(self, value: Any, line: int) -> None:
-        numbers = [self._names.number(tag, line) for tag in value]
-        require(max(numbers, default=0) < 1 << 16, "too many different tags")
-        self._tags.append(np.array(numbers, np.uint16))
-
-    def measure(self, store: ArrayStore, rows: NDArray[np.integer], path: str) -> Facts:
-        labels = super().measure(store, rows, path)["labels"]
-        return {"labels": [OUTSIDE, *(label for label in labels if label != OUTSIDE)]}
-
-    def encode(self, store: ArrayStore, facts: Facts, index: int, length: int) -> NDArray[np.int64]:
-        return self.classes(store, facts)[ragged(store, "tags", index, length)]
-
-    def collate(self, examples: Sequence[Example], time: int) -> Tensor:
-        targets = torch.full((len(examples), time), IGNORE, dtype=torch.int64)
-        for row, example in zip(targets, examples, strict=True):
-            wanted = np.asarray(example.target, np.int64)
-            row[: len(wanted)] = torch.from_numpy(wanted)
-        return targets
-
-    def loss(self, logits: Tensor, targets: Tensor, facts: Facts) -> Loss:
-        flat = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
-        total = F.cross_entropy(*flat, ignore_index=IGNORE, reduction="sum")
-        return Loss(total, (targets != IGNORE).sum())
-
-    def score(self, logits: Tensor, targets: Tensor, facts: Facts) -> dict[str, Tensor]:
-        said, real = logits.argmax(dim=-1), targets != IGNORE
-        right = ((said == targets) & real).sum()
-        # of what is tagged: a tag that is wrong is one too many and one too few
-        hit = 2 * ((said == targets) & real & (targets != 0)).sum()
-        named = ((said != 0) & real).sum() + ((targets != 0) & real).sum()
-        return {"accuracy": ratio(right, real.sum()), "f1": ratio(hit, named)}
-
-    def answer(self, logits: Tensor, facts: Facts) -> dict[str, Any]:
-        return {"tags": [facts["labels"][int(tag)] for tag in logits.argmax(dim=-1)]}
-
-    def say(self, answer: dict[str, Any]) -> str:
-        counts = Counter(tag for tag in answer["tags"] if tag != OUTSIDE)
-        found = [f"{label} on {count} tokens" for label, count in counts.most_common(5)]
-        return ", ".join(found) or "no tag"
-
-    def spell(self, target: NDArray[Any] | int, facts: Facts) -> str:
-        return " ".join(facts["labels"][int(tag)] for tag in np.asarray(target))
-
-
-def _word_tags(words: Sequence[str], tags: Sequence[Any]) -> list[str]:
-    found: list[str] = []
-    for word, tag in zip(words, tags, strict=True):
-        if found:
-            found.append(OUTSIDE)  # the space between words
-        found += [read_label(tag)] * len(word.encode("utf-8", "surrogateescape"))
-    return found
-
-
-def _span_tags(text: str, spans: Sequence[Any]) -> list[str]:
-    ends = np.cumsum([0, *(len(character.encode("utf-8", "surrogateescape")) for character in text)])
-    found = [OUTSIDE] * int(ends[-1])
-    for span in spans:
-        if isinstance(span, dict):
-            span = [span.get("start"), span.get("end"), span.get("label")]
-        require(
-            len(span) == 3 and all(isinstance(place, int) for place in span[:2]),
-            f"a span must be start, end and label, got {str(span)[:60]}",
-        )
-        start, end, label = span
-        require(0 <= start < end <= len(text), f"span {start} to {end} is outside a text of {len(text)}")
-        first, last = int(ends[start]), int(ends[end])
-        found[first:last] = [read_label(label)] * (last - first)
-    return found
-
-
-def find_spans(text: str, tags: Sequence[str]) -> list[dict[str, Any]]:
-    """Spans of characters from the tags of a text's bytes; a character goes by its first byte.
-
-    >>> find_spans("a bc", ["O", "O", "X", "X"])
-    [{'start': 2, 'end': 4, 'label': 'X', 'text': 'bc'}]
-    """
-    spans: list[dict[str, Any]] = []
-    place, before = 0, OUTSIDE
-    for number, character in enumerate(text):
-        tag = tags[place] if place < len(tags) else OUTSIDE
-        if tag != OUTSIDE:
-            if tag == before:
-                spans[-1]["end"] = number + 1
-            else:
-                spans.append({"start": number, "end": number + 1, "label": tag})
-        before = tag
-        place += len(character.encode("utf-8", "surrogateescape"))
-    return [{**span, "text": text[span["start"] : span["end"]]} for span in spans]

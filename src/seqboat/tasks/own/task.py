@@ -43,7 +43,8 @@ from seqboat.tasks.own.baselines import score_baselines
 from seqboat.tasks.own.describe import describe
 from seqboat.tasks.own.inputs import INPUTS, Facts, Input, Picture
 from seqboat.tasks.own.prepare import input_name, prepare_own, read_own
-from seqboat.tasks.own.targets import ClassTarget, LabelsTarget, NumberTarget, TagTarget, Target, find_spans
+from seqboat.tasks.own.tags import TagTarget, find_spans
+from seqboat.tasks.own.targets import ClassTarget, LabelsTarget, NumberTarget, Target
 from seqboat.tasks.stored import hold_out, ragged_lengths
 from seqboat.tasks.summary import DataSummary
 
