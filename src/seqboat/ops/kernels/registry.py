@@ -32,6 +32,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from seqboat.checks import check_choice
+from seqboat.ops.kernels import varlen
 
 KernelChoice = Literal["auto", "torch", "flex", "varlen", "triton"]
 CHOICES: tuple[str, ...] = get_args(KernelChoice)
@@ -156,6 +157,14 @@ IMPLEMENTATIONS["scan"] = [_triton("scan:triton_scan", _refuse_scan)]
 IMPLEMENTATIONS["scan_backward"] = [_triton("scan:triton_scan_backward", _refuse_scan)]
 IMPLEMENTATIONS["attention"] = [
     Implementation("flex", "seqboat.ops.flex:flex_banded", refuse=_refuse_flex, differentiable=True),
+    Implementation(
+        "varlen",
+        "seqboat.ops.kernels.varlen:varlen_banded",
+        varlen.missing,
+        varlen.refuse,
+        experimental=True,
+        differentiable=True,
+    ),
     _triton("triton_band_launch:attention", _refuse_attention),
 ]
 IMPLEMENTATIONS["attention_backward"] = [_triton("triton_band_launch:attention_backward", _refuse_attention)]
