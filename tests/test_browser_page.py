@@ -6,6 +6,8 @@ It needs onnxruntime-web, which `make browser` fetches from the npm registry int
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -16,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+import browser
 from browsers import open_chromium, requests_of
 from seqboat.runs import Run
 
@@ -125,3 +128,31 @@ def test_a_damaged_model_is_named(driver: Any, folder: Path, address: str, keep:
         assert "step.onnx" in driver.find_element("id", "status").text
     finally:
         path.write_bytes(whole)
+
+
+def test_nothing_is_written_without_the_runtime(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """npm is missing, fails, or gives another file than the one that was tested."""
+    folder = tmp_path / "browser"
+    monkeypatch.setattr(sys, "argv", ["browser.py", str(folder)])
+
+    def npm(content: bytes | None) -> Any:
+        def pack(*_: Any, cwd: str, **__: Any) -> subprocess.CompletedProcess[str]:
+            if content is not None:
+                Path(cwd, "onnxruntime-web.tgz").write_bytes(content)
+            return subprocess.CompletedProcess([], int(content is None), "", "no network\n")
+
+        return pack
+
+    for run, found, word in (
+        (npm(None), None, "npm is not installed"),
+        (npm(None), "npm", "no network"),
+        (npm(b"something else"), "npm", "its checksum differs"),
+    ):
+        monkeypatch.setattr(browser.shutil, "which", lambda _, found=found: found)
+        monkeypatch.setattr(browser.subprocess, "run", run)
+        assert browser.main() == 2
+        said = capsys.readouterr().err
+        assert word in said and said.count("\n") == 1
+        assert list(tmp_path.iterdir()) == []
