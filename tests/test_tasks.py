@@ -888,7 +888,7 @@ def test_the_tutorial_on_your_own_data_runs(
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
     for language, block in re.findall(
-        r"^```(\w+)\n(.*?)^```", TUTORIAL.read_text(), re.DOTALL | re.MULTILINE
+        r"^```(\w+)\n(.*?)^```", TUTORIAL.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
     ):
         if language == "python":
             exec(compile(block, str(TUTORIAL), "exec"), names)
