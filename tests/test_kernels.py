@@ -12,6 +12,8 @@ from torch import Tensor
 
 import seqboat
 from closeness import difference
+from seqboat.mixers.seqboat.gau import GAUConfig
+from seqboat.mixers.seqboat.layer import SeqBoat, SeqBoatConfig
 from seqboat.mixers.ssm.base import SSMConfig
 from seqboat.mixers.ssm.ema import EMAConfig
 from seqboat.mixers.ssm.s4d import S4DConfig
@@ -19,6 +21,7 @@ from seqboat.ops import banded as banded_module
 from seqboat.ops.band import Neighbors
 from seqboat.ops.banded import banded
 from seqboat.ops.kernels import registry
+from seqboat.ops.kernels.function import run_kernel
 from seqboat.ops.kernels.registry import Implementation
 from seqboat.ops.kernels.scan import _torch_gradients, torch_scan
 
@@ -221,3 +224,46 @@ def test_what_the_kernels_do_not_fit_is_refused() -> None:
     assert "queries of width 512" in str(registry._refuse_attention(**{**attention, "d_z": 512}))
     flex = {**attention, "attention": "relu2", "gradient": True}
     assert registry._refuse_flex(**flex) == "FlexAttention computes softmax only, not relu2"
+
+
+def test_a_layer_without_kernels_is_the_layer_of_torch() -> None:
+    """Where something is chosen that is not there, other code paths lead to the same numbers."""
+    torch.manual_seed(3)
+    config = SeqBoatConfig(gau=GAUConfig(d_z=4, d_v=6, window=4), norm="scale")
+    causal = SeqBoatConfig(
+        gau=GAUConfig(d_z=4, d_v=6, window=4, positions="rotary"), causal=True, prenorm=True
+    )
+    for layer in (SeqBoat(8, config).double(), SeqBoat(8, causal).double()):
+        x = torch.randn(2, 13, 8, dtype=torch.float64, requires_grad=True)
+        results = []
+        for choice in ("auto", "triton"):
+            with seqboat.using_kernels(choice):  # type: ignore[arg-type]
+                y = layer(x).y
+                y.square().sum().backward()
+            results.append([y.detach(), x.grad, *(part.grad for part in layer.parameters())])
+            x.grad = None
+            layer.zero_grad()
+        for found, expected in zip(*results, strict=True):
+            assert (found is None) == (expected is None)
+            if expected is not None:
+                torch.testing.assert_close(found, expected)
+
+
+def square_root(x: Tensor, power: float) -> Tensor:
+    return x.abs() ** power
+
+
+def test_an_operation_falls_back_in_either_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, HERE.__name__, HERE)
+    x = torch.randn(5, requires_grad=True)
+    register("norm", "square_root")
+    register("norm_backward", "broken")
+    with (
+        seqboat.using_kernels("triton"),
+        pytest.warns(RuntimeWarning, match="triton failed in norm_backward"),
+    ):
+        run_kernel("norm", square_root, x, 0.5).sum().backward()
+    (expected,) = torch.autograd.grad(square_root(x, 0.5).sum(), x)
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, expected)
+    assert seqboat.kernels()["norm"]["ran"] == {"triton": 1}

@@ -26,7 +26,8 @@ from seqboat.core.state import keep_state
 from seqboat.core.watch import Watch
 from seqboat.mixers.base import MixerOutput, RecurrentMixer
 from seqboat.mixers.seqboat.wrapping import as_unit, name_modules
-from seqboat.ops.fused import combine, take
+from seqboat.ops.fused import combine, gather, take
+from seqboat.ops.kernels.registry import SEAM
 from seqboat.ops.transforms import transformed, vectorized
 
 Combine = Literal["sum", "average"]
@@ -194,7 +195,10 @@ class SparseModularActivation(RecurrentMixer):
         # one module that is active, as it was before: nothing to notice
         if watched and (len(self.units) > 1 or not gathered.flat.shape[0] or self.watch.inactive[0]):
             self.watch.notice(gathered.counts)
-        packed = take(x.reshape(-1, self.d_model), gathered.flat)
+        if SEAM.open:
+            x, packed = gather(x, gathered.flat)
+        else:
+            packed = take(x.reshape(-1, self.d_model), gathered.flat)
         tokens = [packed] if len(self.units) == 1 else packed.split(gathered.counts)
         outputs, after = [], []
         for i, (name, unit) in enumerate(self.units.items()):

@@ -32,8 +32,9 @@ from seqboat.mixers.seqboat.spans import (
 )
 from seqboat.ops.flex import FLEX_ATTENTIONS
 from seqboat.ops.functions import ATTENTIONS, HIDDEN, AttentionName
-from seqboat.ops.fused import gates, is_plain
+from seqboat.ops.fused import gates, is_plain, kernel_gates
 from seqboat.ops.gated import gated_attention
+from seqboat.ops.kernels.registry import SEAM
 from seqboat.ops.positions import POSITIONS, PositionsName, RelativeBias
 from seqboat.ops.precision import wide_type
 
@@ -191,6 +192,11 @@ class GAU(PackedModule):
 
     def project(self, tokens: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Queries, keys, values and gates of (tokens, d_model)."""
+        if SEAM.open:
+            turned = position if self.positions.rotates else None
+            found = kernel_gates(self.base, tokens, self.gamma, self.beta, turned)
+            if found is not None:
+                return found
         query, key, value, gate = gates(self.base, tokens, self.gamma, self.beta)
         return *self.positions.rotate(query, key, position), value, gate
 
@@ -210,6 +216,7 @@ class GAU(PackedModule):
             and isinstance(self.span, MemorySpan)
             and not self.positions.rotates
             and config.kernel == "blocks"
+            and (not SEAM.open or SEAM.choice.get("attention", "auto") in ("auto", "torch"))
             and not (config.attention_dropout and self.training)
             and tokens.dtype in (torch.float32, torch.float64)
             and not torch.is_autocast_enabled(tokens.device.type)

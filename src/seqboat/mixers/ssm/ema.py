@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from seqboat.core.settings import fill_in
 from seqboat.mixers.ssm.base import Coefficients, DiagonalSSM, Method, SSMConfig
+from seqboat.ops.kernels.function import run_kernel
+from seqboat.ops.kernels.registry import SEAM
 from seqboat.ops.scan import BLOCK
 
 
@@ -91,9 +93,10 @@ class EMA(DiagonalSSM):
             nn.init.trunc_normal_(parameter, std=1.0, a=-2.0, b=2.0)
 
     def coefficients(self) -> Coefficients:
-        delta, alpha, beta, gamma = self._wide_parameters()
-        rate = torch.sigmoid(delta)
-        return Coefficients(log_decay(delta, alpha), rate * beta, gamma * (1 / math.sqrt(self.d_state)))
+        parameters, factor = self._wide_parameters(), 1 / math.sqrt(self.d_state)
+        if SEAM.open or self.delta.device.type != "cpu":
+            return Coefficients(*run_kernel("coefficients", _make_coefficients, *parameters, factor))
+        return Coefficients(*_make_coefficients(*parameters, factor))
 
     def step_coefficients(self) -> tuple[Tensor, Tensor, Tensor]:
         delta, alpha, beta, gamma = (part[0] for part in self._wide_parameters())
@@ -104,6 +107,13 @@ class EMA(DiagonalSSM):
     def _wide_parameters(self) -> list[Tensor]:
         parameters = (self.delta, self.alpha, self.beta, self.gamma)
         return [part if part.dtype == torch.float64 else part.float() for part in parameters]
+
+
+def _make_coefficients(
+    delta: Tensor, alpha: Tensor, beta: Tensor, gamma: Tensor, factor: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Logarithm of the decay, drive and read."""
+    return log_decay(delta, alpha), torch.sigmoid(delta) * beta, gamma * factor
 
 
 def log_decay(delta: Tensor, alpha: Tensor) -> Tensor:

@@ -47,6 +47,10 @@ OPERATIONS = {
     "attention_backward": "its gradients",
     "gates": "queries, keys, values and gates from their projection",
     "gates_backward": "their gradients",
+    "coefficients": "decay, drive and read of MD-EMA from its parameters",
+    "coefficients_backward": "their gradients",
+    "norm": "norm of SiLU",
+    "norm_backward": "its gradients",
     "gather": "active tokens of a batch as one packed array",
     "scatter": "packed outputs added at the places of their tokens",
 }
@@ -167,6 +171,14 @@ IMPLEMENTATIONS["attention"] = [
     ),
     _triton("triton_band_launch:attention", _refuse_attention),
 ]
+for _operation, _function in (
+    ("gates", "open_gates"),
+    ("coefficients", "ema_coefficients"),
+    ("norm", "norm"),
+):
+    for _suffix in ("", "_backward"):
+        _where = f"triton_pointwise_launch:{_function}{_suffix}"
+        IMPLEMENTATIONS[f"{_operation}{_suffix}"] = [_triton(_where)]
 IMPLEMENTATIONS["attention_backward"] = [_triton("triton_band_launch:attention_backward", _refuse_attention)]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from seqboat.ops.band import SCORES_AT_ONCE, Neighbors
 from seqboat.ops.kernels import triton_band as kernels
 from seqboat.ops.kernels.registry import interprets
-from seqboat.ops.kernels.tuning import launch, scratch
+from seqboat.ops.kernels.tuning import is_recording, launch, scratch
 
 FUNCTIONS = {"softmax": 0, "relu2": 1, "laplace": 2}
 
@@ -24,7 +24,7 @@ class _Plan:
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, near: Neighbors) -> None:
         dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
-        if dtype == torch.bfloat16 and interprets():
+        if dtype == torch.bfloat16 and interprets() and not is_recording():
             dtype = torch.float32  # the interpreter multiplies no bfloat16
         self.q, self.k, self.v = (_by_rows(part.to(dtype)) for part in (q, k, v))
         self.near, self.dtype = near, dtype

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 class Config(NamedTuple):
@@ -56,6 +57,12 @@ CONFIGS: dict[str, tuple[Config, ...]] = {
     "attend:exact": _tiles((32, 32, 32, 8), (16, 32, 32, 4)),
     "score_gradients:exact": _tiles((32, 32, 32, 8), (16, 32, 32, 4)),
     "products_by_key:exact": _tiles((32, 32, 32, 8), (32, 32, 32, 4)),
+    "ema_coefficients": (Config({"BLOCK": 256}, 4),),
+    "ema_coefficients_backward": (Config({"BLOCK": 256}, 4),),
+    "open_gates": (Config({"ROWS": 16, "COLUMNS": 128}, 4),),
+    "open_gates_backward": (Config({"ROWS": 16, "COLUMNS": 128}, 4),),
+    "norm": (Config({"ROWS": 4}, 4),),
+    "norm_backward": (Config({"ROWS": 4}, 4),),
     "table_by_step": (Config({}, 4),),
     "table_by_position": (Config({}, 4),),
 }
@@ -108,8 +115,10 @@ def tuned(measure: bool) -> Iterator[None]:
 
 def scratch(like: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Memory that a kernel will fill; zeros where kernels are only recorded."""
-    make = torch.zeros if is_recording() else torch.empty
-    return make(shape, dtype=dtype, device=like.device)
+    if is_recording():
+        with _disable_current_modes():
+            return torch.zeros(shape, dtype=dtype, device=like.device)
+    return torch.empty(shape, dtype=dtype, device=like.device)
 
 
 def configs_of(kernel: Any, arguments: tuple[Any, ...], sizes: dict[str, Any]) -> tuple[Config, ...]:

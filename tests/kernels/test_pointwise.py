@@ -1,0 +1,82 @@
+"""Elementwise Triton kernels against the same in torch in float64: results and all gradients."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from closeness import difference
+from seqboat.mixers.ssm.ema import _make_coefficients
+from seqboat.ops.fused import _plain_norm, _plain_open_gates
+from seqboat.ops.kernels import triton_pointwise_launch as launches
+
+TOLERANCE = 2e-6
+
+
+def check(
+    run: Callable[..., Any], back: Callable[..., Any], plain: Callable[..., Any], inputs: list[Any]
+) -> None:
+    leaves = [
+        part.double().requires_grad_() if isinstance(part, Tensor) and part.is_floating_point() else part
+        for part in inputs
+    ]
+    expected, found = plain(*leaves), run(*inputs)
+    expected = [expected] if isinstance(expected, Tensor) else list(expected)
+    found = [found] if isinstance(found, Tensor) else list(found)
+    for a, b in zip(found, expected, strict=True):
+        assert difference(a, b) < TOLERANCE
+    grads = [torch.randn(part.shape) for part in found]
+    wanted = [part for part in leaves if isinstance(part, Tensor) and part.requires_grad]
+    above = torch.autograd.grad(expected, wanted, [grad.double() for grad in grads])
+    made = [part for part in back(grads, *inputs) if part is not None]
+    for a, b in zip(made, above, strict=True):
+        assert difference(a, b) < TOLERANCE
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_coefficients(seed: int) -> None:
+    torch.manual_seed(seed)
+    # slow and fast averages: the decay is near one and near zero
+    parts = [(4.0 if seed else 12.0) * torch.randn(2, 5, 3) for _ in range(2)]
+    inputs = [*parts, torch.randn(2, 5, 3), torch.randn(2, 5, 3), 0.3]
+    log, *_ = launches.ema_coefficients(*inputs)
+    expected, *_ = _make_coefficients(*(part.double() for part in inputs[:4]), 0.3)
+    assert ((log - expected) / expected).abs().max() < 1e-5  # of each number, however small
+    inputs[:2] = [part.clamp(-3, 3) for part in parts]
+    check(launches.ema_coefficients, launches.ema_coefficients_backward, _make_coefficients, inputs)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_gates(seed: int) -> None:
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    rotary = seed % 2 == 0
+    tokens, d_z, d_v = (
+        rng.choice([0, 1, 17, 40]),
+        rng.choice([2, 6, 20] if rotary else [1, 3, 16]),
+        rng.choice([1, 7, 130]),
+    )
+    inputs = [
+        torch.randn(tokens, d_z + 2 * d_v),
+        torch.randn(2, d_z),
+        torch.randn(2, d_z),
+        torch.randint(0, 100_000, (tokens,)) if rotary else None,
+    ]
+    check(launches.open_gates, launches.open_gates_backward, _plain_open_gates, inputs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "activate"),
+    [("layer", True), ("rms", True), ("rms", False), ("scale", True), ("scale", False)],
+)
+def test_norms(kind: str, activate: bool) -> None:
+    torch.manual_seed(2)
+    weight = torch.randn(()) if kind == "scale" else torch.randn(13)
+    bias = torch.randn(13) if kind == "layer" else None
+    inputs = [torch.randn(3, 25, 13), weight, bias, 1e-5, activate]
+    check(launches.norm, launches.norm_backward, _plain_norm, inputs)

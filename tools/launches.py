@@ -1,0 +1,219 @@
+"""Kernel launches and memory traffic of a training step of one layer, before and after the Triton kernels.
+
+    TRITON_INTERPRET=1 python tools/launches.py --page docs/gpu.md
+
+Counted on the CPU: a dispatch mode sees every operator that a GPU would launch a kernel for (views and allocations
+launch none), takes the branches that the code takes on a GPU, and adds up the bytes of all operands and results.
+Triton kernels stand in as one launch each and are not run. Caches are ignored: every operand is read from memory
+once per launch. Needs Triton (`make launches` has an environment with it).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch._library.custom_ops import OPDEFS
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from pages import replace_part
+from seqboat import SeqBoat, SeqBoatConfig, using_kernels
+from seqboat.core.policy import override_activation
+from seqboat.ops import band
+from seqboat.ops.kernels.tuning import Launch, recording
+from seqboat.recipes.enwik8 import enwik8
+from seqboat.recipes.lra import text
+
+ACTIVE = 0.3
+"""Fraction of active tokens."""
+
+FREE = {"empty", "empty_like", "new_empty", "new_empty_strided", "empty_strided", "detach", "lift_fresh"} | {
+    "promote_types", "scalar_tensor", "_unsafe_view"
+}  # fmt: skip
+"""Operators that launch nothing, besides views; a number in an expression becomes a tensor on the host."""
+
+
+class Cost(NamedTuple):
+    """What a training step needs."""
+
+    launches: int
+    bytes: float
+    """per token"""
+    waits: int
+    """times the host waits for the device"""
+    operators: Counter[str]
+    """launches by name"""
+    moved: Counter[str]
+    """bytes by name, of the whole step"""
+
+
+class Count(TorchDispatchMode):
+    """Counts operators that launch a kernel, and the bytes they move."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: Counter[str] = Counter()
+        self.moved: Counter[str] = Counter()
+        self.waits = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        namespace, name = function.name().split("::")
+        if namespace == "seqboat":
+            # our own operators are chains of others: look inside
+            with self:
+                return OPDEFS[f"seqboat::{name.partition('.')[0]}"]._init_fn(*args, **kwargs)
+        result = function(*args, **kwargs)
+        short = name.partition(".")[0]
+        if short in ("_local_scalar_dense", "item"):
+            self.waits += 1
+        elif not function.is_view and short not in FREE:
+            self.operators[short] += 1
+            operands = list(
+                {id(part): part for part in tree_leaves((args, kwargs)) if isinstance(part, Tensor)}.values()
+            )
+            results = [part for part in tree_leaves(result) if isinstance(part, Tensor)]
+            self.moved[short] += _moved(short, operands, results)
+        return result
+
+
+def _moved(name: str, operands: list[Tensor], results: list[Tensor]) -> int:
+    """Bytes that an operator reads and writes."""
+    if name in ("new_zeros", "zeros_like", "ones_like", "new_ones", "fill_", "zero_"):
+        operands = []  # gives the shape, and is not read
+    elif name == "copy_":
+        operands = operands[1:]
+    elif name == "index_select":
+        operands = [operands[1], *results]  # reads the rows that it takes
+    elif name == "index_add_":
+        operands, results = (
+            [*operands[1:], operands[2]],
+            [operands[2]],
+        )  # reads and writes the rows that it adds to
+    return sum(_stored(part) * part.element_size() for part in (*operands, *results))
+
+
+def _stored(x: Tensor) -> int:
+    """Numbers in memory behind a tensor: those that are repeated by a stride of zero count once."""
+    size = 1
+    for count, stride in zip(x.shape, x.stride(), strict=True):
+        size *= count if stride else min(count, 1)
+    return size
+
+
+def _dropout(x: Tensor, rate: float, training: bool = True) -> Tensor:
+    return torch.native_dropout(x, rate, True)[0] if training else x
+
+
+@contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """Take the branches of the code that a GPU takes."""
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(band, "on_cpu", lambda x: False))
+        # on a CPU, dropout is a chain of three operators
+        stack.enter_context(patch.object(torch.nn.functional, "dropout", _dropout))
+        yield
+
+
+def text_layer() -> tuple[int, SeqBoatConfig]:
+    """Width and configuration of the paper's Text layer, with its kernel whole instead of cut at 1,024 taps."""
+    return _whole(text().model)
+
+
+def enwik8_layer() -> tuple[int, SeqBoatConfig]:
+    """Those of its enwik8 layer, with its kernel whole instead of cut at 2,048 taps."""
+    return _whole(enwik8().model)
+
+
+def _whole(model: Any) -> tuple[int, SeqBoatConfig]:
+    config = model.mixer
+    return model.d_model, replace(config, ssm=replace(config.ssm, truncation=None), init="scaled")
+
+
+LAYERS = {"Text": (text_layer, 4, 4096), "enwik8": (enwik8_layer, 1, 8192)}
+"""Layer, batch and tokens per sequence."""
+
+
+def count(layer: SeqBoat, batch: int, time: int, triton: bool, dtype: torch.dtype | None) -> Cost:
+    """Count a step: forward, and backward to all parameters and the input."""
+    torch.manual_seed(0)
+    x = torch.randn(batch, time, layer.d_model, requires_grad=True)
+    active = torch.rand(batch, time) < ACTIVE
+    grad = torch.ones(batch, time, layer.d_model)
+    launches: list[Launch] = []
+    mode = Count()
+    with ExitStack() as stack:
+        stack.enter_context(as_on_a_gpu())
+        stack.enter_context(override_activation(layer, mask=active))
+        if triton:
+            stack.enter_context(using_kernels("triton"))
+            stack.enter_context(recording(launches))
+        if dtype is not None:
+            stack.enter_context(torch.autocast("cpu", dtype))
+        stack.enter_context(mode)
+        layer(x).y.backward(grad)
+    for launch in launches:
+        name = f"triton {launch.kernel.__name__}"
+        mode.operators[name] += 1
+        mode.moved[name] += launch.bytes
+    total = mode.moved.total() / (batch * time)
+    return Cost(mode.operators.total(), total, mode.waits, mode.operators, mode.moved)
+
+
+def table(short: bool = False) -> str:
+    """A Markdown table of all layers."""
+    lines = [
+        "| layer | type | implementation | launches | KB per token | launches, ratio | bytes, ratio |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, (make, batch, time) in LAYERS.items():
+        d_model, config = make()
+        layer = SeqBoat(d_model, config)
+        first: Cost | None = None
+        for dtype in (None, torch.bfloat16):
+            for triton in (False, True):
+                found = count(layer, batch, time // 8 if short else time, triton, dtype)
+                first = first or found
+                lines.append(
+                    f"| {name} | {'float32' if dtype is None else 'bf16 autocast'} | "
+                    f"{'triton' if triton else 'torch'} | {found.launches} | {found.bytes / 1e3:.1f} | "
+                    f"{found.launches / first.launches:.2f}x | {found.bytes / first.bytes:.2f}x |"
+                )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--page", type=Path, help="document whose table to replace")
+    parser.add_argument("--operators", action="store_true", help="list what the Text layer launches")
+    parser.add_argument(
+        "--autocast", action="store_const", const=torch.bfloat16, help="count under bf16 autocast"
+    )
+    arguments = parser.parse_args()
+    if arguments.operators:
+        d_model, config = text_layer()
+        for triton in (False, True):
+            found = count(SeqBoat(d_model, config), 4, 4096, triton, arguments.autocast)
+            print(f"{found.launches} launches, {found.bytes / 1e3:.1f} KB per token, {found.waits} waits")
+            for name, moved in found.moved.most_common():
+                print(f"  {found.operators[name]:4} {name:28} {moved / (4 * 4096):9.0f} bytes per token")
+        return
+    made = table()
+    print(made)
+    if arguments.page:
+        replace_part(arguments.page, "launches", made)
+
+
+if __name__ == "__main__":
+    main()
