@@ -160,7 +160,7 @@ def test_unknown_words_are_refused() -> None:
     with pytest.raises(ValueError, match="name must be one of auto, torch, flex, varlen, triton; got 'cuda'"):
         seqboat.use_kernels("cuda")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="operation must be one of scan"):
-        seqboat.use_kernels("triton", operation="norm")
+        seqboat.use_kernels("triton", operation="sorting")
 
 
 def test_triton_is_missing_without_a_gpu_or_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
