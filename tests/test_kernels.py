@@ -237,7 +237,7 @@ def test_a_layer_without_kernels_is_the_layer_of_torch() -> None:
         x = torch.randn(2, 13, 8, dtype=torch.float64, requires_grad=True)
         results = []
         for choice in ("auto", "triton"):
-            with seqboat.using_kernels(choice):  # type: ignore[arg-type]
+            with seqboat.using_kernels(choice):
                 y = layer(x).y
                 y.square().sum().backward()
             results.append([y.detach(), x.grad, *(part.grad for part in layer.parameters())])

@@ -16,6 +16,8 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
+from collections import defaultdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +28,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from pages import replace_part
 from seqboat.ops.kernels.tuning import Config, Launch, configs_of, recording
 
 STACK = 128
@@ -94,8 +97,7 @@ def signature(launch: Launch, config: Config) -> tuple[dict[str, str], dict[str,
 
 
 def build(launch: Launch, config: Config, device: Device) -> Measured:
-    import time
-
+    """Compile one kernel, and read what it needs from the result."""
     begin = time.monotonic()
     types, constants, attributes = signature(launch, config)
     constexprs = {(launch.kernel.arg_names.index(name),): value for name, value in constants.items()}
@@ -184,7 +186,50 @@ def record_attention() -> list[Launch]:
     return launches
 
 
-RECORDS = {"scan": record_scans, "attention": record_attention}
+def record_pointwise() -> list[Launch]:
+    """Coefficients, gates and norms of the Text and enwik8 layers."""
+    from seqboat.ops.kernels import triton_pointwise_launch as pointwise
+
+    launches: list[Launch] = []
+    with recording(launches):
+        parts: list[Any] = [*(torch.zeros(2, 128, 16) for _ in range(4)), 0.25]
+        made = pointwise.ema_coefficients(*parts)
+        pointwise.ema_coefficients_backward(list(made), *parts)
+        for d_z, d_v, rotary, dtype in ((64, 256, False, torch.float32), (128, 1232, True, torch.bfloat16)):
+            before, gamma = torch.zeros(4096, d_z + 2 * d_v, dtype=dtype), torch.zeros(2, d_z)
+            position = torch.zeros(4096, dtype=torch.int64) if rotary else None
+            opened = pointwise.open_gates(before, gamma, gamma, position)
+            pointwise.open_gates_backward(list(opened), before, gamma, gamma, position)
+        for width, weight, bias in ((128, torch.zeros(()), None), (616, torch.zeros(616), torch.zeros(616))):
+            x = torch.zeros(4096, width)
+            y = pointwise.norm(x, weight, bias, 1e-5, True)
+            pointwise.norm_backward([y], x, weight, bias, 1e-5, True)
+    return launches
+
+
+RECORDS = (record_scans, record_attention, record_pointwise)
+
+
+def table(results: list[Measured]) -> str:
+    """The largest needs of each kernel and configuration, over all calls, per device."""
+    cells: dict[tuple[str, str], dict[str, list[Measured]]] = defaultdict(lambda: defaultdict(list))
+    for found in results:
+        sizes = ", ".join(f"{name.lower()} {size}" for name, size in found.config.sizes.items())
+        key = found.kernel, f"{sizes}{', ' if sizes else ''}{found.config.warps} warps"
+        cells[key][found.device].append(found)
+    names = [device.name for device in DEVICES]
+    lines = [f"| kernel | configuration | {' | '.join(names)} |", f"|---|---|{'---|' * len(names)}"]
+    for (kernel, config), by_device in sorted(cells.items()):
+        row = []
+        for name in names:
+            several = by_device[name]
+            if not several:
+                row.append("-")
+                continue
+            most = [max(getattr(one, what) for one in several) for what in ("registers", "stack", "shared")]
+            row.append(f"{most[0]} / {most[1]} / {most[2] / 1024:.0f} KB")
+        lines.append(f"| `{kernel}` | {config} | {' | '.join(row)} |")
+    return "\n".join(lines)
 
 
 def main() -> int:
@@ -195,7 +240,7 @@ def main() -> int:
     parser.add_argument("--only", help="a part of a kernel's name")
     parser.add_argument("--devices", default=",".join(device.name for device in DEVICES))
     arguments = parser.parse_args()
-    launches = unique([launch for make in RECORDS.values() for launch in make()])
+    launches = unique([launch for make in RECORDS for launch in make()])
     jobs = [
         (launch, config, device)
         for launch in launches
@@ -216,6 +261,11 @@ def main() -> int:
             f"{launch.sizes if bad else ''}",
             flush=True,
         )
+    kernels = len({found.kernel for found in results})
+    summary = f"{len(results)} compilations of {kernels} kernels by Triton {triton.__version__}, {failed} above a limit."
+    print(summary)
+    if arguments.page:
+        replace_part(arguments.page, "compiled", f"{summary}\n\n{table(results)}")
     return 1 if failed else 0
 
 

@@ -43,9 +43,10 @@ def test_coefficients(seed: int) -> None:
     torch.manual_seed(seed)
     # slow and fast averages: the decay is near one and near zero
     parts = [(4.0 if seed else 12.0) * torch.randn(2, 5, 3) for _ in range(2)]
-    inputs = [*parts, torch.randn(2, 5, 3), torch.randn(2, 5, 3), 0.3]
+    inputs: list[Any] = [*parts, torch.randn(2, 5, 3), torch.randn(2, 5, 3), 0.3]
     log, *_ = launches.ema_coefficients(*inputs)
-    expected, *_ = _make_coefficients(*(part.double() for part in inputs[:4]), 0.3)
+    wide: list[Any] = [*(part.double() for part in inputs[:4]), 0.3]
+    expected, *_ = _make_coefficients(*wide)
     assert ((log - expected) / expected).abs().max() < 1e-5  # of each number, however small
     inputs[:2] = [part.clamp(-3, 3) for part in parts]
     check(launches.ema_coefficients, launches.ema_coefficients_backward, _make_coefficients, inputs)

@@ -93,10 +93,11 @@ class EMA(DiagonalSSM):
             nn.init.trunc_normal_(parameter, std=1.0, a=-2.0, b=2.0)
 
     def coefficients(self) -> Coefficients:
-        parameters, factor = self._wide_parameters(), 1 / math.sqrt(self.d_state)
-        if SEAM.open or self.delta.device.type != "cpu":
-            return Coefficients(*run_kernel("coefficients", _make_coefficients, *parameters, factor))
-        return Coefficients(*_make_coefficients(*parameters, factor))
+        delta, alpha, beta, gamma = self._wide_parameters()
+        inputs = delta, alpha, beta, gamma, 1 / math.sqrt(self.d_state)
+        if SEAM.open or delta.device.type != "cpu":
+            return Coefficients(*run_kernel("coefficients", _make_coefficients, *inputs))
+        return Coefficients(*_make_coefficients(*inputs))
 
     def step_coefficients(self) -> tuple[Tensor, Tensor, Tensor]:
         delta, alpha, beta, gamma = (part[0] for part in self._wide_parameters())
