@@ -262,7 +262,8 @@ def main() -> int:
             flush=True,
         )
     kernels = len({found.kernel for found in results})
-    summary = f"{len(results)} compilations of {kernels} kernels by Triton {triton.__version__}, {failed} above a limit."
+    by = f"{kernels} kernels by Triton {triton.__version__}"
+    summary = f"{len(results)} compilations of {by}, {failed} above a limit."
     print(summary)
     if arguments.page:
         replace_part(arguments.page, "compiled", f"{summary}\n\n{table(results)}")
