@@ -1,5 +1,5 @@
-# Everything but test-peers, test-kernels, kernel-gate and dist runs in .venv, created on first use from the pinned
-# versions in constraints.txt.
+# Everything but test-peers, test-kernels, kernel-gate, launches and dist runs in .venv, created on first use from the
+# pinned versions in constraints.txt.
 # On Windows run it in Git Bash (make itself: choco install make).
 PYTHON ?= python3
 VENV := .venv
@@ -10,7 +10,7 @@ EXTRAS := cli,train,report,image,parquet,hf,dev
 # another torch than the pinned one: make test TORCH=2.10.0, or TORCH=newest
 TORCH ?=
 
-.PHONY: demo test test-all test-peers test-kernels kernel-gate test-machines test-malformed check lint format types \
+.PHONY: demo test test-all test-peers test-kernels kernel-gate launches test-machines test-malformed check lint format types \
 	docs glance diagrams bench reproduce-small browser audit dist release clean
 
 demo: $(READY)
@@ -48,6 +48,11 @@ test-kernels: $(KERNELS)/.ready
 # every kernel in every configuration, compiled for GPUs that are not here; the table goes to docs/gpu.md
 kernel-gate: $(KERNELS)/.ready
 	$(KERNELS)/$(SCRIPTS)/python tools/kernel_gate.py --page docs/gpu.md
+
+# launches and traffic of a training step, counted, and what they allow a GPU; both tables go to docs/gpu.md
+launches: $(KERNELS)/.ready
+	TRITON_INTERPRET=1 $(KERNELS)/$(SCRIPTS)/python tools/launches.py --page docs/gpu.md
+	TRITON_INTERPRET=1 $(KERNELS)/$(SCRIPTS)/python tools/roofline.py --page docs/gpu.md
 
 # parts of the suite under other instruction sets, threads, users, locales and paths; continues where it was stopped
 test-machines: $(READY)

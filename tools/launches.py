@@ -24,6 +24,7 @@ from torch import Tensor
 from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 from pages import replace_part
 from seqboat import SeqBoat, SeqBoatConfig, using_kernels
@@ -42,18 +43,32 @@ FREE = {"empty", "empty_like", "new_empty", "new_empty_strided", "empty_strided"
 """Operators that launch nothing, besides views; a number in an expression becomes a tensor on the host."""
 
 
+class Step(NamedTuple):
+    """One launch."""
+
+    name: str
+    bytes: int
+    """read and written"""
+    flops: int
+    """of matrix products and scans; other operations are bound by memory"""
+
+
 class Cost(NamedTuple):
     """What a training step needs."""
 
-    launches: int
-    bytes: float
-    """per token"""
+    steps: list[Step]
+    tokens: int
     waits: int
     """times the host waits for the device"""
-    operators: Counter[str]
-    """launches by name"""
-    moved: Counter[str]
-    """bytes by name, of the whole step"""
+
+    @property
+    def launches(self) -> int:
+        return len(self.steps)
+
+    @property
+    def bytes(self) -> float:
+        """Bytes per token."""
+        return sum(step.bytes for step in self.steps) / self.tokens
 
 
 class Count(TorchDispatchMode):
@@ -61,8 +76,7 @@ class Count(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.operators: Counter[str] = Counter()
-        self.moved: Counter[str] = Counter()
+        self.steps: list[Step] = []
         self.waits = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -77,12 +91,13 @@ class Count(TorchDispatchMode):
         if short in ("_local_scalar_dense", "item"):
             self.waits += 1
         elif not function.is_view and short not in FREE:
-            self.operators[short] += 1
             operands = list(
                 {id(part): part for part in tree_leaves((args, kwargs)) if isinstance(part, Tensor)}.values()
             )
             results = [part for part in tree_leaves(result) if isinstance(part, Tensor)]
-            self.moved[short] += _moved(short, operands, results)
+            count = flop_registry.get(function.overloadpacket)
+            flops = 0 if count is None else count(*args, **kwargs, out_val=result)
+            self.steps.append(Step(short, _moved(short, operands, results), flops))
         return result
 
 
@@ -139,13 +154,14 @@ def _whole(model: Any) -> tuple[int, SeqBoatConfig]:
     return model.d_model, replace(config, ssm=replace(config.ssm, truncation=None), init="scaled")
 
 
-LAYERS = {"Text": (text_layer, 4, 4096), "enwik8": (enwik8_layer, 1, 8192)}
+LAYERS = {"Text": (text_layer, 4, 4096), "enwik8": (enwik8_layer, 1, 4096)}
 """Layer, batch and tokens per sequence."""
 
 
 def count(layer: SeqBoat, batch: int, time: int, triton: bool, dtype: torch.dtype | None) -> Cost:
     """Count a step: forward, and backward to all parameters and the input."""
     torch.manual_seed(0)
+    layer.zero_grad()  # sums with earlier gradients would count as well
     x = torch.randn(batch, time, layer.d_model, requires_grad=True)
     active = torch.rand(batch, time) < ACTIVE
     grad = torch.ones(batch, time, layer.d_model)
@@ -161,15 +177,50 @@ def count(layer: SeqBoat, batch: int, time: int, triton: bool, dtype: torch.dtyp
             stack.enter_context(torch.autocast("cpu", dtype))
         stack.enter_context(mode)
         layer(x).y.backward(grad)
-    for launch in launches:
-        name = f"triton {launch.kernel.__name__}"
-        mode.operators[name] += 1
-        mode.moved[name] += launch.bytes
-    total = mode.moved.total() / (batch * time)
-    return Cost(mode.operators.total(), total, mode.waits, mode.operators, mode.moved)
+    steps = mode.steps + [
+        Step(f"triton {launch.kernel.__name__}", launch.bytes, flops_of(launch)) for launch in launches
+    ]
+    return Cost(steps, batch * time, mode.waits)
 
 
-def table(short: bool = False) -> str:
+def flops_of(launch: Launch) -> int:
+    """Operations of a Triton kernel: products of the band, or walks over all states."""
+    name, values = launch.kernel.__name__, dict(zip(launch.kernel.arg_names, launch.arguments, strict=False))
+    if "left" in values and name != "table_by_step":
+        window = values["left"] + values["right"] + 1
+        tokens = values.get("tokens") or values["end_key"]
+        if name == "products_by_key":
+            return 2 * (values["end_key"] - values["begin_key"]) * window * values["width"]
+        # scores, and sums of values; backward scores twice, their gradients, and those of queries
+        each = values["d_z"] + values["d_v"] if name == "attend" else 3 * values["d_z"] + values["d_v"]
+        return 2 * tokens * window * each if "d_z" in values else 0
+    if "chunks" in values and name != "carry_states":
+        parts = launch.sizes["PARTS"]
+        walks = {
+            "local_states": 1,
+            "final_states": 0,
+            "outputs": 2,
+            "input_gradients": 3,
+            "parameter_gradients": 4,
+        }
+        directions = 2 if launch.sizes.get("BIDIRECTIONAL") else 1
+        if "SPLITS" in launch.sizes:
+            directions = launch.programs[2] // launch.sizes["SPLITS"]
+        batch = launch.programs[0] // values["chunks"]
+        return (
+            2
+            * walks[name]
+            * parts**2
+            * directions
+            * batch
+            * values["time"]
+            * values["dim"]
+            * values["states"]
+        )
+    return 0
+
+
+def table() -> str:
     """A Markdown table of all layers."""
     lines = [
         "| layer | type | implementation | launches | KB per token | launches, ratio | bytes, ratio |",
@@ -181,7 +232,7 @@ def table(short: bool = False) -> str:
         first: Cost | None = None
         for dtype in (None, torch.bfloat16):
             for triton in (False, True):
-                found = count(layer, batch, time // 8 if short else time, triton, dtype)
+                found = count(layer, batch, time, triton, dtype)
                 first = first or found
                 lines.append(
                     f"| {name} | {'float32' if dtype is None else 'bf16 autocast'} | "
@@ -206,8 +257,11 @@ def main() -> None:
         for triton in (False, True):
             found = count(SeqBoat(d_model, config), 4, 4096, triton, arguments.autocast)
             print(f"{found.launches} launches, {found.bytes / 1e3:.1f} KB per token, {found.waits} waits")
-            for name, moved in found.moved.most_common():
-                print(f"  {found.operators[name]:4} {name:28} {moved / (4 * 4096):9.0f} bytes per token")
+            number, moved = Counter(step.name for step in found.steps), Counter[str]()
+            for step in found.steps:
+                moved[step.name] += step.bytes
+            for name, size in moved.most_common():
+                print(f"  {number[name]:4} {name:28} {size / found.tokens:9.0f} bytes per token")
         return
     made = table()
     print(made)

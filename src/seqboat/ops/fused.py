@@ -178,27 +178,36 @@ class _Gather(torch.autograd.Function):
     """The same rows and some of them again; the gradient is added up in one array."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, rows: Tensor, alone: bool) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(rows)
-        ctx.shape = x.shape
+        ctx.shape, ctx.alone = x.shape, alone
         ctx.set_materialize_grads(False)
         return x.view_as(x), x.index_select(0, rows)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, taken: Tensor | None) -> tuple[Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor | None, taken: Tensor | None) -> tuple[Tensor | None, None, None]:
         (rows,) = ctx.saved_tensors
         if taken is None:
-            return grad, None
+            return grad, None, None
         if grad is None:
-            grad = taken.new_zeros(ctx.shape)
-        return grad.index_add(0, rows, taken), None
+            return taken.new_zeros(ctx.shape).index_add_(0, rows, taken), None, None
+        if ctx.alone and not differentiates_again():
+            return grad.index_add_(0, rows, taken), None, None
+        return grad.index_add(0, rows, taken), None, None
 
 
-def gather(x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """(..., dim) as it is, and its rows at these distinct indices: fewer launches, and less traffic, than `take`."""
+def gather(x: Tensor, rows: Tensor, alone: bool) -> tuple[Tensor, Tensor]:
+    """(..., dim) as it is, and its rows at these distinct indices: fewer launches, and less traffic, than `take`.
+
+    Args:
+        x: the sequence.
+        rows: indices into the flattened sequence.
+        alone: whether nothing else holds the gradient of the first result, so that it may be added to in place: true
+            if that comes out of a matrix product.
+    """
     if transformed():
         return x, x.reshape(-1, x.shape[-1]).index_select(0, rows)
-    whole, taken = _Gather.apply(x.reshape(-1, x.shape[-1]), rows)
+    whole, taken = _Gather.apply(x.reshape(-1, x.shape[-1]), rows, alone)
     whole = whole.view(x.shape)
     before = getattr(x, "silu_of", None)
     if before is not None:

@@ -26,7 +26,7 @@ from seqboat.core.state import keep_state
 from seqboat.core.watch import Watch
 from seqboat.mixers.base import MixerOutput, RecurrentMixer
 from seqboat.mixers.seqboat.wrapping import as_unit, name_modules
-from seqboat.ops.fused import combine, gather, take
+from seqboat.ops.fused import combine, gather, is_plain, take
 from seqboat.ops.kernels.registry import SEAM
 from seqboat.ops.transforms import transformed, vectorized
 
@@ -196,7 +196,7 @@ class SparseModularActivation(RecurrentMixer):
         if watched and (len(self.units) > 1 or not gathered.flat.shape[0] or self.watch.inactive[0]):
             self.watch.notice(gathered.counts)
         if SEAM.open:
-            x, packed = gather(x, gathered.flat)
+            x, packed = gather(x, gathered.flat, dense is not None and is_plain(dense))
         else:
             packed = take(x.reshape(-1, self.d_model), gathered.flat)
         tokens = [packed] if len(self.units) == 1 else packed.split(gathered.counts)

@@ -38,25 +38,23 @@ def _tiles(*tiles: tuple[int, int, int, int]) -> tuple[Config, ...]:
 
 CONFIGS: dict[str, tuple[Config, ...]] = {
     # channels per program and warps; with 32 channels per warp a thread holds all states of its channel
-    "local_states": _channels((64, 2), (128, 4), (32, 1)),
-    "carry_states": _channels((64, 2), (32, 1)),
-    "outputs": _channels((64, 2), (128, 4), (32, 1)),
-    "final_states": _channels(
-        (64, 2),
-    ),
-    "input_gradients": _channels((64, 2), (128, 4), (32, 1)),
-    "parameter_gradients": _channels((64, 2), (128, 4), (32, 1)),
+    "local_states": _channels((64, 2), (128, 4)),
+    "carry_states": _channels((64, 2)),
+    "outputs": _channels((64, 2), (128, 4)),
+    "final_states": _channels((64, 2)),
+    "input_gradients": _channels((64, 2), (128, 4)),
+    "parameter_gradients": _channels((64, 2), (128, 4)),
     # many or complex states: several warps share the states of a channel
-    "outputs:wide": _channels((32, 4), (32, 8)),
-    "input_gradients:wide": _channels((32, 4), (32, 8)),
+    "outputs:wide": _channels((32, 4)),
+    "input_gradients:wide": _channels((32, 4)),
     # queries, keys and values (columns) per program
     "attend": _tiles((64, 32, 64, 4), (32, 32, 64, 4), (64, 32, 128, 8)),
-    "score_gradients": _tiles((32, 32, 64, 4), (64, 32, 64, 8)),
-    "products_by_key": _tiles((32, 64, 64, 4), (32, 32, 64, 4)),
+    "score_gradients": _tiles((32, 32, 64, 4)),
+    "products_by_key": _tiles((32, 64, 64, 4)),
     # float32 without TF32 has no matrix units and needs more registers
     "attend:exact": _tiles((32, 32, 32, 8), (16, 32, 32, 4)),
-    "score_gradients:exact": _tiles((32, 32, 32, 8), (16, 32, 32, 4)),
-    "products_by_key:exact": _tiles((32, 32, 32, 8), (32, 32, 32, 4)),
+    "score_gradients:exact": _tiles((32, 32, 32, 8)),
+    "products_by_key:exact": _tiles((32, 32, 32, 8)),
     "ema_coefficients": (Config({"BLOCK": 256}, 4),),
     "ema_coefficients_backward": (Config({"BLOCK": 256}, 4),),
     "open_gates": (Config({"ROWS": 16, "COLUMNS": 128}, 4),),
@@ -77,6 +75,8 @@ class Launch(NamedTuple):
     """positional ones, with the data type in place of a tensor"""
     sizes: dict[str, Any]
     """compile-time arguments besides those of a configuration"""
+    programs: tuple[int, ...]
+    """of the default configuration"""
     bytes: int
     """of the tensors that it reads and writes, each counted once"""
 
@@ -147,7 +147,8 @@ def launch(
     if _recorder is not None:
         types = tuple(part.dtype if isinstance(part, Tensor) else part for part in arguments)
         size = sum(part.numel() * part.element_size() for part in tensors)
-        _recorder.append(Launch(kernel, types, sizes, size))
+        programs = grid({**configs_of(kernel, types, sizes)[0].sizes, **sizes})
+        _recorder.append(Launch(kernel, types, sizes, programs, size))
         return
     configs = configs_of(kernel, arguments, sizes)
     config = configs[0]
