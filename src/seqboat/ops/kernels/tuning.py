@@ -47,13 +47,14 @@ CONFIGS: dict[str, tuple[Config, ...]] = {
     # many or complex states: several warps share the states of a channel
     "outputs:wide": _channels((32, 4)),
     "input_gradients:wide": _channels((32, 4)),
+    "parameter_gradients:wide": _channels((64, 4)),
     # queries, keys and values (columns) per program
     "attend": _tiles((64, 32, 64, 4), (32, 32, 64, 4), (64, 32, 128, 8)),
     "score_gradients": _tiles((32, 32, 64, 4)),
     "products_by_key": _tiles((32, 64, 64, 4)),
     # float32 without TF32 has no matrix units and needs more registers
     "attend:exact": _tiles((32, 32, 32, 8), (16, 32, 32, 4)),
-    "score_gradients:exact": _tiles((32, 32, 32, 8)),
+    "score_gradients:exact": _tiles((16, 32, 32, 8)),
     "products_by_key:exact": _tiles((32, 32, 32, 8)),
     "ema_coefficients": (Config({"BLOCK": 256}, 4),),
     "ema_coefficients_backward": (Config({"BLOCK": 256}, 4),),
@@ -125,7 +126,7 @@ def configs_of(kernel: Any, arguments: tuple[Any, ...], sizes: dict[str, Any]) -
     """The configurations of a kernel, which may have other lists for many states and for exact products."""
     name = kernel.__name__
     types = [getattr(part, "dtype", part) for part in arguments]
-    if f"{name}:wide" in CONFIGS and sizes["N"] * sizes["PARTS"] > 32:
+    if f"{name}:wide" in CONFIGS and sizes["N"] * sizes["PARTS"] >= 32:
         return CONFIGS[f"{name}:wide"]
     if f"{name}:exact" in CONFIGS and sizes["PRECISION"] == "ieee" and types[1] == torch.float32:
         return CONFIGS[f"{name}:exact"]
