@@ -34,6 +34,7 @@ from seqboat.tasks import (
     ImageTaskConfig,
     ListOpsTaskConfig,
     LMTextTaskConfig,
+    NeedleTaskConfig,
     RecallTaskConfig,
     RegressTaskConfig,
     RetrievalTaskConfig,
@@ -162,6 +163,7 @@ def build(name: str, root: Path, user_files: Path) -> Task:
         "listops-drawn": lambda: ShortListOpsTaskConfig(train_size=40, eval_size=20),
         "recall": lambda: RecallTaskConfig(train_size=20, eval_size=5),
         "copy": lambda: CopyTaskConfig(train_size=20, eval_size=5),
+        "needle": lambda: NeedleTaskConfig(train_size=20, eval_size=5),
         "classify": lambda: ClassifyTaskConfig(train=str(user_files / "rows.csv")),
         "regress": lambda: RegressTaskConfig(train=str(user_files / "numbers.csv")),
         "tag": lambda: TagTaskConfig(train=str(user_files / "tags.jsonl")),
@@ -644,6 +646,28 @@ def test_copy_wants_the_tokens_in_order() -> None:
         assert set(inputs[25:].tolist()) == {1} and (targets[:25] == IGNORE).all()
     with pytest.raises(ValueError, match=r"index must be in \[0, 20000\)"):
         dataset[20_000]
+
+
+@pytest.mark.parametrize("needles", [1, 4])
+def test_needle_asks_for_a_number_that_was_given(needles: int) -> None:
+    dataset = NeedleTaskConfig(length=80, needles=needles, key_length=1, digits=3).build().dataset("test")
+    asked, depths = set(), set()
+    for i in range(60):
+        inputs, targets, *_ = dataset[i]
+        assert isinstance(targets, np.ndarray)
+        text, question = bytes(inputs.astype(np.uint8)).split(b"?")
+        given = [(found[0][:1], found[0][2:5]) for found in re.finditer(rb"[a-z]=[0-9]{3};", text)]
+        assert len(dict(given)) == len(given) == needles and text.count(b"=") == needles
+        answer = bytes(targets[-3:].astype(np.uint8))
+        assert (question[:1], answer) in given and question[1:] == b"=" + answer[:2]
+        assert (targets[:-3] == IGNORE).all()
+        asked.add([key for key, _ in given].index(question[:1]))
+        depths.add(text.index(b"="))
+    assert asked == set(range(needles)) and len(depths) > 20
+    with pytest.raises(ValueError, match="length must be at least 35 for 5 needles and a question, got 34"):
+        NeedleTaskConfig(length=34, needles=5)
+    with pytest.raises(ValueError, match="key_length must be larger for 27 different keys, got 1"):
+        NeedleTaskConfig(length=999, needles=27, key_length=1)
 
 
 # users' files

@@ -37,6 +37,7 @@ RECIPES: dict[str, Recipe] = {
     "demo": diagnostics.demo,
     "recall": diagnostics.recall,
     "copy": diagnostics.copy,
+    "needle": diagnostics.needle,
     "classify": your_data.classify,
     "regress": your_data.regress,
     "tag": your_data.tag,

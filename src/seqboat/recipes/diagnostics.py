@@ -1,4 +1,4 @@
-"""Synthetic tasks that train in minutes: two tests of recall, and the demo."""
+"""Synthetic tasks that train in minutes: three tests of recall, and the demo."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from seqboat.models.backbone import BackboneConfig
 from seqboat.recipes.base import MixerChoice, choose
 from seqboat.tasks.base import TaskConfig
 from seqboat.tasks.synthetic.copy import CopyTaskConfig
+from seqboat.tasks.synthetic.needle import NeedleTaskConfig
 from seqboat.tasks.synthetic.recall import RecallTaskConfig
 from seqboat.tasks.synthetic.short_listops import ShortListOpsTaskConfig
 from seqboat.training.config import EvaluationConfig, RunConfig, TrainingConfig
@@ -17,7 +18,7 @@ from seqboat.training.optim import OptimizerConfig, ScheduleConfig
 
 
 def _diagnostic(task: TaskConfig, mixer: MixerChoice) -> RunConfig:
-    """Two layers of width 64 on sequences of 64 tokens, 1,500 steps."""
+    """Two layers of width 64, 1,500 steps."""
     mixer = choose(
         mixer,
         SeqBoatConfig(
@@ -48,6 +49,11 @@ def recall(mixer: MixerChoice = None) -> RunConfig:
 def copy(mixer: MixerChoice = None) -> RunConfig:
     """Selective copying: 8 tokens among 56 places; two layers of width 64."""
     return _diagnostic(CopyTaskConfig(), mixer)
+
+
+def needle(mixer: MixerChoice = None) -> RunConfig:
+    """A needle in a haystack of 128 bytes: the number that was given for a key; two layers of width 64."""
+    return _diagnostic(NeedleTaskConfig(), mixer)
 
 
 def demo(mixer: MixerChoice = None) -> RunConfig:

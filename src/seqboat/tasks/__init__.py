@@ -9,6 +9,7 @@ from seqboat.tasks.retrieval import RetrievalTaskConfig
 from seqboat.tasks.speech import SpeechTaskConfig
 from seqboat.tasks.synthetic.copy import CopyTaskConfig
 from seqboat.tasks.synthetic.listops import ListOpsTaskConfig
+from seqboat.tasks.synthetic.needle import NeedleTaskConfig
 from seqboat.tasks.synthetic.pathfinder import PathfinderTaskConfig, PathXTaskConfig
 from seqboat.tasks.synthetic.recall import RecallTaskConfig
 from seqboat.tasks.synthetic.short_listops import ShortListOpsTaskConfig
@@ -26,6 +27,7 @@ TASKS = {
     "listops-drawn": ShortListOpsTaskConfig,
     "recall": RecallTaskConfig,
     "copy": CopyTaskConfig,
+    "needle": NeedleTaskConfig,
     "classify": ClassifyTaskConfig,
     "regress": RegressTaskConfig,
     "tag": TagTaskConfig,
@@ -47,6 +49,7 @@ __all__ = [
     "LMTextTaskConfig",
     "ListOpsTaskConfig",
     "Loss",
+    "NeedleTaskConfig",
     "PathXTaskConfig",
     "PathfinderTaskConfig",
     "RecallTaskConfig",
