@@ -6,7 +6,7 @@ VENV := .venv
 SCRIPTS := $(if $(filter Windows_NT,$(OS)),Scripts,bin)
 BIN := $(VENV)/$(SCRIPTS)
 READY := $(VENV)/.ready
-EXTRAS := cli,train,report,image,parquet,hf,dev
+EXTRAS := cli,train,report,image,parquet,hf,onnx,dev
 # another torch than the pinned one: make test TORCH=2.10.0, or TORCH=newest
 TORCH ?=
 
