@@ -1,4 +1,4 @@
-# Everything but test-peers, test-kernels, kernel-gate, launches and dist runs in .venv, created on first use from the
+# Everything but test-peers, test-kernels, kernel-gate, launches, docs and dist runs in .venv, created on first use from the
 # pinned versions in constraints.txt.
 # On Windows run it in Git Bash (make itself: choco install make).
 PYTHON ?= python3
@@ -11,7 +11,7 @@ EXTRAS := cli,train,report,image,parquet,hf,onnx,dev
 TORCH ?=
 
 .PHONY: demo test test-all test-peers test-kernels kernel-gate launches test-machines test-malformed check lint format types \
-	docs glance diagrams bench reproduce-small browser audit dist release clean
+	docs test-docs glance diagrams bench reproduce-small browser audit dist release clean
 
 demo: $(READY)
 	$(BIN)/seqboat demo
@@ -76,8 +76,16 @@ types: $(READY)
 	$(BIN)/mypy
 
 # what the documents say: links, code blocks, examples, generated tables and diagrams
-docs: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/pytest tests/test_readme.py tests/test_house.py
+test-docs: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/test_readme.py tests/test_house.py tests/test_public.py tests/test_website.py
+
+# the documents and an API reference as a site in site/, in a separate environment: it reads our source without
+# importing it, so it needs neither torch nor a network. Warnings are errors, and every link is followed.
+DOCS := .venv-docs
+docs: $(DOCS)/.ready
+	$(DOCS)/$(SCRIPTS)/python tools/website.py collect
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/$(SCRIPTS)/mkdocs build --quiet --strict --config-file build/mkdocs.yml
+	$(DOCS)/$(SCRIPTS)/python tools/website.py check site
 
 # the README's results, from docs/results.json
 glance: $(READY)
@@ -137,10 +145,17 @@ $(KERNELS)/.ready: pyproject.toml constraints-kernels.txt
 		--constraint constraints-kernels.txt --editable ".[kernels]" pytest pytest-timeout pytest-xdist
 	touch $@
 
+$(DOCS)/.ready: constraints-docs.txt
+	test -x $(DOCS)/$(SCRIPTS)/python || $(PYTHON) -m venv $(DOCS)
+	$(DOCS)/$(SCRIPTS)/python -m pip install --quiet --disable-pip-version-check --constraint constraints-docs.txt \
+		mkdocs-material "mkdocstrings[python]" ruff
+	touch $@
+
 $(DIST)/.ready: requirements-build.txt
 	test -x $(DIST)/$(SCRIPTS)/python || $(PYTHON) -m venv $(DIST)
 	$(DIST)/$(SCRIPTS)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements-build.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(PEERS) $(KERNELS) $(DIST) build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEERS) $(KERNELS) $(DOCS) $(DIST) build dist site src/*.egg-info .mypy_cache .pytest_cache \
+		.ruff_cache .hypothesis

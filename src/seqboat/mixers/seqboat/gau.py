@@ -294,7 +294,8 @@ class GAU(PackedModule):
         """Attention weights inside one sequence, for inspection: `forward` never holds them all.
 
         Args:
-            query, key: (active, d_z), from `project`, of all active tokens of a sequence.
+            query: (active, d_z), from `project`, of all active tokens of a sequence.
+            key: (active, d_z), likewise.
             position: (active,), their positions in the original sequence.
             queries: which of them to weigh.
         """

@@ -119,16 +119,16 @@ class SeqBoat(RecurrentMixer):
         options: single settings by name, instead of a configuration or on top of it. They are the fields of
             `SeqBoatConfig` and of its parts. The most used ones:
 
-            causal (bool): read from left to right only, for language models and decoding. Default False.
-            window (int): working memory, the number of active tokens that attention reaches. Default 256.
-            ssm (str or SSMConfig): the state-space layer, "ema" (default), "s4d", "s4", "s5" or "liquid-s4".
-            d_state (int): states of the state-space layer per channel. Default 16.
-            router (str or RouterConfig): "tempered-softmax" (default), "sigmoid", "top-k", "always-active", ...
-            d_z, d_v (int): widths of queries and keys, and of values. Defaults 64 and 2 d_model.
-            attention (str): "softmax" (default), "relu2" or "laplace".
-            positions (str): "original" (default), "compressed" or "rotary".
-            target (float): fraction of tokens that should attend; not limited by default.
-            dropout (float), norm (str), prenorm (bool), ffn (bool), init ("scaled" or "paper").
+            - causal (bool): read from left to right only, for language models and decoding. Default False.
+            - window (int): working memory, the number of active tokens that attention reaches. Default 256.
+            - ssm (str or SSMConfig): the state-space layer, "ema" (default), "s4d", "s4", "s5" or "liquid-s4".
+            - d_state (int): states of the state-space layer per channel. Default 16.
+            - router (str or RouterConfig): "tempered-softmax" (default), "sigmoid", "top-k", "always-active", ...
+            - d_z (int), d_v (int): widths of queries and keys, and of values. Defaults 64 and 2 d_model.
+            - attention (str): "softmax" (default), "relu2" or "laplace".
+            - positions (str): "original" (default), "compressed", "rotary" or "none".
+            - target (float): fraction of tokens that should attend; not limited by default.
+            - dropout (float), norm (str), prenorm (bool), ffn (bool), init (str): as in `SeqBoatConfig`.
 
     Calling it:
         `layer(x, mask=None, state=None)` with x of shape (batch, time, d_model). The mask is (batch, time) bool, True
@@ -138,7 +138,7 @@ class SeqBoat(RecurrentMixer):
 
     Returns:
         `MixerOutput(y, state, routing)`: y has the shape of x; state is that after the last token, None for
-        bidirectional layers; routing holds `active` and `probs`, both (batch, time, modules).
+            bidirectional layers; routing holds `active` and `probs`, both (batch, time, modules).
 
     Raises:
         TypeError: naming the argument that does not exist or has another type.
@@ -150,9 +150,9 @@ class SeqBoat(RecurrentMixer):
     >>> y, state, routing = layer(torch.randn(2, 100, 64))
     >>> y.shape, routing.active.shape
     (torch.Size([2, 100, 64]), torch.Size([2, 100, 1]))
-    >>> activation(routing).rate.tolist()                    # every token starts active
+    >>> activation(routing).rate.tolist()  # every token starts active
     [1.0]
-    >>> y, state, routing = layer.step(torch.randn(2, 64), state)   # continue with the next token
+    >>> y, state, routing = layer.step(torch.randn(2, 64), state)  # the next token
     >>> y.shape
     torch.Size([2, 64])
     """
