@@ -9,6 +9,7 @@ matrix products (`ops.matrix_state`).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from seqboat.checks import check_positive, require
 from seqboat.core.nn import RMSNorm
 from seqboat.core.padding import zero_padding
+from seqboat.core.settings import fill_in
 from seqboat.mixers.gated.layer import MatrixStateConfig, MatrixStateLayer
 from seqboat.ops.matrix_state import gated_sum, gated_sum_step
 from seqboat.ops.scan import block_for
@@ -27,7 +29,13 @@ D_HEAD = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Mamba2Config(MatrixStateConfig):
-    """Mamba-2: a state-space layer with decays, inputs and readouts that depend on the token, and a gate."""
+    """Mamba-2: a state-space layer with decays, inputs and readouts that depend on the token, and a gate.
+
+    >>> from seqboat.mixers import Mamba2Config
+    >>> layer = Mamba2Config().build(64)
+    >>> layer.name, layer.causal
+    ('Mamba2', True)
+    """
 
     d_state: int = 128
     """States per channel."""
@@ -49,9 +57,8 @@ class Mamba2Config(MatrixStateConfig):
 class Mamba2(MatrixStateLayer):
     """One Mamba-2 layer on (batch, time, d_model)."""
 
-    def __init__(self, d_model: int, config: Mamba2Config | None = None) -> None:
-        config = config or Mamba2Config()
-        check_positive("d_model", d_model)
+    def __init__(self, d_model: int, config: Mamba2Config | None = None, **options: Any) -> None:
+        config = fill_in(Mamba2Config, config, options, self, d_model)
         d_inner = config.expand * d_model
         d_head = config.d_head or max(width for width in range(1, D_HEAD + 1) if d_inner % width == 0)
         require(
