@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from seqboat.checks import check_choice, check_positive, check_rate
 from seqboat.core.nn import NORMS, Norm, NormName, make_norm
+from seqboat.core.settings import Settings
 from seqboat.mixers.base import Direction, check_direction
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatedConfig:
+class GatedConfig(Settings):
     """What the layers of this folder have in common."""
 
     directions: ClassVar[tuple[Direction, ...]] = ("causal",)

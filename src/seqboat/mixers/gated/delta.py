@@ -10,6 +10,7 @@ if b = 1. The gate g forgets everything at once, as in Mamba-2. Sequences are co
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from torch import Tensor
 from seqboat.checks import check_positive
 from seqboat.core.nn import RMSNorm
 from seqboat.core.padding import zero_padding
+from seqboat.core.settings import fill_in
 from seqboat.mixers.gated.layer import MatrixStateConfig, MatrixStateLayer
 from seqboat.ops.matrix_state import gated_delta, gated_delta_step
 from seqboat.ops.scan import block_for
@@ -28,7 +30,13 @@ EPS = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class GatedDeltaNetConfig(MatrixStateConfig):
-    """Gated DeltaNet: a memory per head in which a token overwrites the value under its key, with decay and gate."""
+    """Gated DeltaNet: a memory per head in which a token overwrites the value under its key, with decay and gate.
+
+    >>> from seqboat.mixers import GatedDeltaNetConfig
+    >>> layer = GatedDeltaNetConfig().build(64)
+    >>> layer.name, layer.causal
+    ('GatedDeltaNet', True)
+    """
 
     heads: int = 4
     """Heads, each with a memory of d_key by expand * d_key."""
@@ -46,16 +54,27 @@ class GatedDeltaNetConfig(MatrixStateConfig):
 
 
 class GatedDeltaNet(MatrixStateLayer):
-    """One Gated DeltaNet layer on (batch, time, d_model).
+    """One Gated DeltaNet layer on (batch, time, d_model): a memory per head in which tokens overwrite values.
 
     Its inputs are projected in float32 at least: scaled to unit length, a short key would magnify rounding errors.
+
+    Args:
+        d_model: width of the tokens.
+        config: its settings; the defaults without it.
+        options: single settings by name, fields of `GatedDeltaNetConfig`.
+
+    Calling it with x of shape (batch, time, d_model) returns a `MixerOutput` whose y has the same shape.
+
+    >>> import torch
+    >>> from seqboat.mixers import GatedDeltaNet
+    >>> GatedDeltaNet(16, heads=2)(torch.randn(2, 100, 16)).y.shape
+    torch.Size([2, 100, 16])
     """
 
     narrow = False
 
-    def __init__(self, d_model: int, config: GatedDeltaNetConfig | None = None) -> None:
-        config = config or GatedDeltaNetConfig()
-        check_positive("d_model", d_model)
+    def __init__(self, d_model: int, config: GatedDeltaNetConfig | None = None, **options: Any) -> None:
+        config = fill_in(GatedDeltaNetConfig, config, options, self, d_model)
         heads = config.heads
         d_key = config.d_key or max(3 * d_model // (4 * heads), 1)
         d_value = config.expand * d_key

@@ -55,7 +55,20 @@ class Mamba2Config(MatrixStateConfig):
 
 
 class Mamba2(MatrixStateLayer):
-    """One Mamba-2 layer on (batch, time, d_model)."""
+    """One Mamba-2 layer on (batch, time, d_model): a gated state-space layer whose decays depend on the token.
+
+    Args:
+        d_model: width of the tokens.
+        config: its settings; the defaults without it.
+        options: single settings by name, fields of `Mamba2Config`.
+
+    Calling it with x of shape (batch, time, d_model) returns a `MixerOutput` whose y has the same shape.
+
+    >>> import torch
+    >>> from seqboat.mixers import Mamba2
+    >>> Mamba2(16, d_state=8)(torch.randn(2, 100, 16)).y.shape
+    torch.Size([2, 100, 16])
+    """
 
     def __init__(self, d_model: int, config: Mamba2Config | None = None, **options: Any) -> None:
         config = fill_in(Mamba2Config, config, options, self, d_model)

@@ -21,7 +21,13 @@ from seqboat.mixers.gated.window import WindowAttentionConfig
 
 @dataclass(frozen=True, kw_only=True)
 class SambaConfig(Mamba2Config):
-    """Samba: Mamba-2 layers and attention over a sliding window in turn, a feed-forward block after each."""
+    """Samba: Mamba-2 layers and attention over a sliding window in turn, a feed-forward block after each.
+
+    >>> from seqboat.mixers import SambaConfig
+    >>> layer = SambaConfig().build(64)
+    >>> layer.name, layer.causal
+    ('Mamba2', True)
+    """
 
     heads: int = 4
     """Attention heads, each of width d_model / heads."""
@@ -42,7 +48,13 @@ class SambaConfig(Mamba2Config):
 
 @dataclass(frozen=True, kw_only=True)
 class SambaDeltaConfig(GatedDeltaNetConfig):
-    """Samba with Gated DeltaNet: its layers and attention over a sliding window in turn."""
+    """Samba with Gated DeltaNet: its layers and attention over a sliding window in turn.
+
+    >>> from seqboat.mixers import SambaDeltaConfig
+    >>> layer = SambaDeltaConfig().build(64)
+    >>> layer.name, layer.causal
+    ('GatedDeltaNet', True)
+    """
 
     window: int = 64
     """Tokens that a token sees in the attention layers, itself included."""
