@@ -55,6 +55,7 @@ TYPES = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
+    torch.float64: "*fp64",
     torch.int64: "*i64",
     torch.int32: "*i32",
 }
@@ -244,8 +245,10 @@ def main() -> int:
     jobs = [
         (launch, config, device)
         for launch in launches
-        for config in configs_of(launch.kernel, launch.arguments, launch.sizes)
         for device in DEVICES
+        for config in configs_of(
+            launch.kernel, launch.arguments, launch.sizes, device.target.backend == "hip"
+        )
         if device.name in arguments.devices.split(",") and (arguments.only or "") in launch.kernel.__name__
     ]
     results = []

@@ -54,14 +54,15 @@ CONFIGS: dict[str, tuple[Config, ...]] = {
     "products_by_key": _tiles((32, 64, 64, 4)),
     # float32 without TF32 has no matrix units and needs more registers
     "attend:exact": _tiles((32, 32, 32, 8), (16, 32, 32, 4)),
-    "score_gradients:exact": _tiles((16, 32, 32, 8)),
+    "score_gradients:exact": _tiles((32, 32, 32, 8)),
+    "score_gradients:exact:hip": _tiles((16, 32, 32, 8)),
     "products_by_key:exact": _tiles((32, 32, 32, 8)),
     "ema_coefficients": (Config({"BLOCK": 256}, 4),),
     "ema_coefficients_backward": (Config({"BLOCK": 256}, 4),),
     "open_gates": (Config({"ROWS": 16, "COLUMNS": 128}, 4),),
     "open_gates_backward": (Config({"ROWS": 16, "COLUMNS": 128}, 4),),
     "norm": (Config({"ROWS": 4}, 4),),
-    "norm_backward": (Config({"ROWS": 4}, 4),),
+    "norm_backward": (Config({"ROWS": 4}, 8),),
     "table_by_step": (Config({}, 4),),
     "table_by_position": (Config({}, 4),),
 }
@@ -122,14 +123,16 @@ def scratch(like: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Te
     return torch.empty(shape, dtype=dtype, device=like.device)
 
 
-def configs_of(kernel: Any, arguments: tuple[Any, ...], sizes: dict[str, Any]) -> tuple[Config, ...]:
-    """The configurations of a kernel, which may have other lists for many states and for exact products."""
+def configs_of(
+    kernel: Any, arguments: tuple[Any, ...], sizes: dict[str, Any], hip: bool = torch.version.hip is not None
+) -> tuple[Config, ...]:
+    """The configurations of a kernel, which may have other lists for many states, exact products, and AMD."""
     name = kernel.__name__
     types = [getattr(part, "dtype", part) for part in arguments]
     if f"{name}:wide" in CONFIGS and sizes["N"] * sizes["PARTS"] >= 32:
         return CONFIGS[f"{name}:wide"]
     if f"{name}:exact" in CONFIGS and sizes["PRECISION"] == "ieee" and types[1] == torch.float32:
-        return CONFIGS[f"{name}:exact"]
+        return CONFIGS.get(f"{name}:exact:hip" if hip else "", CONFIGS[f"{name}:exact"])
     return CONFIGS[name]
 
 
