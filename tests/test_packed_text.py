@@ -12,6 +12,7 @@ import torch
 from lm_runs import lm_config
 from mixer_cases import enliven
 from seqboat import LanguageModel
+from seqboat.analysis.attention import attention_weights
 from seqboat.tasks.base import apply_model
 from seqboat.tasks.lmtext import LMTextTaskConfig
 from seqboat.training.config import from_dict, to_dict
@@ -90,3 +91,22 @@ def test_training_packs(tmp_path: Path) -> None:
     )
     outcome = train(config, tmp_path / "run", display=Spy())
     assert outcome.exit_code == 0 and outcome.best is not None
+
+
+def test_attention_is_shown_for_whole_sequences(tmp_path: Path) -> None:
+    for number in range(20):
+        (tmp_path / f"{number:02}.txt").write_text(f"text {number} of some ")
+    config = lm_config(tmp_path)
+    task = config.build_task()
+    batch = task.collate([task.dataset("train")[number] for number in (0, 1)])
+    assert batch.cu_seqlens is not None
+    model = config.build_model(task).eval()
+    for (found,), (plain,) in zip(
+        attention_weights(model, "lm", batch, 0),
+        attention_weights(model, "lm", batch.joined(), 0),
+        strict=True,
+    ):
+        assert found is not None and plain is not None and len(found.positions) > 1
+        assert np.array_equal(found.weights, plain.weights) and np.array_equal(
+            found.positions, plain.positions
+        )

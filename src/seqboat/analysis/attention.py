@@ -90,7 +90,7 @@ def attention_weights(
     found = sites(model)
     require(0 <= layer < len(found), f"layer must be in 0..{len(found) - 1}, got {layer}")
     with watch(found, [layer]) as seen:
-        apply_model(model, kind, batch)
+        apply_model(model, kind, batch.joined())
     site = found[layer]
     rows = range(len(batch.inputs))
     if site is None or site.gau is None:

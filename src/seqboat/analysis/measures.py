@@ -322,7 +322,7 @@ def measure(
     for done, (part, batch) in enumerate(batches(task, dataset, split, iter(parts)), start=1):
         batch = batch.to(world.device)
         with watch(found, watched) as seen:
-            output = apply_model(model, task.kind, batch)
+            output = apply_model(model, task.kind, batch.joined())
         for name, value in task.score(output, batch).items():
             totals[name] = totals.get(name, torch.zeros(2, dtype=torch.float64)) + value.cpu()
         if observe is not None:

@@ -188,7 +188,7 @@ def trace(model: nn.Module, kind: Kind, batch: Batch) -> list[SampleTrace]:
         kind: of its task.
         batch: on the model's device.
     """
-    return traces_of(sites(model), kind, batch, apply_model(model, kind, batch))
+    return traces_of(sites(model), kind, batch, apply_model(model, kind, batch.joined()))
 
 
 def traces_of(found: Sequence[Site | None], kind: Kind, batch: Batch, output: Any) -> list[SampleTrace]:

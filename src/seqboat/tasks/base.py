@@ -112,6 +112,10 @@ class Batch(NamedTuple):
         """The same batch on another device."""
         return Batch(*(t if t is None else t.to(device, non_blocking=non_blocking) for t in self))  # type: ignore[arg-type]
 
+    def joined(self) -> Batch:
+        """The same with every sequence as one text, whatever documents it holds, to look at whole sequences."""
+        return self._replace(cu_seqlens=None)
+
     def hidden(self) -> Batch:
         """A batch of the same shape in which every token is padding."""
         mask = self.inputs.new_zeros(self.inputs.shape[:2], dtype=torch.bool)
