@@ -212,3 +212,33 @@ def test_a_closed_pipe_ends_a_command_quietly(arguments: list[str], code: int) -
 def test_only_near_names_are_suggested(name: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", name]) == 2
     assert capsys.readouterr().err == f"seqboat train: error: {message}\n"
+
+
+def test_help_of_a_recipe_lists_its_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "recall", "--model.mixer", "s4d", "--help"]) == 0
+    text = capsys.readouterr().out
+    for part in (
+        "usage: seqboat train recall",
+        "Multi-query associative recall: 8 pairs",
+        "  --data.length 64\n        Tokens per example.\n",
+        "  --model.mixer s4d\n        The layer that is stacked.\n",
+        "  --schedule.steps 1500\n",
+        "One of layer, batch, scale, rms.",
+    ):
+        assert part in text
+    assert main(["train", "recal", "-h"]) == 2
+    assert "did you mean recall?" in capsys.readouterr().err
+
+
+def test_every_recipe_tells_every_setting() -> None:
+    from seqboat.recipes import RECIPES
+    from seqboat.training.config import field_names, to_dict
+    from seqboat.training.config.describe import describe_settings
+
+    for recipe in RECIPES.values():
+        config = recipe()
+        found = {setting.name: setting.text for setting in describe_settings(config)}
+        assert all(found.values()), [name for name, text in found.items() if not text]
+        groups = {name.rpartition(".")[0] for name in field_names(to_dict(config))}
+        leaves = {n for n in field_names(to_dict(config)) if n not in groups and not n.endswith(".name")}
+        assert leaves <= found.keys()

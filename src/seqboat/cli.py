@@ -251,6 +251,17 @@ def one_line_warning(prog: str, message: Warning | str, *_: Any, **__: Any) -> s
     return f"{prog}: warning: {one_line(message)}\n"
 
 
+def _explained(command: Any, asked: argparse.Namespace, fields: Sequence[str]) -> int:
+    """Print the settings of a recipe, with plug-ins loaded."""
+    try:
+        _load_plugins(asked.imports)
+        print(command.explain_recipe(asked.recipe, fields))
+    except (UsageError, ValueError) as error:
+        print(f"seqboat train: error: {one_line(error)}", file=sys.stderr)
+        return 2
+    return 0
+
+
 def _run(arguments: Sequence[str], name: str, command: Any, output: Output) -> int:
     parser, commands = build_parser()
     fields: list[str] = []
@@ -259,6 +270,11 @@ def _run(arguments: Sequence[str], name: str, command: Any, output: Output) -> i
         known = [option for action in commands[name]._actions for option in action.option_strings]
         rest, fields = split_fields(arguments[place:], known)
         arguments = [*arguments[:place], *rest]
+    if {"-h", "--help"} & set(arguments) and hasattr(command, "explain_recipe"):
+        rest = [word for word in arguments[list(arguments).index(name) + 1 :] if word not in ("-h", "--help")]
+        asked, _ = commands[name].parse_known_args(rest)
+        if asked.recipe is not None:
+            return _explained(command, asked, fields)
     options = parser.parse_args(arguments)
     options.fields = fields
     output.check()

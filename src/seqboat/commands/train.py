@@ -7,7 +7,7 @@ import dataclasses
 import os
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,8 @@ SURVIVES_OUTPUT = True
 
 EPILOG = """\
 Any field of the configuration can be set by its dotted name, as --a.b=value or --a.b value; --print-config shows
-them all. Parts are chosen by name; another mixer keeps the settings of the recipe's own where it has them:
+them all, `seqboat train RECIPE --help` with a text for each. Parts are chosen by name; another mixer keeps the
+settings of the recipe's own where it has them:
 
   seqboat train lra.listops-small --seed=1 --training.batch_size=16
   seqboat train lra.image/mega-chunk                           (seqboat list rows)
@@ -84,6 +85,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--print-config", "--print_config", action="store_true", help="print the configuration and stop"
     )
+
+
+def explain_recipe(name: str, fields: Sequence[str]) -> str:
+    """What `seqboat train RECIPE --help` prints: every setting of the recipe, with its text and its value."""
+    from seqboat.recipes import find_recipe
+    from seqboat.training.config import override
+    from seqboat.training.config.describe import settings_help
+
+    recipe = find_recipe(name)
+    about = " ".join((recipe.__doc__ or "").split("\n\n")[0].split())
+    settings = settings_help(override(recipe(), fields, _say))
+    lead = "Settings and their values; `seqboat train --help` lists the other options"
+    return f"usage: seqboat train {name} [--SETTING VALUE ...]\n\n{about}\n\n{lead}:\n{settings}"
 
 
 def run(options: argparse.Namespace) -> int:

@@ -60,7 +60,6 @@ def _types_of(cls: Any) -> dict[str, Any]:
     return {field.name: found[field.name] for field in dataclasses.fields(cls)}
 
 
-@cache
 def field_texts(cls: Any) -> dict[str, str]:
     """The text under each field of a dataclass or a named tuple, from its source.
 
@@ -68,6 +67,11 @@ def field_texts(cls: Any) -> dict[str, str]:
     >>> field_texts(GAUConfig)["window"]
     'Size of the working memory, or of a chunk.'
     """
+    return _field_texts(cls)
+
+
+@cache
+def _field_texts(cls: Any) -> dict[str, str]:
     found: dict[str, str] = {}
     for owner in reversed(cls.__mro__):
         if owner.__module__.partition(".")[0] in ("builtins", "typing", "abc"):
