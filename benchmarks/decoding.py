@@ -26,7 +26,8 @@ from seqboat.inference.products import FloatProduct
 from seqboat.mixers import SeqBoatConfig
 from seqboat.mixers.seqboat.gau import GAUConfig
 from seqboat.mixers.ssm.ema import EMAConfig
-from seqboat.models.backbone import BackboneConfig, LanguageModel
+from seqboat.models.backbone import BackboneConfig
+from seqboat.models.heads import LanguageModel
 from seqboat.runs import Run
 from seqboat.text.batch import BatchEngine
 from seqboat.text.sampling import SamplingConfig

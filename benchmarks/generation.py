@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from seqboat.core.state import state_bytes
-from seqboat.models.backbone import LanguageModel
+from seqboat.models.heads import LanguageModel
 from seqboat.recipes import RECIPES
 from seqboat.runs import Run
 from seqboat.text.generate import SamplingConfig, stream

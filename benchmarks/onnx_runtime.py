@@ -24,7 +24,7 @@ import torch
 from decoding import full_size
 from seqboat.inference.int8 import quantize
 from seqboat.inference.lean import lean_model
-from seqboat.models.backbone import LanguageModel
+from seqboat.models.heads import LanguageModel
 from seqboat.onnx.export import FORMAT, write_form
 from seqboat.onnx.session import OnnxModel
 from seqboat.runs import Run

@@ -19,7 +19,8 @@ from seqboat import tasks
 from seqboat.core.losses import extra_loss
 from seqboat.core.state import state_bytes
 from seqboat.mixers import AdaptiveSpan, AdaptiveSpanConfig
-from seqboat.models.backbone import BackboneConfig, Classifier
+from seqboat.models.backbone import BackboneConfig
+from seqboat.models.heads import Classifier
 from seqboat.training.loop import train
 from seqboat.training.step import add_auxiliary_gradients
 from small_runs import Spy, ToyConfig, small_run

@@ -29,8 +29,9 @@ from seqboat.core.sma import pack
 from seqboat.mixers.attention.transformer import TransformerConfig
 from seqboat.mixers.seqboat.gau import GAU, GAUConfig
 from seqboat.mixers.seqboat.layer import SeqBoatConfig
-from seqboat.models.backbone import BackboneConfig, Classifier
+from seqboat.models.backbone import BackboneConfig
 from seqboat.models.cost import forward_products, linear_flops
+from seqboat.models.heads import Classifier
 from seqboat.tasks import (
     ListOpsTaskConfig,
     PathfinderTaskConfig,

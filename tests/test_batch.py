@@ -13,7 +13,7 @@ from lm_runs import write_lm_run
 from seqboat.cli import main
 from seqboat.core.policy import override_activation
 from seqboat.inference.lean import LeanModel
-from seqboat.models.backbone import LanguageModel
+from seqboat.models.heads import LanguageModel
 from seqboat.runs import Run
 from seqboat.text.batch import BatchEngine, GeneralBatch
 from seqboat.text.generate import best_of, generate, stream

@@ -30,7 +30,8 @@ from seqboat.core.counts import activation
 from seqboat.core.routers import TemperedSoftmax
 from seqboat.mixers import SeqBoat, SeqBoatConfig
 from seqboat.mixers.seqboat.gau import GAUConfig
-from seqboat.models.backbone import BackboneConfig, LanguageModel
+from seqboat.models.backbone import BackboneConfig
+from seqboat.models.heads import LanguageModel
 from seqboat.runs import Run
 from seqboat.tasks import TASKS
 from seqboat.training.loop import train

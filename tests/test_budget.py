@@ -31,7 +31,8 @@ from seqboat.mixers.seqboat.gau import GAUConfig
 from seqboat.mixers.seqboat.layer import SeqBoat, SeqBoatConfig
 from seqboat.mixers.seqboat.units import MixerUnit, PaddedUnit
 from seqboat.mixers.ssm.ema import EMAConfig
-from seqboat.models.backbone import BackboneConfig, Classifier, LanguageModel, Matcher
+from seqboat.models.backbone import BackboneConfig
+from seqboat.models.heads import Classifier, LanguageModel, Matcher
 from seqboat.recipes import RECIPES
 from seqboat.training.config import override as override_config
 

@@ -24,8 +24,9 @@ from seqboat.mixers import MIXERS
 from seqboat.mixers.seqboat.gau import GAUConfig
 from seqboat.mixers.seqboat.layer import SeqBoat, SeqBoatConfig
 from seqboat.mixers.ssm.ema import EMAConfig
-from seqboat.models.backbone import BackboneConfig, Classifier, LanguageModel
+from seqboat.models.backbone import BackboneConfig
 from seqboat.models.compile import compile_model, compile_step
+from seqboat.models.heads import Classifier, LanguageModel
 
 CAPTURE: dict[str, Any] = {"capture_dynamic_output_shape_ops": True, "capture_scalar_outputs": True}
 

@@ -14,7 +14,7 @@ from seqboat.core.routers import ROUTERS, SigmoidConfig
 from seqboat.mixers import MIXERS
 from seqboat.mixers.ssm import SSMS
 from seqboat.mixers.ssm.s4d import S4DConfig
-from seqboat.models.backbone import Classifier, LanguageModel, Matcher
+from seqboat.models.heads import Classifier, LanguageModel, Matcher
 from seqboat.tasks import TASKS
 from seqboat.training.config import (
     EvaluationConfig,

@@ -36,7 +36,8 @@ from mixer_cases import (
 from seqboat.core.state import map_state, select_rows, tensors
 from seqboat.mixers import MIXERS
 from seqboat.mixers.base import DIRECTIONS, RecurrentMixer, directions_of
-from seqboat.models.backbone import BackboneConfig, LanguageModel
+from seqboat.models.backbone import BackboneConfig
+from seqboat.models.heads import LanguageModel
 from small_runs import same_tensors
 
 TIME = len(MASKS["full"])

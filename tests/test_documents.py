@@ -28,7 +28,7 @@ from seqboat.core.documents import find_documents
 from seqboat.core.state import select_rows, tensors
 from seqboat.mixers import MIXERS
 from seqboat.mixers.base import Mixer
-from seqboat.models.backbone import Tagger
+from seqboat.models.heads import Tagger
 from seqboat.ops.positions import PositionsName
 
 EXACT = 1e-10

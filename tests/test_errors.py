@@ -19,7 +19,8 @@ from seqboat.mixers.seqboat.gau import GAUConfig
 from seqboat.mixers.seqboat.layer import SeqBoatConfig
 from seqboat.mixers.ssm.ema import EMA, EMAConfig
 from seqboat.mixers.ssm.s4d import S4D, S4DConfig
-from seqboat.models.backbone import BackboneConfig, Classifier, LanguageModel, Matcher
+from seqboat.models.backbone import BackboneConfig
+from seqboat.models.heads import Classifier, LanguageModel, Matcher
 
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 every_recurrent_case = pytest.mark.parametrize("case", RECURRENT_CASES, ids=str)

@@ -22,7 +22,7 @@ from lm_runs import lm_config, write_lm_run
 from seqboat.cli import main
 from seqboat.core.routers import AlwaysActiveConfig
 from seqboat.core.sma import Routing
-from seqboat.models.backbone import LanguageModel
+from seqboat.models.heads import LanguageModel
 from seqboat.recipes import find_recipe
 from seqboat.runs import Run
 from seqboat.tasks import TASKS

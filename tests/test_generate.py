@@ -27,7 +27,8 @@ from seqboat.core.state import state_bytes, tensors
 from seqboat.mixers import MegaConfig, SeqBoatConfig, TransformerConfig
 from seqboat.mixers.seqboat.gau import GAUConfig
 from seqboat.mixers.ssm.ema import EMAConfig
-from seqboat.models.backbone import BackboneConfig, BackboneState, LanguageModel, LanguageModelOutput
+from seqboat.models.backbone import BackboneConfig, BackboneState
+from seqboat.models.heads import LanguageModel, LanguageModelOutput
 from seqboat.runs import Run
 from seqboat.tasks.synthetic.listops import ListOpsTaskConfig
 from seqboat.text.generate import Generation, generate, stream

@@ -55,7 +55,8 @@ from seqboat.mixers import MIXERS
 from seqboat.mixers.seqboat.gau import GAUConfig
 from seqboat.mixers.seqboat.layer import SeqBoatConfig as LayerConfig
 from seqboat.mixers.ssm.s4d import S4DConfig
-from seqboat.models.backbone import BackboneConfig, Classifier, LanguageModel
+from seqboat.models.backbone import BackboneConfig
+from seqboat.models.heads import Classifier, LanguageModel
 
 WINDOW = 4
 LAYER = LayerConfig(

@@ -19,7 +19,8 @@ from lm_eval.tasks import TaskManager
 from seqboat.hf import byte_tokenizer
 from seqboat.hf.export import to_transformers
 from seqboat.mixers.seqboat.layer import SeqBoatConfig
-from seqboat.models.backbone import BackboneConfig, LanguageModel
+from seqboat.models.backbone import BackboneConfig
+from seqboat.models.heads import LanguageModel
 
 CHOICE = """
 task: choice

@@ -26,7 +26,8 @@ from seqboat.mixers.ssm.liquid_s4 import LiquidS4Config
 from seqboat.mixers.ssm.s4 import S4Config, S4LayerConfig
 from seqboat.mixers.ssm.s4d import S4DConfig, S4DLayerConfig
 from seqboat.mixers.ssm.s5 import S5Config, S5LayerConfig
-from seqboat.models.backbone import BackboneConfig, LanguageModel
+from seqboat.models.backbone import BackboneConfig
+from seqboat.models.heads import LanguageModel
 
 TOLERANCE = 1e-10
 VOCAB = 11

@@ -16,7 +16,8 @@ from seqboat.core.nn import masked_mean
 from seqboat.mixers import MIXERS
 from seqboat.mixers.seqboat.layer import SeqBoatConfig
 from seqboat.mixers.ssm.ema import EMA
-from seqboat.models.backbone import Backbone, BackboneConfig, Classifier, LanguageModel, Matcher
+from seqboat.models.backbone import Backbone, BackboneConfig
+from seqboat.models.heads import Classifier, LanguageModel, Matcher
 from seqboat.ops.positions import sinusoids
 
 ENCODER = SeqBoatConfig(init="paper", ssm=SMALL_EMA, gau=SMALL_GAU)

@@ -34,7 +34,8 @@ from seqboat.mixers.seqboat.layer import SeqBoatConfig
 from seqboat.mixers.ssm.ema import EMAConfig
 from seqboat.mixers.ssm.s4 import S4Config
 from seqboat.mixers.ssm.s4d import S4DConfig, S4DLayerConfig
-from seqboat.models.backbone import BackboneConfig, Classifier, LanguageModel, Matcher, Tagger
+from seqboat.models.backbone import BackboneConfig
+from seqboat.models.heads import Classifier, LanguageModel, Matcher, Tagger
 from seqboat.runs import Run
 from seqboat.text.generate import SamplingConfig, generate
 

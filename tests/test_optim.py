@@ -13,7 +13,8 @@ from seqboat.mixers import MIXERS
 from seqboat.mixers.seqboat.gau import GAUConfig
 from seqboat.mixers.seqboat.layer import SeqBoatConfig
 from seqboat.mixers.ssm.s4d import S4DConfig
-from seqboat.models.backbone import BackboneConfig, Classifier
+from seqboat.models.backbone import BackboneConfig
+from seqboat.models.heads import Classifier
 from seqboat.training.optim import (
     OptimizerConfig,
     ScheduleConfig,

@@ -31,7 +31,7 @@ from seqboat import (
 )
 from seqboat.core.settings import field_texts, fill_in
 from seqboat.mixers import MIXERS, Mega, MegaConfig, Transformer, TransformerConfig
-from seqboat.models.backbone import Tagger
+from seqboat.models.heads import Tagger
 from seqboat.training.config import RunConfig
 
 NAMES = {f"seqboat.{name}": getattr(seqboat, name) for name in seqboat.__all__ if name != "__version__"} | {

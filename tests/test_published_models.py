@@ -15,7 +15,7 @@ from seqboat import compat
 from seqboat.compat.models import gradients_to_published
 from seqboat.mixers.seqboat.layer import SeqBoatConfig
 from seqboat.mixers.ssm.s4d import S4DConfig
-from seqboat.models.backbone import Classifier, LanguageModel
+from seqboat.models.heads import Classifier, LanguageModel
 
 # stored in float64 throughout: what differs is the order of sums
 LOGITS, GRADIENTS = 1e-13, 1e-14

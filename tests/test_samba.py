@@ -14,7 +14,8 @@ from seqboat.mixers import MIXERS
 from seqboat.mixers.gated.delta import GatedDeltaNet
 from seqboat.mixers.gated.mamba2 import Mamba2
 from seqboat.mixers.gated.window import WindowAttention, WindowAttentionConfig
-from seqboat.models.backbone import BackboneConfig, LanguageModel
+from seqboat.models.backbone import BackboneConfig
+from seqboat.models.heads import LanguageModel
 from seqboat.ops.positions import rotate
 
 

@@ -16,7 +16,8 @@ import torch
 from lm_runs import TEXT, lm_config, with_task, write_lm_run, write_run
 from seqboat.cli import main
 from seqboat.mixers import TransformerConfig
-from seqboat.models.backbone import BackboneConfig, LanguageModel
+from seqboat.models.backbone import BackboneConfig
+from seqboat.models.heads import LanguageModel
 from seqboat.runs import Run
 from seqboat.tasks.synthetic.recall import RecallTaskConfig
 from seqboat.text.scoring import read_chunks, score, total

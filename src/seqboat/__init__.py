@@ -43,8 +43,9 @@ if TYPE_CHECKING:
     from seqboat.mixers.ssm.s4 import S4Config
     from seqboat.mixers.ssm.s4d import S4D, S4DConfig
     from seqboat.mixers.ssm.s5 import S5Config
-    from seqboat.models.backbone import Backbone, BackboneConfig, Classifier, LanguageModel, Matcher
+    from seqboat.models.backbone import Backbone, BackboneConfig
     from seqboat.models.compile import compile_model, compile_step
+    from seqboat.models.heads import Classifier, LanguageModel, Matcher
     from seqboat.ops.kernels.registry import kernels, use_kernels, using_kernels
     from seqboat.plugins import load_plugin
     from seqboat.retrofitting.model import RateSchedule, Retrofit, load_retrofit, retrofit
@@ -60,13 +61,13 @@ _HOMES = {
     "Backbone": "models.backbone",
     "BackboneConfig": "models.backbone",
     "BudgetConfig": "core.budget",
-    "Classifier": "models.backbone",
+    "Classifier": "models.heads",
     "EMAConfig": "mixers.ssm.ema",
     "ExpertChoiceConfig": "core.routers",
     "GAUConfig": "mixers.seqboat.gau",
     "GumbelConfig": "core.routers",
-    "LanguageModel": "models.backbone",
-    "Matcher": "models.backbone",
+    "LanguageModel": "models.heads",
+    "Matcher": "models.heads",
     "Mixer": "mixers.base",
     "MixerOutput": "mixers.base",
     "MixerUnit": "mixers.seqboat.units",

@@ -34,7 +34,7 @@ from seqboat.checks import check_choice, require
 from seqboat.data.console import printable
 from seqboat.data.files import read_json
 from seqboat.inference.int8 import expect_codes, quantize_tensors
-from seqboat.models.backbone import Classifier, LanguageModel, Matcher, Tagger
+from seqboat.models.heads import Classifier, LanguageModel, Matcher, Tagger
 from seqboat.models.limits import build_within
 from seqboat.tasks.base import BYTES, Split, Task
 from seqboat.tasks.outcomes import Outcomes

@@ -34,8 +34,9 @@ from seqboat.inference.lean import lean_model
 from seqboat.mixers import RecurrentMixer, SeqBoatConfig, TransformerConfig
 from seqboat.mixers.seqboat.gau import GAUConfig
 from seqboat.mixers.ssm.ema import EMAConfig
-from seqboat.models.backbone import BackboneConfig, BackboneState, LanguageModel
+from seqboat.models.backbone import BackboneConfig, BackboneState
 from seqboat.models.cost import count_parameters
+from seqboat.models.heads import LanguageModel
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -39,7 +39,8 @@ from seqboat.compat.layers import (
 )
 from seqboat.core.nn import BatchNorm
 from seqboat.mixers.seqboat.layer import SeqBoatConfig
-from seqboat.models.backbone import BackboneConfig, Classifier, LanguageModel, Matcher
+from seqboat.models.backbone import BackboneConfig
+from seqboat.models.heads import Classifier, LanguageModel, Matcher
 from seqboat.models.limits import build_within
 
 KINDS = ("classifier", "matcher", "speech", "language model")

@@ -20,7 +20,8 @@ from seqboat.mixers import MIXERS
 from seqboat.mixers.seqboat.gau import GAUConfig
 from seqboat.mixers.seqboat.layer import SeqBoat, SeqBoatConfig
 from seqboat.mixers.ssm.ema import EMAConfig
-from seqboat.models.backbone import BackboneConfig, LanguageModel
+from seqboat.models.backbone import BackboneConfig
+from seqboat.models.heads import LanguageModel
 from seqboat.ops.kernels.registry import IMPLEMENTATIONS, SEAM, disable, forget_runs, kernels, using_kernels
 
 Tell = Callable[[str], None]

@@ -17,7 +17,8 @@ from seqboat.hf.heads import SeqBoatForSequenceClassification, SeqBoatForTokenCl
 from seqboat.hf.model import SeqBoatForCausalLM, SeqBoatPreTrainedModel
 from seqboat.hf.tokenizer import PAD, byte_tokenizer
 from seqboat.inference.int8 import float_tensors
-from seqboat.models.backbone import BackboneConfig, Classifier, LanguageModel, MixerConfig, Tagger
+from seqboat.models.backbone import BackboneConfig, MixerConfig
+from seqboat.models.heads import Classifier, LanguageModel, Tagger
 from seqboat.runs import Run
 from seqboat.tasks.own.targets import LabelsTarget, NumberTarget
 from seqboat.tasks.own.task import OwnTask

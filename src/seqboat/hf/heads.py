@@ -23,7 +23,7 @@ from seqboat.checks import require
 from seqboat.core.nn import masked_mean
 from seqboat.hf.configuration import SeqBoatModelConfig
 from seqboat.hf.model import SeqBoatModel, SeqBoatPreTrainedModel, read_mask
-from seqboat.models.backbone import Head
+from seqboat.models.heads import Head
 from seqboat.tasks.base import IGNORE
 
 

@@ -47,7 +47,8 @@ from seqboat.mixers.seqboat.activation import SMAState
 from seqboat.mixers.seqboat.layer import SeqBoat, SeqBoatState
 from seqboat.mixers.ssm.base import StateSpace
 from seqboat.mixers.ssm.layer import SSMLayer
-from seqboat.models.backbone import Backbone, BackboneState, LanguageModel
+from seqboat.models.backbone import Backbone, BackboneState
+from seqboat.models.heads import LanguageModel
 from seqboat.ops.positions import frequencies, sinusoids
 
 Decision = tuple[list[int], list[float]]

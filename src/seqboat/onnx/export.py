@@ -23,7 +23,7 @@ from torch import nn
 from seqboat.checks import check_choice, require
 from seqboat.data.files import digest_of, write_json
 from seqboat.inference.int8 import is_quantized, quantize
-from seqboat.models.backbone import LanguageModel
+from seqboat.models.heads import LanguageModel
 from seqboat.onnx.graph import DEFAULT_OPSET
 from seqboat.onnx.model import FORMS, GraphModel
 from seqboat.runs import Run

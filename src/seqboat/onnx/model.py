@@ -18,7 +18,8 @@ from torch import nn
 
 from seqboat.checks import require
 from seqboat.inference.int8 import Int8Embedding
-from seqboat.models.backbone import Backbone, Classifier, LanguageModel, Matcher, Tagger
+from seqboat.models.backbone import Backbone
+from seqboat.models.heads import Classifier, LanguageModel, Matcher, Tagger
 from seqboat.models.ngrams import MULTIPLIER, NGrams
 from seqboat.onnx.attention import Attention
 from seqboat.onnx.graph import DEFAULT_OPSET, Graph, Value

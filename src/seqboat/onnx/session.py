@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from seqboat.checks import require
 from seqboat.data.files import digest_of, read_json
-from seqboat.models.backbone import LanguageModel, Matcher
+from seqboat.models.heads import LanguageModel, Matcher
 from seqboat.onnx.export import FORMAT
 
 TYPES = {"float": np.float32, "int": np.int64}

@@ -28,7 +28,8 @@ from torch import Tensor
 from seqboat.checks import check_positive, require
 from seqboat.core.state import concat_rows, select_rows
 from seqboat.inference.lean import LeanModel, lean_model
-from seqboat.models.backbone import BackboneState, LanguageModel
+from seqboat.models.backbone import BackboneState
+from seqboat.models.heads import LanguageModel
 from seqboat.text.pieces import StopFinder, TextDecoder
 from seqboat.text.sampling import SamplingConfig, choose, make_generators
 from seqboat.text.session import TAIL, Session, select_sessions

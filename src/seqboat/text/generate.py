@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from seqboat.checks import check_positive, require
-from seqboat.models.backbone import LanguageModel
+from seqboat.models.heads import LanguageModel
 from seqboat.text.batch import BatchEngine, Generation, Piece
 from seqboat.text.sampling import SamplingConfig, make_generators
 from seqboat.text.session import CHUNK, Session, concat_sessions, copy_session, read, start

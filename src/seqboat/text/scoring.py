@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from seqboat.checks import check_positive, require
-from seqboat.models.backbone import BackboneState, LanguageModel, LanguageModelOutput
+from seqboat.models.backbone import BackboneState
+from seqboat.models.heads import LanguageModel, LanguageModelOutput
 
 CHUNK = 8192
 """Bytes that are read at once."""

@@ -28,7 +28,8 @@ from torch import Tensor
 from seqboat.checks import ABSENT, check_positive, require
 from seqboat.core.state import check_state, concat_rows, map_state, rebuild, select_rows, tensors
 from seqboat.data.files import replacing
-from seqboat.models.backbone import BackboneState, LanguageModel
+from seqboat.models.backbone import BackboneState
+from seqboat.models.heads import LanguageModel
 from seqboat.training.checkpoint import model_tensors
 
 CHUNK = 4096

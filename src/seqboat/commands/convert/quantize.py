@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from seqboat.models.backbone import LanguageModel
+    from seqboat.models.heads import LanguageModel
     from seqboat.runs import Run
 
 EPILOG = """\
