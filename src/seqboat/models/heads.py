@@ -115,7 +115,7 @@ class Tagger(nn.Module):
     Calling it with token ids or real values returns a `ClassifierOutput` with logits of shape (batch, time, classes).
 
     >>> import torch
-    >>> from seqboat.models.backbone import Tagger
+    >>> from seqboat.models.heads import Tagger
     >>> Tagger(classes=3, vocab=256, d_model=16, num_layers=2)(torch.randint(0, 256, (2, 100))).logits.shape
     torch.Size([2, 100, 3])
     """
