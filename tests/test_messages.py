@@ -48,6 +48,7 @@ FILES: dict[str, str | bytes] = {
     "many-labels.csv": "text,label\n" + "".join(f"a,{i}\n" for i in range(1001)),
     "words.csv": CSV,
     "tiny.txt": "hi",
+    "short.txt": "a few words " * 40,
     "empty.txt": "",
 }
 
@@ -112,6 +113,10 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["train", "lm"], "--data.text must name at least one file"),
     (["train", "lm", "--data.text=nowhere.txt"], "nowhere.txt matches no file"),
     (["train", "lm", "--data.text=empty.txt"], "empty.txt is empty: there is no text to learn from"),
+    (
+        ["train", "lm", "--data.text=short.txt"],
+        r"short.txt: with training.carry_state, each of the 8 texts of a batch needs a window of tokens, and there",
+    ),
     (
         ["train", "lm", "--data.text=tiny.txt"],
         "tiny.txt: 2 bytes are too few to learn from and to hold some out: at least 30 are needed",

@@ -141,6 +141,12 @@ class Trainer:
         self._check_batches()
         self.data = self.task.dataset("train")
         self.task.dataset(config.evaluation.split)  # problems with it are reported now, not after many steps
+        if training.carry_state and len(self.data) < training.batch_size:
+            source = ", ".join(getattr(config.task, "text", ())) or self.task.name
+            raise ValueError(
+                f"{source}: with training.carry_state, each of the {training.batch_size} texts of a batch needs a "
+                f"window of tokens, and there are {len(self.data)}: give more text, or lower training.batch_size"
+            )
         self.plan = Plan(
             len(self.data),
             training.batch_size,
