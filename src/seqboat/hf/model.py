@@ -281,10 +281,10 @@ class SeqBoatModel(SeqBoatPreTrainedModel):
             output_hidden_states if output_hidden_states is not None else self.config.output_hidden_states
         )
         cache = self._cache(past_key_values, use_cache)
-        check_attention_mask(attention_mask, batch, time, 0 if cache is None else cache.get_seq_length())
+        past = 0 if cache is None else cache.get_seq_length()
+        check_attention_mask(attention_mask, batch, time, past)
         mask = read_mask(attention_mask, time)
-        state = None if cache is None else cache.state
-        cu_seqlens = self._borders(position_ids, mask, (batch, time), state is not None)
+        cu_seqlens = self._borders(position_ids, mask, (batch, time), past > 0)
         require(
             cu_seqlens is None or (inputs_embeds is None and not hidden),
             "packed documents (position_ids) need input_ids or input_values, and no output_hidden_states",
@@ -296,6 +296,8 @@ class SeqBoatModel(SeqBoatPreTrainedModel):
             if found is not None:
                 return BaseModelOutputWithPast(last_hidden_state=found[:, None], past_key_values=cache)
         kept: list[Tensor] = []
+        # not earlier: whoever reads the state takes it from the lean step
+        state = None if cache is None else cache.state
         if state is not None and single:
             assert cache is not None
             rows = None if mask is None else mask[:, 0]

@@ -167,7 +167,7 @@ def smooth(points: Sequence[Sequence[Any]]) -> list[list[Any]]:
     """The centered running mean over a tenth of the points; at the ends over those that there are.
 
     >>> smooth([[step, float(step % 2)] for step in range(20)])[8:11]
-    [[8, 0.3333333333333333], [9, 0.6666666666666666], [10, 0.3333333333333333]]
+    [[8, 0.6666666666666666], [9, 0.3333333333333333], [10, 0.6666666666666666]]
     """
     known = [point for point in points if point[1] is not None]
     reach = max(1, len(known) // 20)
