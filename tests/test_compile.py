@@ -83,6 +83,7 @@ def check_one_graph(causal: bool, span: str, fixed: bool = False, **settings: An
     assert counter.frame_count <= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 def test_a_layer_is_one_graph(causal: bool) -> None:
     check_one_graph(causal, "memory")

@@ -160,7 +160,7 @@ def play_frozen(folder: Path) -> None:
         print("SAID", error, flush=True)
 
 
-@pytest.mark.parametrize("frozen", [0, 1])
+@pytest.mark.parametrize("frozen", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_frozen_process_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, frozen: int) -> None:
     monkeypatch.setenv("FROZEN", str(frozen))
     ports = free_ports(1)

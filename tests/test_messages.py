@@ -114,6 +114,14 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["train", "lm", "--data.text=nowhere.txt"], "nowhere.txt matches no file"),
     (["train", "lm", "--data.text=empty.txt"], "empty.txt is empty: there is no text to learn from"),
     (
+        [*CLASSIFY, "--data.train=nothing.csv"],
+        r"nothing.csv has no file to learn from: expected names that end in \.txt",
+    ),
+    (
+        [*CLASSIFY, "--data.train=ok.csv", "--model.mixer.gau.window=99999999999999999999"],
+        r"window must be below 2\^63, got 99999999999999999999",
+    ),
+    (
         ["train", "lm", "--data.text=short.txt"],
         r"short.txt: with training.carry_state, each of the 8 texts of a batch needs a window of tokens, and there",
     ),
@@ -152,6 +160,8 @@ def test_a_mistake_is_one_line(
         if name in FILES:
             content = FILES[name]
             Path(name).write_bytes(content if isinstance(content, bytes) else content.encode())
+        elif name == "nothing.csv":
+            Path(name).mkdir()
         elif name.endswith(".xlsx"):
             spreadsheet(folder / name)
     before = set(folder.iterdir())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 from hashlib import blake2b
 from pathlib import Path, PurePosixPath
@@ -62,7 +62,7 @@ def input_name(config: OwnTaskConfig) -> str:
         return "tokens"
     path = Path(config.train)
     if config.file_column is not None:
-        return _first_kind(_named_files(path, config))
+        return _first_kind(path, _named_files(path, config))
     if path.is_file() and is_table(path):
         return "text"
     require(
@@ -73,7 +73,7 @@ def input_name(config: OwnTaskConfig) -> str:
         path.is_dir() or Source(path).kind() != "file",
         f"{path}: the name of a table must end in {', '.join(TABLE_SUFFIXES)} (text may be .gz, .xz or .bz2)",
     )
-    return _first_kind(member.name for member in Source(path).members(_is_known))
+    return _first_kind(path, (member.name for member in Source(path).members(_is_known)))
 
 
 def _named_files(path: Path, config: OwnTaskConfig) -> Iterator[str]:
@@ -91,12 +91,14 @@ def _is_known(name: str) -> bool:
     return _kind_of(name) is not None
 
 
-def _first_kind(names: Any) -> str:
+def _first_kind(path: Path, names: Iterable[str]) -> str:
     for name in names:
         if kind := _kind_of(name):
             return kind
     known = ", ".join(suffix for entry in INPUTS.values() for suffix in entry.suffixes)
-    raise ValueError(f"no file to learn from: expected files that end in {known}, in a folder for each class")
+    raise ValueError(
+        f"{path} has no file to learn from: expected names that end in {known}, in a folder for each class"
+    )
 
 
 def read_own(
