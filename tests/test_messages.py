@@ -119,7 +119,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     ),
     (
         [*CLASSIFY, "--data.train=ok.csv", "--model.mixer.gau.window=99999999999999999999"],
-        r"window must be below 2\^63, got 99999999999999999999",
+        r"window must be less than 2\^63, got 99999999999999999999",
     ),
     (
         ["train", "lm", "--data.text=short.txt"],

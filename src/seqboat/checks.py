@@ -39,7 +39,7 @@ def check_positive(name: str, value: int, least: int = 1) -> None:
     whole = isinstance(value, int) and not isinstance(value, bool)
     require(whole and value >= least, f"{name} must be an integer >= {least}, got {short(value)}")
     # torch cannot even express larger sizes
-    require(value < 1 << 63, f"{name} must be below 2^63, got {short(value)}")
+    require(value < 1 << 63, f"{name} must be less than 2^63, got {short(value)}")
 
 
 def check_rate(name: str, value: float) -> None:
