@@ -46,7 +46,6 @@ class SamplingConfig:
         require(0 <= self.min_p <= 1, f"min_p must be in [0, 1], got {self.min_p!r}")
         if self.seed is not None:
             check_positive("seed", self.seed, least=0)
-            require(self.seed < 2**63, f"seed must be less than 2^63, got {self.seed}")
         if self.greedy:
             # a setting that has no effect is a misunderstanding
             for name, plain in (("temperature", 1.0), ("top_k", None), ("top_p", 1.0), ("min_p", 0.0)):
