@@ -69,9 +69,9 @@ def test_every_figure_in_both_themes(name: str, tmp_path: Path) -> None:
 
     light, dark = write_figure(FIGURES[name], tmp_path / "new" / name, ("svg",))
     assert (light.name, dark.name) == (f"{name}.svg", f"{name}-dark.svg")
-    svg = light.read_text()
+    svg = light.read_text(encoding="utf-8")
     assert "<svg" in svg and "font-family" not in svg and 'href="http' not in svg
-    assert dark.read_text() != svg
+    assert dark.read_text(encoding="utf-8") != svg
     for theme in THEMES:
         style = STYLES[theme]
         figure = FIGURES[name](theme)
