@@ -27,7 +27,7 @@ from seqboat.tasks.own.targets import ClassTarget, LabelsTarget, NumberTarget
 if TYPE_CHECKING:
     from seqboat.tasks.own.task import OwnTask
 
-TRAIN_ROWS = 20_000
+TRAIN_ROWS = 5_000
 """Training rows that a baseline reads at most, a fixed random sample."""
 SCORED_ROWS = 10_000
 """Rows that it is scored on at most."""
