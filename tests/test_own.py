@@ -28,6 +28,7 @@ from seqboat.data.tables import read_records
 from seqboat.predictor import Predictor
 from seqboat.runs import Run
 from seqboat.tasks import ClassifyTaskConfig, RegressTaskConfig, TagTaskConfig
+from seqboat.tasks.own.carried import unpack_tokenizer
 from seqboat.tasks.own.inputs import read_sound
 from seqboat.tasks.own.prepare import read_time
 from seqboat.tasks.own.tags import find_spans
@@ -234,6 +235,43 @@ def test_from_a_file_to_an_answer(
         right = sum(answer["label"] == name for answer, name in zip(answers, named, strict=True))
         assert scores["accuracy"] == pytest.approx(right / len(named))
         assert all(sum(answer["probabilities"].values()) == pytest.approx(1) for answer in answers)
+
+
+def test_a_run_carries_its_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("seqboat.hf")
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {word: i for i, word in enumerate(["?", "pad", *(f"word{i}" for i in range(9))])}
+    raw = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="?"))
+    raw.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    named = transformers.PreTrainedTokenizerFast(tokenizer_object=raw, unk_token="?", pad_token="pad")
+    named.save_pretrained(tmp_path / "words")
+    rows = [[f"word{i % 9} word{(i + 3) % 9} other", "ab"[i % 2]] for i in range(20)]
+    table = write_csv(tmp_path / "rows.csv", ["text", "label"], rows)
+    run = tmp_path / "run"
+    assert main(["train", "classify", f"--data.train={table}", f"--data.tokenizer={tmp_path / 'words'}", *TINY,
+                 f"--out={run}"]) == 0, capsys.readouterr().err  # fmt: skip
+    before = Predictor(run).predict(["word1 word4 other", "word2"])
+    moved = shutil.move(run, tmp_path / "moved")
+    shutil.rmtree(tmp_path / "words")
+    table.unlink()
+    monkeypatch.chdir(tmp_path)
+    assert Predictor(moved).predict(["word1 word4 other", "word2"]) == before
+    assert Predictor(Run(moved).pack(tmp_path / "packed")).task.vocab == len(words)
+    capsys.readouterr()
+    assert main(["export-hf", str(moved), str(tmp_path / "exported")]) == 0
+    assert "tokenizer: the one that the run" in capsys.readouterr().out
+    pipe = transformers.pipeline("text-classification", str(tmp_path / "exported"), top_k=None)
+    scores = {part["label"]: part["score"] for part in pipe(["word1 word4 other"])[0]}
+    assert scores == pytest.approx(before[0]["probabilities"], rel=1e-4)
+    # what is packed is not trusted
+    packed = Run(moved).task.facts["tokenizer"]  # type: ignore[index]
+    with pytest.raises(ValueError, match=r"name '\.\./x'"):
+        unpack_tokenizer({"../x": next(iter(packed.values()))})
+    with pytest.raises(ValueError, match="cannot be unpacked"):
+        unpack_tokenizer({name: text[:-12] for name, text in packed.items()})
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -20,10 +20,13 @@ from seqboat.inference.int8 import float_tensors
 from seqboat.models.backbone import BackboneConfig, MixerConfig
 from seqboat.models.heads import Classifier, LanguageModel, Tagger
 from seqboat.runs import Run
+from seqboat.tasks.own.inputs import Tokens
 from seqboat.tasks.own.targets import LabelsTarget, NumberTarget
 from seqboat.tasks.own.task import OwnTask
 from seqboat.training.checkpoint import Checkpoint
 from seqboat.training.config import RunConfig, to_dict
+
+TokenizerKind = Literal["bytes", "own"] | None
 
 
 class Exported(NamedTuple):
@@ -31,8 +34,8 @@ class Exported(NamedTuple):
 
     model: SeqBoatPreTrainedModel
     folder: Path
-    tokenizer: bool
-    """whether it includes a tokenizer"""
+    tokenizer: TokenizerKind
+    """what it includes: a tokenizer of bytes, the one of the run, or none"""
 
 
 def to_transformers(model: nn.Module, **settings: Any) -> SeqBoatPreTrainedModel:
@@ -78,9 +81,16 @@ def export_run(run: Path | str, folder: Path | str, which: str = "best") -> Expo
     source = Run(run, which)
     checkpoint, config, core = source.checkpoint, source.config, source.model
     name = to_dict(config)["task"]["name"]
-    readable = source.task.text_bytes
+    tokens = source.task.source if isinstance(source.task, OwnTask) else None
+    pad = PAD
+    kind: TokenizerKind = None
+    if source.task.text_bytes:
+        kind = "bytes"
+    elif isinstance(tokens, Tokens):
+        kind = "own"
+        pad = tokens.tokenizer.pad_token_id or PAD
     try:
-        model = to_transformers(core, pad_token_id=PAD, **head_settings(source))
+        model = to_transformers(core, pad_token_id=pad, **head_settings(source))
         if isinstance(source.task, OwnTask) and isinstance(source.task.target, NumberTarget):
             _in_own_units(model, source.task.facts)
     except ValueError as error:
@@ -91,16 +101,19 @@ def export_run(run: Path | str, folder: Path | str, which: str = "best") -> Expo
     stage.mkdir(parents=True)
     try:
         model.save_pretrained(stage)
-        if readable:
+        if kind == "bytes":
             lm = isinstance(model, SeqBoatForCausalLM)
             side, longest = ("left", None) if lm else ("right", source.task.max_length)
             byte_tokenizer(side, longest).save_pretrained(stage)
-        card = model_card(model, config, checkpoint, readable)
+        elif isinstance(tokens, Tokens):
+            tokens.tokenizer.model_max_length = tokens.max_length
+            tokens.tokenizer.save_pretrained(stage)
+        card = model_card(model, config, checkpoint, kind)
         (stage / "README.md").write_text(card, encoding="utf-8")
         os.rename(stage, folder)
     finally:
         shutil.rmtree(stage, ignore_errors=True)
-    return Exported(model, folder, readable)
+    return Exported(model, folder, kind)
 
 
 def head_settings(run: Run) -> dict[str, Any]:
@@ -131,7 +144,7 @@ def _in_own_units(model: SeqBoatPreTrainedModel, facts: dict[str, Any]) -> None:
 
 
 def model_card(
-    model: SeqBoatPreTrainedModel, config: RunConfig, checkpoint: Checkpoint, readable: bool
+    model: SeqBoatPreTrainedModel, config: RunConfig, checkpoint: Checkpoint, tokenizer: TokenizerKind
 ) -> str:
     """README.md of an export: how to load it, what it is, what it was trained on."""
     lm = isinstance(model, SeqBoatForCausalLM)
@@ -144,7 +157,7 @@ def model_card(
     tagger = isinstance(model, SeqBoatForTokenClassification)
     auto = "AutoModelForTokenClassification" if tagger else "AutoModelForSequenceClassification"
     auto = "AutoModelForCausalLM" if lm else auto
-    if readable:
+    if tokenizer is not None:
         use = (
             'inputs = tokenizer("The history of", return_tensors="pt")\n'
             "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=100)[0]))"
@@ -153,7 +166,9 @@ def model_card(
         )
         names = f"{auto}, AutoTokenizer"
         load = f'tokenizer = AutoTokenizer.from_pretrained("{{folder}}")\n{use}'
-        tokens = "Token ids are the bytes of UTF-8."
+        tokens = "Token ids are " + (
+            "the bytes of UTF-8." if tokenizer == "bytes" else "those of its tokenizer."
+        )
     elif backbone.vocab is None:
         names, load = auto, "print(model(input_values=values).logits)  # (batch, time, channels)"
         tokens = (

@@ -36,6 +36,7 @@ def run(options: argparse.Namespace) -> int:
     inputs = "token ids are those of the task"
     if done.model.config.channels is not None:
         inputs = "the model reads real values (input_values)"
-    print("tokenizer: bytes" if done.tokenizer else f"no tokenizer: {inputs}")
+    kinds = {"bytes": "tokenizer: bytes", "own": "tokenizer: the one that the run was trained with"}
+    print(kinds[done.tokenizer] if done.tokenizer else f"no tokenizer: {inputs}")
     print("load it after `import seqboat.hf`, which registers the model type")
     return 0

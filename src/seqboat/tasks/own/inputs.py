@@ -21,6 +21,7 @@ from seqboat.checks import require
 from seqboat.data.tables import bad_text
 from seqboat.extras import check_installed
 from seqboat.tasks.base import BYTES
+from seqboat.tasks.own.carried import pack_tokenizer, unpack_tokenizer
 
 if TYPE_CHECKING:
     from seqboat.tasks.own.task import OwnTaskConfig
@@ -164,18 +165,23 @@ class Tokens(Input):
 
     @property
     def tokenizer(self) -> Any:
-        """Loaded when it is first needed."""
+        """Loaded when it is first needed: the one that a run carries, or else by its name."""
         if self._tokenizer is None:
-            name = self.config.tokenizer
-            require(bool(name), "--data.tokenizer must name a tokenizer: a folder, or a model of the hub")
             check_installed("transformers", "--data.tokenizer")
-            from transformers import AutoTokenizer
-
-            try:
-                self._tokenizer = AutoTokenizer.from_pretrained(name)
-            except (OSError, ValueError) as error:
-                raise ValueError(f"tokenizer {name!r} cannot be loaded: {error}") from None
+            if packed := self.extra.get("tokenizer"):
+                self._tokenizer = unpack_tokenizer(packed)
+            else:
+                self._tokenizer = self._load(self.config.tokenizer)
         return self._tokenizer
+
+    def _load(self, name: str | None) -> Any:
+        require(bool(name), "--data.tokenizer must name a tokenizer: a folder, or a model of the hub")
+        from transformers import AutoTokenizer
+
+        try:
+            return AutoTokenizer.from_pretrained(name)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"tokenizer {name!r} cannot be loaded: {error}") from None
 
     def vocab(self, facts: Facts) -> int:
         return int(facts["vocab"])
@@ -188,7 +194,7 @@ class Tokens(Input):
         return np.array(ids, np.uint32)
 
     def measure(self, rows: Sequence[NDArray[Any]]) -> Facts:
-        return {"vocab": len(self.tokenizer)}
+        return {"vocab": len(self.tokenizer), "tokenizer": pack_tokenizer(self.tokenizer)}
 
     def sequence(self, stored: NDArray[Any], facts: Facts) -> NDArray[Any]:
         return stored[: self.max_length].astype(np.int64)
