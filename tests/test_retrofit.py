@@ -547,7 +547,7 @@ def test_refused() -> None:
         retrofit(model, "mlp")
     with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp is inside model\.layers\.0, which is"):
         retrofit(model, ("block", "mlp"))
-    with pytest.raises(ValueError, match="no decoder layers with attention and mlp found in Sequential"):
+    with pytest.raises(ValueError, match="no layers with attention and mlp found in Sequential"):
         retrofit(nn.Sequential(nn.Linear(3, 3)))
     with pytest.raises(ValueError, match="d_model must be given"):
         retrofit(nn.Sequential(nn.Linear(3, 3)), {"0": "tokens"})

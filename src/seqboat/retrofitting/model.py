@@ -1,10 +1,10 @@
 """Sparse activation for an existing model: selected modules run only on the tokens that a router picks.
 
 The paper names this as the next step for its mechanism (section 6). `retrofit` changes a model in place: attention
-and feed-forward blocks of a decoder of transformers, or any modules of any model, keep their class, name and weights;
-each gets a router as a child module, `sparse`, and its `forward` goes through it. At first every token is active
-and the outputs are unchanged, bit for bit. Then the budget is lowered (`Retrofit.set_rate`) while the model is
-fine-tuned.
+and feed-forward blocks of a decoder or encoder of transformers, or any modules of any model, keep their class, name
+and weights; each gets a router as a child module, `sparse`, and its `forward` goes through it. At first every token
+is active and the outputs are unchanged, bit for bit. Then the budget is lowered (`Retrofit.set_rate`) while the model
+is fine-tuned.
 
 - The output of an active token is not scaled: the output of a trained module keeps its size. The gradient reaches the
   router as if the output had been scaled by the probability (a straight-through estimate of the paper's confidence).
@@ -14,6 +14,8 @@ fine-tuned.
 - Token-wise modules get the active tokens of the batch as one packed array. Modules that read a sequence get the
   active tokens of each sequence moved to the front, with their original positions and mask; in cached generation
   inactive tokens leave no keys and values (`sparse_cache`).
+- In BERT's layout a block is two modules: the second takes the output of the first and the block's input, and ends
+  with the residual connection and its norm. Selecting the first makes both sparse; inactive tokens get only the norm.
 """
 
 from __future__ import annotations
@@ -42,10 +44,10 @@ CHILD = "sparse"
 FORMAT = 1
 """Version of the saved files; others are rejected."""
 _PARTS: dict[str, tuple[Kind, tuple[str, ...]]] = {
-    "attention": ("sequence", ("self_attn", "attn", "attention", "self_attention")),
-    "mlp": ("tokens", ("mlp", "feed_forward", "ffn")),
+    "attention": ("sequence", ("self_attn", "attn", "attention.self", "attention", "self_attention")),
+    "mlp": ("tokens", ("mlp", "feed_forward", "ffn", "intermediate")),
 }
-"""Names of the parts of decoder layers in transformers."""
+"""Names of the parts of layers in transformers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,10 +121,14 @@ class Retrofit:
         for name, kind in self.kinds.items():
             owner = model.get_submodule(name)
             weight = next(owner.parameters(), torch.empty(()))
-            unit = SparseUnit(owner, kind, router.build(d_model).to(weight.device), budget, self._call)
+            second = second_half(model, name)
+            routed = router.build(d_model).to(weight.device)
+            unit = SparseUnit(owner, kind, routed, budget, self._call, second)
             unit.to(weight.device).train(owner.training)
             owner.add_module(CHILD, unit)
             owner.forward = unit.forward
+            if second is not None:
+                second.forward = unit.finish
             self.units[name] = unit
         self._signature = inspect.signature(model.forward)
         self._hook = model.register_forward_pre_hook(self._begin, with_kwargs=True)
@@ -273,6 +279,8 @@ class Retrofit:
             else:
                 owner.forward = unit._before
             delattr(owner, CHILD)
+            if unit.halved:
+                del unit._second[0].forward
         self.units.clear()
 
 
@@ -294,11 +302,11 @@ def retrofit(
     dict_keys(['1'])
 
     Args:
-        model: a decoder of transformers, or any module.
-        select: parts of a decoder: "attention", "mlp", or "block" for whole layers. Or a mapping from patterns of
+        model: a decoder or encoder of transformers, or any module.
+        select: parts of its layers: "attention", "mlp", or "block" for whole layers. Or a mapping from patterns of
             module names to how to run them: {"model.layers.[13].mlp": "tokens"}. "tokens" is for token-wise
-            modules, "sequence" for causal modules of (batch, time, dim), "block" for such modules with a residual
-            connection inside, so that skipped tokens pass unchanged.
+            modules, "sequence" for attention and causal modules of (batch, time, dim), "block" for such modules with
+            a residual connection inside, so that skipped tokens pass unchanged.
         d_model: width of the tokens; by default what the model's configuration says.
         router: the router's configuration; one logit per token by default.
         budget: how the rate is kept: "controller" moves the thresholds during training; for "loss", add
@@ -338,7 +346,7 @@ def find_modules(model: nn.Module, select: Sequence[str] | Mapping[str, Kind]) -
     else:
         for part in select:
             check_choice("select", part, (*_PARTS, "block"))
-        for path, layer in _decoder_layers(model):
+        for path, layer in _layers(model):
             if "block" in select:
                 found[path] = "block"
             for part, (kind, _) in _PARTS.items():
@@ -346,22 +354,35 @@ def find_modules(model: nn.Module, select: Sequence[str] | Mapping[str, Kind]) -
                     found[f"{path}.{_part(layer, part)}"] = kind
         require(
             len(found) > 0,
-            f"select: no decoder layers with attention and mlp found in {type(model).__name__}; "
+            f"select: no layers with attention and mlp found in {type(model).__name__}; "
             "name modules by pattern",
         )
     for name, kind in found.items():
         outer = [other for other in found if name.startswith(f"{other}.")]
         require(not outer, f"select: {name} is inside {outer and outer[0]}, which is selected too")
-        _check_module(name, model.get_submodule(name), kind)
+        _check_module(model, name, kind)
     return found
 
 
+def second_half(model: nn.Module, name: str) -> nn.Module | None:
+    """The module that ends the block that the named one begins, in BERT's layout; None elsewhere.
+
+    It is called `output` and takes the output of the first half and the input of the block.
+    """
+    parent, _, own = name.rpartition(".")
+    second = getattr(model.get_submodule(parent), "output", None)
+    if own not in ("self", "intermediate") or not isinstance(second, nn.Module):
+        return None
+    return second if list(inspect.signature(second.forward).parameters)[1:] == ["input_tensor"] else None
+
+
 def _part(layer: nn.Module, part: str) -> str | None:
-    """The name of a part of a decoder layer."""
-    return next((name for name in _PARTS[part][1] if isinstance(getattr(layer, name, None), nn.Module)), None)
+    """The name of a part of a layer."""
+    names = {name for name, _ in layer.named_modules()}
+    return next((name for name in _PARTS[part][1] if name in names), None)
 
 
-def _decoder_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def _layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return [
         (f"{path}.{i}" if path else str(i), layer)
         for path, layers in model.named_modules()
@@ -371,15 +392,25 @@ def _decoder_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     ]
 
 
-def _check_module(name: str, module: nn.Module, kind: Kind) -> None:
+def _check_module(model: nn.Module, name: str, kind: Kind) -> None:
     """Reject modules that cannot run on a subset of their tokens."""
+    module, parent = model.get_submodule(name), model.get_submodule(name.rpartition(".")[0])
     if kind == "tokens":
-        return
-    for part in module.modules():
         require(
-            getattr(part, "is_causal", True) is not False,
-            f"{name} must be causal to be run on a part of its tokens, but is_causal is False",
+            getattr(parent, "chunk_size_feed_forward", 0) == 0 or second_half(model, name) is None,
+            f"{name} must get all tokens at once, but chunk_size_feed_forward is not 0",
         )
+        return
+    causal = {part.is_causal is not False for part in module.modules() if hasattr(part, "is_causal")}
+    require(
+        len(causal) < 2,
+        f"{name} has causal and bidirectional attention: select one of them",
+    )
+    require(
+        False not in causal or "attention_mask" in inspect.signature(module.forward).parameters,
+        f"{name} must take an attention_mask to be run on a part of its tokens, being bidirectional",
+    )
+    for part in module.modules():
         require(
             getattr(part, "sliding_window", None) is None,
             f"{name} has a sliding window, which counts positions that a sparse module leaves out",

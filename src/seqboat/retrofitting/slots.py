@@ -53,16 +53,20 @@ def take_slots(slots: Slots, value: Any) -> Any:
     return tuple(slots.take(part) for part in value) if isinstance(value, tuple) else slots.take(value)
 
 
-def slot_mask(mask: Any, x: Tensor, slots: Slots | None, layer: Any, longest: int, even: bool) -> Any:
-    """The attention mask of slots: (batch, 1, slots, keys), or None if plain causal attention is right.
+def slot_mask(
+    mask: Any, x: Tensor, slots: Slots | None, layer: Any, longest: int, even: bool, causal: bool
+) -> Any:
+    """The attention mask of slots: (batch, 1, slots, keys), or None if attention is right without one.
 
     Args:
-        mask: of the tokens, (batch, heads or 1, time, seen + time), bool or additive; None is causal.
+        mask: of the tokens, (batch, heads or 1, time, seen + time), bool or additive; without one, every token sees
+            all keys, or those before it if attention is causal.
         x: (batch, time, dim), the tokens.
         slots: where they were moved; None if they were not.
         layer: of the cache, whose keys come first; None without a cache.
         longest: number of keys of the longest sequence.
         even: whether all sequences have this many keys.
+        causal: whether attention without a mask is causal.
     """
     require(
         mask is None or (isinstance(mask, Tensor) and mask.dim() == 4),
@@ -82,9 +86,15 @@ def slot_mask(mask: Any, x: Tensor, slots: Slots | None, layer: Any, longest: in
         if past > 0:  # otherwise the keys are the slots themselves
             keys, keep = layer.visible()
     if mask is None:
-        if keys is place:
-            return None  # slots keep their order, and no real slot sees later ones
+        if keys is place and (causal or real is None):
+            return None  # slots keep their order, and no real slot sees unused ones, which come last
         assert keep is not None
+        if not causal:
+            # added to the scores, which every attention implementation understands
+            hidden = real[:, :, None] & ~keep[:, None, :]
+            return torch.zeros(hidden.shape, dtype=x.dtype, device=x.device).masked_fill_(
+                hidden, torch.finfo(x.dtype).min
+            )[:, None]
         visible = (keys[:, None, :] <= queries[:, :, None]) & keep[:, None, :]
         return visible[:, None] if real is None else (visible | ~real[:, :, None])[:, None]
     if slots is None and keys is place:

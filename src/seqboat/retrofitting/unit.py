@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from seqboat.checks import require
 from seqboat.core.budget import Steering
 from seqboat.core.routers import Router, SigmoidRouter
-from seqboat.core.sma import Routing, pack
+from seqboat.core.sma import Packed, Routing, pack
 from seqboat.core.steering import follow, rate_loss
-from seqboat.retrofitting.slots import describe, find_slots, slot_mask, take_slots
+from seqboat.retrofitting.slots import Slots, describe, find_slots, slot_mask, take_slots
 
 Kind = Literal["tokens", "sequence", "block"]
 """How to run a module: on packed tokens, on each sequence's active tokens, or like that with a residual inside."""
@@ -41,6 +41,17 @@ class Call:
         return self.mask if self.mask is not None and self.mask.shape == x.shape[:2] else None
 
 
+class Halfway(NamedTuple):
+    """A block of BERT's layout between its halves."""
+
+    tokens: Tensor
+    """the block's input: its active tokens, packed or in slots; all of them if all are active"""
+    probs: Tensor
+    """their probabilities"""
+    where: Packed | Slots | None
+    """where they came from; None if all are active"""
+
+
 class SparseUnit(nn.Module):
     """Runs its owner, a module, on the tokens that a router picks.
 
@@ -50,12 +61,22 @@ class SparseUnit(nn.Module):
         router: decides for one module.
         budget: how the fraction of active tokens is kept.
         call: of the whole model.
+        second: where the owner is only the first half of a block, as in BERT's layout: the module that takes the
+            owner's output and the block's input, projects, adds and normalizes; it is not a child of this one.
     """
 
     threshold: Tensor
     updates: Tensor
 
-    def __init__(self, owner: nn.Module, kind: Kind, router: Router, budget: Steering, call: Call) -> None:
+    def __init__(
+        self,
+        owner: nn.Module,
+        kind: Kind,
+        router: Router,
+        budget: Steering,
+        call: Call,
+        second: nn.Module | None = None,
+    ) -> None:
         super().__init__()
         self.router = router
         self.kind: Kind = kind
@@ -63,7 +84,10 @@ class SparseUnit(nn.Module):
         self.rate = 1.0
         # in a tuple, so that the owner does not become a child of its own child
         self._owner = (owner,)
+        self._second = (second,)
         self._before = owner.__dict__.get("forward")
+        self._halfway: Halfway | None = None
+        self.causal = all(getattr(part, "is_causal", True) is not False for part in owner.modules())
         self._names = [
             name
             for name, parameter in inspect.signature(owner.forward).parameters.items()
@@ -191,6 +215,39 @@ class SparseUnit(nn.Module):
         nothing = (probs - probs.detach())[..., None].to(y.dtype)
         return y + nothing * (y - skip)
 
+    @property
+    def halved(self) -> bool:
+        """Whether the owner is the first half of a block."""
+        return self._second[0] is not None
+
+    def finish(self, hidden: Tensor, x: Tensor) -> Tensor:
+        """The second half of a block, on the tokens that took the first; others get the norm of their input.
+
+        That norm is what the block makes of a token to which its two halves add nothing.
+
+        Args:
+            hidden: what the first half returned for the active tokens.
+            x: (batch, time, dim), the block's input.
+        """
+        second, halfway = self._second[0], self._halfway
+        assert second is not None and halfway is not None, "the second half of a block ran without the first"
+        self._halfway = None
+        y = self.check_output(type(second).forward(second, hidden, halfway.tokens), halfway.tokens)
+        if halfway.where is None and not torch.is_grad_enabled():
+            return y
+        norms = [part for part in second.children() if isinstance(part, nn.LayerNorm)]
+        skip = norms[0](x) if len(norms) == 1 else x
+        if halfway.where is None:
+            return self.gate(y, halfway.probs, skip.detach())
+        skip = skip.to(y.dtype)
+        if isinstance(halfway.where, Packed):
+            place = halfway.where.flat
+            base = skip.reshape(-1, skip.shape[-1])
+            y = self.gate(y[0], halfway.probs, base.detach()[place] if torch.is_grad_enabled() else 0.0)
+            return base.index_copy(0, place, y).view(x.shape)
+        y = self.gate(y, halfway.probs, halfway.where.take(skip.detach()))
+        return halfway.where.put(y, skip)
+
     def run_tokens(self, x: Tensor, kwargs: dict[str, Any], routing: Routing) -> Tensor:
         """Run the owner on all active tokens of the batch as one packed sequence."""
         require(
@@ -202,18 +259,29 @@ class SparseUnit(nn.Module):
         count = int(routing.active.sum()) if packed is None else packed.flat.shape[0]
         self.activated += min(count, self._real_count(x))
         if count == x.shape[0] * x.shape[1]:
-            y = self.check_output(self.original(x, **kwargs), x)
-            return self.gate(y, routing.probs, 0.0)
-        if count == 0 and not torch.is_grad_enabled():
+            y = self.original(x, **kwargs)
+            if self.halved:
+                self._halfway = Halfway(x, routing.probs, None)
+                return y
+            return self.gate(self.check_output(y, x), routing.probs, 0.0)
+        if count == 0 and not torch.is_grad_enabled() and not self.halved:
             return torch.zeros_like(x)
         packed = packed or pack(routing.active)
         tokens = packed.take(x)[None]
-        y = self.check_output(self.original(tokens, **kwargs), tokens)[0]
-        y = self.gate(y, routing.probs.flatten()[packed.flat], 0.0)
+        probs = routing.probs.flatten()[packed.flat]
+        y = self.original(tokens, **kwargs)
+        if self.halved:
+            self._halfway = Halfway(tokens, probs, packed)
+            return y
+        y = self.gate(self.check_output(y, tokens)[0], probs, 0.0)
         return packed.add(torch.zeros_like(x, dtype=y.dtype), y)
 
     def run_sequence(self, x: Tensor, kwargs: dict[str, Any], routing: Routing) -> Any:
         """Run the owner on the active tokens of each sequence, moved to its front."""
+        require(
+            kwargs.get("position_bias") is None,
+            "a retrofitted module cannot have a position bias: it is between all tokens",
+        )
         batch, time, _ = x.shape
         name, layer = self._cache(kwargs)
         per_sequence = routing.active.sum(dim=1)
@@ -229,7 +297,7 @@ class SparseUnit(nn.Module):
         self.activated += min(count, self._real_count(x))
         skip = x if self.kind == "block" else torch.zeros_like(x)
         if count == 0:
-            if not torch.is_grad_enabled():
+            if not torch.is_grad_enabled() and not self.halved:
                 if layer is not None:
                     layer.seen += time
                 return skip if self.kind == "block" else (skip, None)
@@ -242,10 +310,10 @@ class SparseUnit(nn.Module):
                     kwargs[key] = take_slots(slots, kwargs[key])
         if layer is not None:
             kwargs[name] = _Appending(kwargs[name], layer)
-        if "attention_mask" in kwargs or layer is not None:
+        if "attention_mask" in kwargs or layer is not None or not self.causal:
             mask = kwargs.get("attention_mask")
             kwargs["attention_mask"] = slot_mask(
-                mask, x, slots, layer, max(longest, width), shortest == longest
+                mask, x, slots, layer, max(longest, width), shortest == longest, self.causal
             )
         tokens = x if slots is None else slots.take(x)
         out = self.original(tokens, **kwargs)
@@ -254,9 +322,12 @@ class SparseUnit(nn.Module):
         y, others = (out[0], out[1:]) if isinstance(out, tuple) else (out, None)
         self.check_output(y, tokens)
         probs = routing.probs if slots is None else slots.take(routing.probs)
-        y = self.gate(y, probs, tokens if self.kind == "block" else 0.0)
+        if self.halved:
+            self._halfway = Halfway(tokens, probs, slots)
+        else:
+            y = self.gate(y, probs, tokens if self.kind == "block" else 0.0)
         if slots is not None:
-            y = slots.put(y, skip.to(y.dtype))
+            y = y if self.halved else slots.put(y, skip.to(y.dtype))
             # attention weights are between slots, not between tokens
             others = None if others is None else (None,) * len(others)
         return y if others is None else (y, *others)

@@ -1,0 +1,387 @@
+"""Retrofitted encoders: nothing changes at first; then they equal BERT's equations, sequence by sequence."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from closeness import assert_same_numbers
+from seqboat.core.counts import activation
+from seqboat.retrofitting.model import RateSchedule, Retrofit, find_modules, load_retrofit, retrofit
+
+transformers = pytest.importorskip("transformers", reason="needs the hf extra")
+
+VOCAB = 60
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 40,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+}
+
+
+def bert(**changes: Any) -> Any:
+    return transformers.BertModel(transformers.BertConfig(**(SIZES | changes)))
+
+
+def distilbert() -> Any:
+    config = transformers.DistilBertConfig(
+        vocab_size=VOCAB, dim=32, hidden_dim=48, n_layers=2, n_heads=4, initializer_range=0.2, pad_token_id=0
+    )
+    return transformers.DistilBertModel(config)
+
+
+LAYOUTS: dict[str, Callable[[], Any]] = {
+    "bert": bert,
+    "bert-eager": lambda: bert(attn_implementation="eager"),
+    "roberta": lambda: transformers.RobertaModel(transformers.RobertaConfig(**SIZES)),
+    "distilbert": distilbert,
+}
+SELECT: list[tuple[str, ...]] = [("mlp",), ("attention",), ("attention", "mlp"), ("block",)]
+
+
+def make(layout: str = "bert") -> Any:
+    torch.manual_seed(0)
+    model = LAYOUTS[layout]().double().eval()
+    for name, parameter in model.named_parameters():
+        if "norm" in name.lower():
+            # as after training: a norm without weights would do nothing twice
+            nn.init.normal_(parameter, mean=0.0 if name.endswith("bias") else 1.0, std=0.2)
+    return model
+
+
+def draw(batch: int = 3, time: int = 11, seed: int = 1) -> Tensor:
+    return torch.randint(3, VOCAB, (batch, time), generator=torch.Generator().manual_seed(seed))
+
+
+def padded() -> dict[str, Tensor]:
+    """Three sequences of 11, 7 and 2 tokens."""
+    mask = (torch.arange(11) < torch.tensor([[11], [7], [2]])).long()
+    return {"input_ids": draw() * mask, "attention_mask": mask}
+
+
+def sparse(model: nn.Module, select: Any, rate: float = 0.5, **settings: Any) -> Retrofit:
+    """Retrofitted, with routers that differ from token to token, thresholds set for the rate."""
+    made = retrofit(model, select, **settings)
+    model.to(next(model.parameters()).dtype)  # the routers too
+    for parameter in made.router_parameters():
+        nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(parameter.numel()))
+    made.set_rate(rate)
+    made.calibrate({"input_ids": draw(4, 30, seed)} for seed in range(4))
+    made.reset_statistics()
+    return made
+
+
+def decide(unit: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Places of the active tokens of (time, dim), and their probabilities."""
+    weight, bias = unit.router.logits.weight, unit.router.logits.bias
+    logits = x * (x.square().mean(-1, keepdim=True) + torch.finfo(x.dtype).eps).rsqrt() @ weight.T + bias
+    probs = torch.sigmoid(logits)[:, 0]
+    place = (probs >= unit.threshold).nonzero()[:, 0]
+    return place, probs[place][:, None]
+
+
+def settle(skip: Tensor, place: Tensor, y: Tensor, p: Tensor) -> Tensor:
+    """The active tokens' results among the skipped tokens', with the gradient of a mixture to the probability."""
+    y = y + (p - p.detach()) * (y.detach() - skip[place].detach()) if len(place) else y
+    return skip.index_put((place,), y)
+
+
+def formula(model: Any, ids: Tensor, retrofitted: Retrofit) -> Tensor:
+    """BERT on one sequence (time,), from its equations, with the same routers."""
+    x = model.embeddings(ids[None])[0]
+
+    def attend(part: Any, x: Tensor) -> Tensor:
+        heads = part.self.num_attention_heads
+        width = x.shape[1] // heads
+        q, k, v = (f(x).view(-1, heads, width) for f in (part.self.query, part.self.key, part.self.value))
+        weights = torch.softmax(torch.einsum("qhd,khd->hqk", q, k) * width**-0.5, dim=-1)
+        mixed = torch.einsum("hqk,khd->qhd", weights, v).reshape(x.shape)
+        return part.output.LayerNorm(part.output.dense(mixed) + x)
+
+    def feed(layer: Any, x: Tensor) -> Tensor:
+        return layer.output.LayerNorm(layer.output.dense(F.gelu(layer.intermediate.dense(x))) + x)
+
+    for i, layer in enumerate(model.encoder.layer):
+        whole = retrofitted.units.get(f"encoder.layer.{i}")
+        if whole is not None:
+            place, p = decide(whole, x)
+            x = settle(x, place, feed(layer, attend(layer.attention, x[place])), p)
+            continue
+        unit = retrofitted.units.get(f"encoder.layer.{i}.attention.self")
+        if unit is None:
+            x = attend(layer.attention, x)
+        else:
+            place, p = decide(unit, x)
+            x = settle(layer.attention.output.LayerNorm(x), place, attend(layer.attention, x[place]), p)
+        unit = retrofitted.units.get(f"encoder.layer.{i}.intermediate")
+        if unit is None:
+            x = feed(layer, x)
+        else:
+            place, p = decide(unit, x)
+            x = settle(layer.output.LayerNorm(x), place, feed(layer, x[place]), p)
+    return x
+
+
+@pytest.mark.parametrize("select", SELECT, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_nothing_changes_at_first(layout: str, select: Any) -> None:
+    model = make(layout).float().train()
+    names = [name for name, _ in model.named_parameters()]
+    real = padded()["attention_mask"].bool()
+
+    def run() -> tuple[Tensor, dict[str, Tensor]]:
+        model.zero_grad(set_to_none=True)
+        torch.manual_seed(1)  # dropout
+        states = model(**padded()).last_hidden_state[real]
+        states.square().mean().backward()
+        return states, {name: p.grad for name in names if (p := model.get_parameter(name)).grad is not None}
+
+    before, grads = run()
+    retrofitted = retrofit(model, select)
+    after, after_grads = run()
+    assert_same_numbers(after, before)
+    assert grads.keys() == after_grads.keys()
+    for name, grad in grads.items():
+        assert_same_numbers(after_grads[name], grad, name=name)
+    assert set(retrofitted.rates().values()) == {1.0}
+    assert all(p.grad is not None for p in retrofitted.router_parameters())
+    with torch.no_grad():
+        quiet = model.eval()(**padded()).last_hidden_state
+        retrofitted.undo()
+        assert torch.equal(model(**padded()).last_hidden_state, quiet)
+
+
+@pytest.mark.parametrize("select", SELECT, ids=str)
+@pytest.mark.parametrize("layout", ["bert", "bert-eager"])
+def test_as_the_formula(layout: str, select: Any) -> None:
+    model = make(layout)
+    retrofitted = sparse(model, select)
+    batch = padded()
+    lengths = batch["attention_mask"].sum(dim=1).tolist()
+    weight = torch.randn(3, 11, 32, dtype=torch.float64)
+
+    def run(states: Callable[[], list[Tensor]]) -> tuple[list[Tensor], dict[str, Tensor]]:
+        model.zero_grad(set_to_none=True)
+        found = states()
+        sum((x * w[: len(x)]).sum() for x, w in zip(found, weight, strict=True)).backward()
+        grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        return found, grads
+
+    def together() -> list[Tensor]:
+        states = model(**batch).last_hidden_state
+        return [states[b, :n] for b, n in enumerate(lengths)]
+
+    fast, fast_grads = run(together)
+    assert all(0 < rate < 1 for rate in retrofitted.rates().values())
+    ids = batch["input_ids"]
+    slow, slow_grads = run(lambda: [formula(model, ids[b, :n], retrofitted) for b, n in enumerate(lengths)])
+    torch.testing.assert_close(fast, slow)
+    assert {f"{name}.sparse.router.logits.weight" for name in retrofitted.units} <= slow_grads.keys()
+    for name, grad in slow_grads.items():
+        torch.testing.assert_close(fast_grads[name], grad, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("select", SELECT, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_padding_and_batch_mates_change_nothing(layout: str, select: Any) -> None:
+    model = make(layout)
+    retrofitted = sparse(model, select)
+    batch = padded()
+    real = batch["attention_mask"].bool()
+    with torch.no_grad():
+        states = model(**batch).last_hidden_state
+        rates = retrofitted.rates()
+        active = {name: routing.active for name, routing in retrofitted.routings().items()}
+        for name, routing in retrofitted.routings().items():
+            assert not routing.active[~real].any()
+            assert rates[name] == pytest.approx(float(activation(routing, real).rate))
+        for b, length in enumerate(real.sum(dim=1).tolist()):
+            alone = model(batch["input_ids"][b : b + 1, :length]).last_hidden_state[0]
+            torch.testing.assert_close(states[b, :length], alone)
+            for name, routing in retrofitted.routings().items():
+                assert torch.equal(routing.active[0], active[name][b, :length])
+        wider = {name: F.pad(value, (0, 5)) for name, value in batch.items()}
+        torch.testing.assert_close(model(**wider).last_hidden_state[:, :11][real], states[real])
+    assert all(0 < rate < 1 for rate in rates.values())
+
+
+@pytest.mark.parametrize("select", SELECT, ids=str)
+def test_none_active(select: Any) -> None:
+    model = make()
+    retrofitted = sparse(model, select)
+    for unit in retrofitted.units.values():
+        unit.threshold.fill_(2.0)
+    model(**padded()).last_hidden_state.square().sum().backward()
+    grads = [p.grad for name, p in model.named_parameters() if "pooler" not in name]
+    assert all(grad is not None and grad.isfinite().all() for grad in grads)
+    with torch.no_grad():
+        states = model(**padded()).last_hidden_state
+        for b, length in enumerate((11, 7, 2)):
+            want = formula(model, padded()["input_ids"][b, :length], retrofitted)
+            torch.testing.assert_close(states[b, :length], want)
+    assert set(retrofitted.rates().values()) == {0.0}
+
+
+def test_training_meets_the_budget_and_moves_routers() -> None:
+    """Matching the dense states: routers first, then everything."""
+    torch.manual_seed(0)
+    dense = bert(num_hidden_layers=2, vocab_size=500).eval()
+    model = copy.deepcopy(dense).train()
+    retrofitted = retrofit(model, ("attention", "mlp"))
+    begin = [p.detach().clone() for p in retrofitted.router_parameters()]
+    schedule = RateSchedule(final=0.4, begin=2, steps=20)
+
+    def batch(seed: int) -> dict[str, Tensor]:
+        ids = torch.randint(3, 500, (8, 24), generator=torch.Generator().manual_seed(seed))
+        mask = torch.arange(24) < torch.randint(12, 25, (8, 1), generator=torch.Generator().manual_seed(seed))
+        return {"input_ids": ids * mask, "attention_mask": mask.long()}
+
+    retrofitted.freeze()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    for step in range(60):
+        if step == 25:
+            retrofitted.unfreeze()
+        retrofitted.set_rate(schedule(step))
+        retrofitted.reset_statistics()
+        given = batch(step)
+        with torch.no_grad():
+            want = dense(**given).last_hidden_state
+        found = model(**given).last_hidden_state
+        loss = (found - want)[given["attention_mask"].bool()].square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        tokens = int(given["attention_mask"].sum())
+        for name, rate in retrofitted.rates().items():
+            assert rate == pytest.approx(schedule(step), abs=3.0 / tokens), (step, name)
+        if step == 24:
+            assert all(
+                torch.equal(model.get_parameter(name), parameter)
+                for name, parameter in dense.named_parameters()
+            )
+            for parameter, before in zip(retrofitted.router_parameters(), begin, strict=True):
+                assert not torch.equal(parameter, before)
+    assert not torch.equal(
+        model.encoder.layer[1].output.dense.weight, dense.encoder.layer[1].output.dense.weight
+    )
+    retrofitted.calibrate(batch(seed) for seed in range(100, 140))
+    retrofitted.reset_statistics()
+    with torch.no_grad():
+        for seed in range(200, 220):
+            model.eval()(**batch(seed))
+    for name, rate in retrofitted.rates().items():
+        assert abs(rate - 0.4) < 0.05, (name, rate)
+
+
+def test_checkpointed_layers_decide_alike() -> None:
+    model = make().train()
+    for part in model.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+    retrofitted = sparse(model, ("attention", "mlp"))
+
+    def grads() -> list[Tensor]:
+        model.zero_grad()
+        for unit in retrofitted.units.values():
+            unit.pending = None
+        model(**padded()).last_hidden_state.square().sum().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    plain = grads()
+    model.gradient_checkpointing_enable()
+    torch.testing.assert_close(grads(), plain)
+
+
+def test_bfloat16_and_autocast() -> None:
+    model = make().float()
+    sparse(model, ("attention", "mlp"))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(**padded()).last_hidden_state.square().mean().backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+    assert model.bfloat16()(**padded()).last_hidden_state.dtype == torch.bfloat16
+
+
+def test_copies_are_independent() -> None:
+    model = make()
+    sparse(model, ("attention", "mlp"))
+    with torch.no_grad():
+        before = model(**padded()).last_hidden_state
+        other = copy.deepcopy(model)
+        assert_same_numbers(other(**padded()).last_hidden_state, before)
+        for parameter in other.parameters():
+            parameter.zero_()
+        Retrofit.of(other).undo()
+        assert torch.equal(model(**padded()).last_hidden_state, before)
+
+
+def test_save_and_load(tmp_path: Path) -> None:
+    model = make()
+    with torch.no_grad():
+        dense = model(**padded()).last_hidden_state
+        keys = list(model.state_dict())
+        retrofitted = sparse(model, ("attention", "mlp"))
+        want = model(**padded()).last_hidden_state
+    assert not torch.allclose(want, dense)
+    assert list(retrofitted.original_state_dict()) == keys
+    model.save_pretrained(tmp_path, state_dict=retrofitted.original_state_dict())
+    retrofitted.save(tmp_path)
+    fresh, report = transformers.AutoModel.from_pretrained(
+        tmp_path, dtype=torch.float64, output_loading_info=True
+    )
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    loaded = load_retrofit(fresh.eval(), tmp_path)
+    assert loaded.rate == 0.5 and loaded.kinds == retrofitted.kinds
+    with torch.no_grad():
+        assert_same_numbers(fresh(**padded()).last_hidden_state, want)
+        loaded.undo()
+        assert list(fresh.state_dict()) == keys
+        assert_same_numbers(fresh(**padded()).last_hidden_state, dense)
+
+
+def test_what_is_found() -> None:
+    assert find_modules(make(), ("attention", "mlp")) == {
+        f"encoder.layer.{i}.{part}": kind
+        for i in range(3)
+        for part, kind in (("attention.self", "sequence"), ("intermediate", "tokens"))
+    }
+    assert find_modules(make(), {"encoder.layer.[12].intermediate": "tokens"}) == {
+        "encoder.layer.1.intermediate": "tokens",
+        "encoder.layer.2.intermediate": "tokens",
+    }
+    assert find_modules(make("distilbert"), ("mlp",)) == {
+        "transformer.layer.0.ffn": "tokens",
+        "transformer.layer.1.ffn": "tokens",
+    }
+
+
+def test_refused() -> None:
+    with pytest.raises(ValueError, match=r"layer\.0\.intermediate must get all tokens at once"):
+        retrofit(bert(chunk_size_feed_forward=4), ("mlp",))
+    decoder = bert(is_decoder=True, add_cross_attention=True)
+    with pytest.raises(ValueError, match=r"layer\.0 has causal and bidirectional attention: select one"):
+        retrofit(decoder, ("block",))
+
+    class Mixing(nn.Module):
+        is_causal = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x.mean(dim=1, keepdim=True).expand_as(x)
+
+    with pytest.raises(ValueError, match="must take an attention_mask to be run on a part of its tokens"):
+        retrofit(nn.Sequential(Mixing()), {"0": "sequence"}, d_model=4)
+    biased = transformers.MPNetModel(transformers.MPNetConfig(**SIZES))
+    retrofit(biased, ("attention",))
+    with pytest.raises(ValueError, match="cannot have a position bias: it is between all tokens"):
+        biased(**padded())
