@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 import pytest
 import torch
 
 from seqboat import BackboneConfig, Classifier, GAUConfig, LanguageModel, SeqBoatConfig
+from seqboat.core.state import map_state
+from seqboat.inference.int8 import Int8Bag, float_tensors, quantize
 from seqboat.models.backbone import Backbone
 from seqboat.models.ngrams import NGrams
 
@@ -97,9 +100,78 @@ def test_dropout_of_ngrams_only_in_training() -> None:
         dataclasses.replace(CONFIG, ngram_dropout=1.5)
 
 
-def test_models_that_cannot_read_ngrams_say_so() -> None:
-    causal = dataclasses.replace(CONFIG, mixer=dataclasses.replace(CONFIG.mixer, causal=True))  # type: ignore[type-var]
-    with pytest.raises(ValueError, match=r"a language model cannot read n-grams, got ngrams=\(2, 3\)"):
-        LanguageModel(causal)
+def test_ngrams_need_token_ids() -> None:
     with pytest.raises(ValueError, match="ngrams need token ids, but the inputs are real values"):
         Backbone(dataclasses.replace(CONFIG, vocab=None))
+
+
+def language_model(**changes: object) -> LanguageModel:
+    torch.manual_seed(0)
+    causal = dataclasses.replace(CONFIG.mixer, causal=True)  # type: ignore[type-var]
+    config = dataclasses.replace(CONFIG, mixer=causal, ngrams=(2, 5), **changes)  # type: ignore[arg-type]
+    return LanguageModel(config).double().eval()
+
+
+def close(a: torch.Tensor, b: torch.Tensor) -> None:
+    torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def test_whole_is_pieces_is_steps() -> None:
+    model = language_model()
+    ids = torch.randint(256, (3, 23))
+    whole = model(ids)
+    assert whole.state.recent is not None
+    state, found = model.init_state(3), []
+    for piece in ids.split([1, 2, 0, 7, 3, 10], dim=1):
+        out = model(piece, None, state)
+        state, found = out.state, [*found, out.logits]
+    close(torch.cat(found, dim=1), whole.logits)
+    assert torch.equal(state.recent, whole.state.recent)
+    state = model.init_state(3)
+    for time, token in enumerate(ids.unbind(1)):
+        out = model.step(token, state)
+        state = out.state
+        close(out.logits, whole.logits[:, time])
+    assert torch.equal(state.recent, whole.state.recent)
+
+
+def test_padding_and_pauses_are_not_remembered() -> None:
+    model = language_model()
+    ids = torch.randint(256, (2, 12))
+    mask = torch.rand(2, 12) < 0.6
+    padded = model(ids, mask)
+    state = model.init_state(2)
+    for time in range(12):
+        state = model.step(ids[:, time], state, mask[:, time]).state
+    assert torch.equal(state.recent, padded.state.recent)
+    for row in range(2):
+        alone = model(ids[row : row + 1, mask[row]])
+        close(padded.logits[row, mask[row]], alone.logits[0])
+        assert torch.equal(padded.state.recent[row], alone.state.recent[0])
+
+
+def test_packed_documents_are_read_alone() -> None:
+    model = language_model()
+    ids, sizes = torch.randint(256, (2, 14)), [5, 9, 1, 13]
+    borders = torch.tensor([0, *torch.tensor(sizes).cumsum(0).tolist()])
+    packed = model(ids, cu_seqlens=borders)
+    parts = ids.flatten().split(sizes)
+    close(packed.logits.flatten(0, 1), torch.cat([model(part[None]).logits[0] for part in parts]))
+    # the first document of a sequence continues it, and the last one is continued
+    before = model(torch.randint(256, (2, 6))).state
+    packed = model(ids, None, before, cu_seqlens=borders)
+    first = model(ids[:1, :5], None, map_state(lambda part: part[:1], before))
+    close(packed.logits[0, :5], first.logits[0])
+    assert torch.equal(packed.state.recent[1], parts[3][-4:] + 1)
+
+
+def test_rounded_tables() -> None:
+    model = language_model().float()
+    rounded = copy.deepcopy(model)
+    quantize(rounded)
+    assert isinstance(rounded.backbone.ngrams.table, Int8Bag)  # type: ignore[union-attr]
+    ids = torch.randint(256, (2, 9))
+    other = language_model().float()
+    other.load_state_dict(float_tensors(rounded))
+    torch.testing.assert_close(rounded(ids).logits, other(ids).logits, rtol=1e-5, atol=1e-5)
+    assert repr(rounded.backbone.ngrams.table) == "Int8Bag(128, 8)"  # type: ignore[union-attr]

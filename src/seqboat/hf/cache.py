@@ -31,30 +31,30 @@ class SeqBoatCacheLayer(CacheLayerMixin):
         super().__init__()
         self.cumulative_length = 0
         """positions so far, including padding: the same for all sequences"""
-        self._state: tuple[Any, Tensor] | None = None
+        self._state: BackboneState | None = None
         self.settle: Callable[[], None] | None = None
         """called before the state is read, while it is elsewhere"""
 
     @property
-    def state(self) -> tuple[Any, Tensor] | None:
-        """The mixer's state, and (batch,) the real tokens that each sequence has seen."""
+    def state(self) -> BackboneState | None:
+        """The state of the model with this mixer as its only one."""
         if self.settle is not None:
             self.settle()
         return self._state
 
     @state.setter
-    def state(self, state: tuple[Any, Tensor] | None) -> None:
+    def state(self, state: BackboneState | None) -> None:
         self._state = state
 
-    def put(self, memory: Any, seen: Tensor, new: int) -> None:
+    def put(self, state: BackboneState, new: int) -> None:
         """Take over the state after `new` more positions."""
-        self.state = memory, seen
+        self.state = state
         self.cumulative_length += new
         self.is_initialized = True
 
     @property
     def batch_size(self) -> int:
-        return -1 if self._state is None else len(self._state[1])
+        return -1 if self._state is None else len(self._state.seen)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         raise NotImplementedError("a SeqBoat cache holds states, not keys and values of all tokens")
@@ -137,7 +137,7 @@ class SeqBoatCache(Cache):
         state, self._lean = self._lean.state(), None
         for layer, memory in zip(self.layers, state.layers, strict=True):
             layer.settle = None
-            layer.state = memory, state.seen
+            layer.state = state._replace(layers=(memory,))
 
     def reset(self) -> None:
         super().reset()
@@ -148,7 +148,7 @@ class SeqBoatCache(Cache):
         memo[id(self)] = new
         for mine, theirs in zip(new.layers, self.layers, strict=True):
             if theirs.state is not None:
-                mine.put(*map_state(Tensor.clone, theirs.state), theirs.cumulative_length)
+                mine.put(map_state(Tensor.clone, theirs.state), theirs.cumulative_length)
         new._differentiable, new._may_be_lean = self._differentiable, self._may_be_lean
         return new
 
@@ -158,7 +158,7 @@ class SeqBoatCache(Cache):
         first = self.layers[0].state
         if first is None:
             return None
-        return BackboneState(tuple(layer.state[0] for layer in self.layers), first[1])
+        return first._replace(layers=tuple(layer.state.layers[0] for layer in self.layers))
 
     def put(self, state: BackboneState, new: int) -> None:
         """Take over the state after `new` more positions."""
@@ -168,7 +168,7 @@ class SeqBoatCache(Cache):
         )
         self._differentiable = torch.is_grad_enabled()
         for layer, memory in zip(self.layers, state.layers, strict=True):
-            layer.put(memory, state.seen, new)
+            layer.put(state._replace(layers=(memory,)), new)
 
     @property
     def overwritable(self) -> bool:

@@ -36,7 +36,31 @@ def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     return codes.to(torch.int8), scale
 
 
-class Int8Linear(nn.Linear):
+class Int8Weight(nn.Module):
+    """What layers with int8 weights have in common."""
+
+    codes: Tensor
+    """(rows, columns), int8"""
+    scale: Tensor
+    """(rows,)"""
+
+    def take(self, codes: Tensor, scale: Tensor) -> None:
+        """Set up a layer that holds these codes instead of parameters."""
+        nn.Module.__init__(self)
+        self.register_buffer("codes", codes)
+        self.register_buffer("scale", scale)
+
+    @property
+    def weight(self) -> Tensor:
+        """(rows, columns): the matrix in floating point, made anew."""
+        return self.codes.to(self.scale.dtype).mul_(self.scale[:, None])
+
+    def rows(self, places: Tensor) -> Tensor:
+        """(..., columns): some rows of the matrix, by their numbers (...)."""
+        return F.embedding(places, self.codes).to(self.scale.dtype) * F.embedding(places, self.scale[:, None])
+
+
+class Int8Linear(Int8Weight, nn.Linear):
     """A linear layer with int8 weights, for inference.
 
     Args:
@@ -45,26 +69,16 @@ class Int8Linear(nn.Linear):
         bias: (outputs,), or None.
     """
 
-    codes: Tensor
-    scale: Tensor
-
     def __init__(self, codes: Tensor, scale: Tensor, bias: Tensor | None) -> None:
-        nn.Module.__init__(self)
+        self.take(codes, scale)
         self.out_features, self.in_features = codes.shape
-        self.register_buffer("codes", codes)
-        self.register_buffer("scale", scale)
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)  # type: ignore[assignment]
-
-    @property
-    def weight(self) -> Tensor:  # type: ignore[override]
-        """(outputs, inputs): the matrix in floating point, made anew."""
-        return self.codes.to(self.scale.dtype).mul_(self.scale[:, None])
 
     def forward(self, input: Tensor) -> Tensor:
         return F.linear(input, self.weight, self.bias)
 
 
-class Int8Embedding(nn.Embedding):
+class Int8Embedding(Int8Weight, nn.Embedding):
     """An embedding with int8 weights, for inference.
 
     Args:
@@ -72,46 +86,59 @@ class Int8Embedding(nn.Embedding):
         scale: (tokens,).
     """
 
-    codes: Tensor
-    scale: Tensor
-
     def __init__(self, codes: Tensor, scale: Tensor) -> None:
-        nn.Module.__init__(self)
+        self.take(codes, scale)
         self.num_embeddings, self.embedding_dim = codes.shape
-        self.register_buffer("codes", codes)
-        self.register_buffer("scale", scale)
-
-    @property
-    def weight(self) -> Tensor:  # type: ignore[override]
-        """(tokens, width): the table in floating point, made anew."""
-        return self.codes.to(self.scale.dtype).mul_(self.scale[:, None])
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.embedding(input, self.codes).to(self.scale.dtype) * F.embedding(input, self.scale[:, None])
+        return self.rows(input)
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}"
 
 
-def quantizable(model: nn.Module) -> Iterator[tuple[str, nn.Linear | nn.Embedding]]:
+class Int8Bag(Int8Weight, nn.EmbeddingBag):
+    """Sums of embeddings with int8 weights, for inference.
+
+    Args:
+        codes: (places, width), int8.
+        scale: (places,).
+    """
+
+    def __init__(self, codes: Tensor, scale: Tensor) -> None:
+        self.take(codes, scale)
+        self.num_embeddings, self.embedding_dim = codes.shape
+        self.mode = "sum"
+
+    def forward(self, input: Tensor) -> Tensor:  # type: ignore[override]
+        return self.rows(input).sum(dim=-2)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}"
+
+
+Quantizable = nn.Linear | nn.Embedding | nn.EmbeddingBag
+
+
+def quantizable(model: nn.Module) -> Iterator[tuple[str, Quantizable]]:
     """The layers of a model that take int8 weights, by name: linear layers outside routers, and embeddings."""
     routers = [name + "." for name, part in model.named_modules() if isinstance(part, Router)]
     for name, part in model.named_modules():
-        if isinstance(part, nn.Linear | nn.Embedding) and not name.startswith(tuple(routers)):
+        if isinstance(part, Quantizable) and not name.startswith(tuple(routers)):
             yield name, part
 
 
 def quantize(model: nn.Module) -> None:
     """Round the weights of a model to int8, in place; it can no longer be trained."""
     for name, part in list(quantizable(model)):
-        if not isinstance(part, Int8Linear | Int8Embedding):
+        if not isinstance(part, Int8Weight):
             put_codes(model, name, *quantize_rows(part.weight))
     model.requires_grad_(False)
 
 
 def is_quantized(model: nn.Module) -> bool:
     """Whether a model has layers with int8 weights."""
-    return any(isinstance(part, Int8Linear | Int8Embedding) for part in model.modules())
+    return any(isinstance(part, Int8Weight) for part in model.modules())
 
 
 def quantize_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -127,7 +154,7 @@ def float_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The weights of a model by name, all in floating point, whatever int8 weights it has."""
     found = dict(model.state_dict())
     for name, part in quantizable(model):
-        if isinstance(part, Int8Linear | Int8Embedding):
+        if isinstance(part, Int8Weight):
             del found[f"{name}.codes"], found[f"{name}.scale"]
             found[f"{name}.weight"] = part.weight
     return found
@@ -155,8 +182,11 @@ def expect_codes(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 def put_codes(model: nn.Module, name: str, codes: Tensor, scale: Tensor) -> None:
     """Replace a layer of a model by one with these int8 weights."""
     old = model.get_submodule(name)
-    assert isinstance(old, nn.Linear | nn.Embedding)
-    new = Int8Linear(codes, scale, old.bias) if isinstance(old, nn.Linear) else Int8Embedding(codes, scale)
+    new: Int8Weight
+    if isinstance(old, nn.Linear):
+        new = Int8Linear(codes, scale, old.bias)
+    else:
+        new = Int8Bag(codes, scale) if isinstance(old, nn.EmbeddingBag) else Int8Embedding(codes, scale)
     model.set_submodule(name, new.train(old.training))
 
 

@@ -428,6 +428,8 @@ def _reason(backbone: Backbone) -> str | None:
         return "autocast is on"
     if backbone.embedding.weight.dtype not in (torch.float32, torch.float64):
         return "its weights are neither float32 nor float64"
+    if backbone.ngrams is not None:
+        return "it reads n-grams"
     if not is_plain(backbone.embedding):
         return "its embedding is not a plain one"
     if any(part._forward_hooks or part._forward_pre_hooks for part in backbone.modules()):

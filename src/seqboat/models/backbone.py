@@ -100,7 +100,7 @@ class BackboneConfig(Settings):
     final_norm_affine: bool = True
     """Whether the norm that a pre-norm stack ends with has a learned scale and shift."""
     ngrams: tuple[int, ...] = ()
-    """Lengths of the n-grams of tokens that are embedded beside the tokens; not for language models."""
+    """Lengths of the n-grams of tokens that are embedded beside the tokens."""
     ngram_buckets: int = 16_384
     """Embeddings for each length of n-grams, which a hash chooses from."""
     ngram_dropout: float = 0.0
@@ -162,6 +162,8 @@ class BackboneState(NamedTuple):
     """one state per layer"""
     seen: Tensor
     """(batch,): real tokens so far"""
+    recent: Tensor | None = None
+    """(batch, tokens): ids + 1 of the last tokens, of models that read n-grams; 0 before the first"""
 
 
 class BackboneOutput(NamedTuple):
@@ -226,8 +228,6 @@ class Backbone(nn.Module):
             for layer in self.layers:
                 layer.follow()  # type: ignore[operator]
         self.causal = all(isinstance(m, RecurrentMixer) and m.causal for m in self.layers)
-        # n-grams reach back beyond what a state holds
-        self.causal = self.causal and self.ngrams is None
         self.norm = first.closing_norm()
         if isinstance(self.norm, Norm) and not config.final_norm_affine:
             self.norm.drop_affine()
@@ -283,7 +283,8 @@ class Backbone(nn.Module):
         seen = inputs.new_zeros(batch, dtype=torch.int64) if state is None else state.seen
         position = seen[:, None] + torch.arange(time, device=inputs.device)
         before = (None,) * len(self.layers) if state is None else state.layers
-        x, states, routings = self._run(inputs, real, position, before)
+        recent = None if state is None else state.recent
+        x, states, routings = self._run(inputs, real, position, before, recent)
         if plan is not None:
             x = plan.push(x)
             routings = [
@@ -291,8 +292,9 @@ class Backbone(nn.Module):
             ]
         final = None
         if self.causal:
-            new = time if real is None else real.sum(dim=1)
-            final = BackboneState(tuple(states), seen + new)
+            lengths = None if real is None else real.sum(dim=1)
+            new = time if lengths is None else lengths
+            final = BackboneState(tuple(states), seen + new, self._remember(inputs, recent, lengths))
         return BackboneOutput(x, final, tuple(routings))
 
     def _run_packed(
@@ -309,25 +311,28 @@ class Backbone(nn.Module):
             position = documents.position
             if seen is not None:
                 position = position + F.pad(seen, (0, 1))[documents.number]
-            x, states, routings = self._run(inputs, documents.mask, position[None], before, documents)
+            x, states, routings = self._run(inputs, documents.mask, position[None], before, None, documents)
+            recent = None
         else:
             inputs = documents.spread(inputs)
             start = inputs.new_zeros(documents.count, dtype=torch.int64) if seen is None else seen
             position = start[:, None] + torch.arange(documents.longest, device=inputs.device)
+            recent = None
             if state is not None:
                 weight = self.embedding.weight
-                fresh = self._make_state(1, weight.dtype, weight.device).layers
-                before = documents.enter(state.layers, fresh)
-            x, states, routings = self._run(inputs, documents.real, position, before)
+                fresh = self._make_state(1, weight.dtype, weight.device)
+                before, recent = documents.enter((state.layers, state.recent), (fresh.layers, fresh.recent))
+            x, states, routings = self._run(inputs, documents.real, position, before, recent)
+            recent = self._remember(inputs, recent, documents.real.sum(dim=1))
 
         def place(part: Tensor) -> Tensor:
             return documents.push(part if native else documents.collect(part))
 
         final = None
         if self.causal:
-            layers = tuple(states) if native else documents.leave(tuple(states))
+            layers, recent = (tuple(states), None) if native else documents.leave((tuple(states), recent))
             total = documents.offsets.diff() + (0 if seen is None else seen)
-            final = BackboneState(layers, total[documents.last])
+            final = BackboneState(layers, total[documents.last], recent)
         found = tuple(None if r is None else Routing(place(r.active), place(r.probs)) for r in routings)
         return BackboneOutput(place(x), final, found)
 
@@ -337,13 +342,14 @@ class Backbone(nn.Module):
         real: Tensor | None,
         position: Tensor,
         before: tuple[Any, ...],
+        recent: Tensor | None = None,
         documents: Documents | None = None,
     ) -> tuple[Tensor, list[Any], list[Routing | None]]:
         """Outputs, states and decisions of the layers, on inputs whose real tokens come first."""
         aligned: Aligned | Documents | None = documents
         if aligned is None and real is not None:
             aligned = Aligned(real)
-        x = self._embed(inputs, position)
+        x = self._embed(inputs, position, recent)
         lead = 0 if self.lead is None else len(self.lead)
         if self.lead is not None:
             x = torch.cat([self.lead.expand(inputs.shape[0], -1, -1).to(x.dtype), x], dim=1)
@@ -366,11 +372,19 @@ class Backbone(nn.Module):
             x = zero_padding(self.norm(x, real), real)
         return x, states, routings
 
-    def _embed(self, inputs: Tensor, position: Tensor) -> Tensor:
+    def _remember(self, ids: Tensor, recent: Tensor | None, lengths: Tensor | None = None) -> Tensor | None:
+        """The last tokens that n-grams hold, after these; None without n-grams."""
+        if self.ngrams is None:
+            return None
+        if recent is None:
+            recent = self.ngrams.begin(ids.shape[0], ids.device)
+        return self.ngrams.advance(ids, recent, lengths)
+
+    def _embed(self, inputs: Tensor, position: Tensor, recent: Tensor | None = None) -> Tensor:
         if isinstance(self.embedding, nn.Embedding):
             x = self.embedding(inputs)
             if self.ngrams is not None:
-                x = x + F.dropout(self.ngrams(inputs), self.config.ngram_dropout, self.training)
+                x = x + F.dropout(self.ngrams(inputs, recent), self.config.ngram_dropout, self.training)
             if self.config.scaled_embedding:
                 x = x * math.sqrt(self.config.d_model)
         else:
@@ -429,7 +443,8 @@ class Backbone(nn.Module):
 
     def _make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> BackboneState:
         layers = tuple(layer.make_state(batch, dtype, device) for layer in self.layers)  # type: ignore[operator]
-        return BackboneState(layers, torch.zeros(batch, dtype=torch.int64, device=device))
+        recent = None if self.ngrams is None else self.ngrams.begin(batch, device)
+        return BackboneState(layers, torch.zeros(batch, dtype=torch.int64, device=device), recent)
 
     def init_state(self, batch: int) -> BackboneState:
         """The state before the first token."""
@@ -468,7 +483,7 @@ class Backbone(nn.Module):
         real = None if mask is None else mask[:, None]
         inputs = zero_padding(inputs, real)
         self._check_ids(inputs)
-        x = zero_padding(self._embed(inputs, state.seen[:, None]), real)[:, 0]
+        x = zero_padding(self._embed(inputs, state.seen[:, None], state.recent), real)[:, 0]
         states, routings = [], []
         for layer, memory in zip(self.layers, state.layers, strict=True):
             assert isinstance(layer, RecurrentMixer)
@@ -480,7 +495,9 @@ class Backbone(nn.Module):
         if mask is not None:
             x = torch.where(mask[:, None], x, 0)
         seen = state.seen + (1 if mask is None else mask.to(state.seen.dtype))
-        return BackboneOutput(x, BackboneState(tuple(states), seen), tuple(routings))
+        lengths = None if mask is None else mask.to(torch.int64)
+        recent = self._remember(inputs, state.recent, lengths)
+        return BackboneOutput(x, BackboneState(tuple(states), seen, recent), tuple(routings))
 
 
 def _recomputing(layer: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

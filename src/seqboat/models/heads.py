@@ -212,7 +212,6 @@ class LanguageModel(nn.Module):
         super().__init__()
         config = backbone_config(config, options, self, causal=True)
         require(config.vocab is not None, "a language model needs a vocab, got None")
-        require(not config.ngrams, f"a language model cannot read n-grams, got ngrams={config.ngrams}")
         self.backbone = Backbone(config)
         require(self.backbone.causal, "a language model needs causal mixers: set causal=True")
 

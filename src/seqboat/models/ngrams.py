@@ -33,28 +33,59 @@ class NGrams(nn.Module):
         # a tenth of the tokens' embeddings: what is learned soon stands out, also of rare n-grams
         nn.init.normal_(self.table.weight, std=0.1 * d_model**-0.5)
 
-    def places(self, ids: Tensor) -> Tensor:
+    @property
+    def reach(self) -> int:
+        """Tokens before a token that its n-grams hold."""
+        return max(self.sizes) - 1
+
+    def begin(self, batch: int, device: torch.device) -> Tensor:
+        """The memory before the first token: (batch, reach) zeros; later ids + 1 of the last tokens."""
+        return torch.zeros(batch, self.reach, dtype=torch.int64, device=device)
+
+    def advance(self, ids: Tensor, before: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """The memory after token ids (batch, time), of which each sequence has the first `lengths` (all by default).
+
+        >>> grams = NGrams([2, 4], 1000, 8)
+        >>> grams.advance(torch.tensor([[5, 6]]), grams.begin(1, torch.device("cpu"))).tolist()
+        [[0, 6, 7]]
+        """
+        known = torch.cat([before, ids.long() + 1], dim=1)
+        if lengths is None:
+            return known[:, known.shape[1] - self.reach :]
+        places = lengths[:, None] + torch.arange(self.reach, device=ids.device)
+        return known.gather(1, places)
+
+    def places(self, ids: Tensor, before: Tensor | None = None) -> Tensor:
         """Places in the table: (batch, time, sizes) of token ids (batch, time).
 
         The same n tokens have the same place wherever they stand; n-grams that begin before the sequence count, too.
+
+        Args:
+            ids: of the tokens.
+            before: the memory of earlier tokens, from `begin` or `advance`; None at the start of the sequences.
 
         >>> places = NGrams([2], 1000, 4).places(torch.tensor([[5, 6, 5, 6]]))[0, :, 0].tolist()
         >>> places[1] == places[3], places[0] == places[2]
         (True, False)
         """
         found: list[Tensor] = []
+        known = (
+            F.pad(ids.long() + 1, (self.reach, 0))
+            if before is None
+            else torch.cat([before, ids.long() + 1], 1)
+        )
         key = torch.zeros_like(ids, dtype=torch.int64)
         for back in range(max(self.sizes)):
             # 0 stands for "before the sequence"; products wrap around at 64 bits
-            earlier = F.pad(ids.long() + 1, (back, 0))[:, : ids.shape[1]]
-            key = (key + earlier) * MULTIPLIER
+            start = self.reach - back
+            key = (key + known[:, start : start + ids.shape[1]]) * MULTIPLIER
             if back + 1 in self.sizes:
                 mixed = (key ^ (key >> 29)) * MULTIPLIER
                 found.append((mixed >> 32).remainder(self.buckets) + len(found) * self.buckets)
         return torch.stack(found, dim=-1)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """(batch, time, d_model) for token ids (batch, time)."""
-        places = self.places(ids)
+    def forward(self, ids: Tensor, before: Tensor | None = None) -> Tensor:
+        """(batch, time, d_model) for token ids (batch, time); see `places`."""
+        places = self.places(ids, before)
         out: Tensor = self.table(places.flatten(0, 1))
         return out.unflatten(0, ids.shape)
