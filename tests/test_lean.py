@@ -63,6 +63,8 @@ CASES: dict[str, Any] = {
     "truncated s4d": seqboat(ssm=S4DConfig(d_state=4, truncation=5)),
     **{f"router {name}": seqboat(router=make(), ffn=True) for name, make in ROUTERS.items()},
     "all active": seqboat(router=AlwaysActiveConfig()),
+    "a target": seqboat(budget=BudgetConfig(target=0.5)),
+    "a target above a threshold": seqboat(budget=BudgetConfig(target=0.5), router=ROUTERS["threshold"]()),
     **{
         f"norm {norm} {'before' if prenorm else 'after'}": seqboat(norm=norm, prenorm=prenorm)
         for norm, prenorm in itertools.product(("layer", "batch", "scale", "rms"), (False, True))
@@ -97,6 +99,9 @@ def make_model(mixer: Any, dtype: torch.dtype = torch.float64, **settings: Any) 
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("policy.shift"):
+                buffer.copy_(torch.linspace(-0.3, 0.2, len(buffer) + 1)[1:])
     return model
 
 
@@ -124,6 +129,28 @@ def compare(model: LanguageModel, batch: int, time: int, read: int = 9) -> tuple
         worst = max(worst, float((scores - general).abs().max()))
         worst = max(worst, float((scores - whole.logits[:, t]).abs().max()))
     return worst, together
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_ngrams(batch: int) -> None:
+    model = make_model(CASES["softmax rotary memory"], ngrams=(2, 5), ngram_buckets=7)
+    worst, _ = compare(model, batch, 30)
+    assert worst < TOLERANCE
+
+
+def test_ngrams_stay_with_their_sequence() -> None:
+    model = make_model(CASES["softmax rotary memory"], ngrams=(3,), ngram_buckets=7)
+    ids = torch.randint(0, VOCAB, (3, 12), generator=torch.Generator().manual_seed(2))
+    lean = lean_model(model, 3)
+    assert lean is not None
+    lean.join(model(ids[:, :5]).state)
+    for time in range(5, 8):
+        lean.step(ids[:, time])
+    left = lean.leave(0)  # the last sequence takes its place
+    torch.testing.assert_close(left.recent, ids[:1, 6:8] + 1)
+    scores = lean.step(ids[[2, 1], 8])
+    whole = model(ids[[2, 1], :9]).logits[:, -1]
+    torch.testing.assert_close(scores, whole, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -218,7 +245,7 @@ def refused() -> dict[str, Any]:
         "hooks": hooked(make_model(plain)),
         "half precision": make_model(plain, torch.bfloat16),
         "a cap": make_model(seqboat(budget=BudgetConfig(cap=0.5))),
-        "a target": make_model(seqboat(budget=BudgetConfig(target=0.5))),
+        "a target": make_model(seqboat(budget=BudgetConfig(target=0.5), router=ROUTERS["x-moe"]())),
         "another mixer": make_model(MIXERS["transformer"](causal=True, heads=2)),
     }
 

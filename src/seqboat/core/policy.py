@@ -164,6 +164,11 @@ class Policy(nn.Module):
         """Whether the router's decisions simply stand."""
         return not self._limited and self.override is NOTHING and not (self.training and self._revives)
 
+    @property
+    def alone(self) -> bool:
+        """Whether a decision at inference follows from the token alone: from the router and a fixed shift."""
+        return self.cap is None and self.budget.per_token is None and self.override is NOTHING
+
     # what follows from the training step
 
     def notice_training_step(self, step: int) -> None:

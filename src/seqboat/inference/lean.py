@@ -158,8 +158,9 @@ def is_plain_router(router: Router) -> bool:
     return logits is None or is_plain(logits)
 
 
-def fold_router(router: Router) -> Folded | None:
-    """The router as one row per module, if it is of that kind."""
+def fold_router(policy: Policy) -> Folded | None:
+    """A router, and what steers it toward a target, as one row per module; None for other kinds of routers."""
+    router = policy.router
     kind = type(router)
     if kind not in (TemperedSoftmax, GumbelSoftmax, SigmoidRouter, ThresholdRouter, TopKCapacity):
         return None
@@ -175,6 +176,8 @@ def fold_router(router: Router) -> Folded | None:
         border = [router.border] * router.modules_count
     elif isinstance(router, TopKCapacity):
         border = router.border.double().tolist()
+    if policy.steered:
+        border = [place - shift for place, shift in zip(border, policy.shift.tolist(), strict=True)]
     dtype = router.logits.weight.dtype
     return Folded(weight.to(dtype), bias.to(dtype), border)
 
@@ -188,7 +191,7 @@ class LeanSeqBoat(LeanLayer):
         self.after_silu = layer.norm.after_silu
         sma = layer.sma
         self.router = sma.policy.router
-        self.folded = fold_router(self.router)
+        self.folded = fold_router(sma.policy)
         self.always = type(self.router) is AlwaysActive
         more = None if self.folded is None else (self.folded.weight, self.folded.bias)
         self.dense, self.joined = make_product(layer.linear, more)
@@ -303,6 +306,8 @@ def lean_layer(layer: nn.Module, capacity: int) -> LeanLayer | None:
         parts = [unit for unit in sma.units.values() if isinstance(unit, PackedModule)]
         if not is_plain(layer.linear) or not is_plain_router(sma.policy.router):
             return None
+        if sma.policy.steered and fold_router(sma.policy) is None:
+            return None
         if sma.combine != "sum" or sma.straight_through or not all(fits(part) for part in parts):
             return None
     elif not is_plain(layer.out):
@@ -326,8 +331,11 @@ class LeanBackbone:
         self.backbone, self.layers, self.capacity = backbone, list(layers), capacity
         self.policies = policies(backbone)
         weight = backbone.embedding.weight
-        scaled = backbone.config.scaled_embedding
-        self.table = weight * math.sqrt(backbone.config.d_model) if scaled else weight.clone()
+        self.factor = math.sqrt(backbone.config.d_model) if backbone.config.scaled_embedding else 1.0
+        self.table = weight * self.factor
+        self.ngrams = backbone.ngrams
+        self.recent = None if self.ngrams is None else self.ngrams.begin(0, weight.device)
+        """the last tokens of each sequence, for n-grams"""
         self.scale = backbone.position_scale.clone() if backbone.absolute_positions else None
         norm = backbone.norm
         self.norm = None if norm is None else lean_norm(norm) if isinstance(norm, Norm) else norm
@@ -340,7 +348,9 @@ class LeanBackbone:
     @property
     def applies(self) -> bool:
         """Whether nothing has been put on the model that only the general step heeds, such as an override."""
-        return all(map(_is_idle, self.policies)) and not torch.is_autocast_enabled(self.table.device.type)
+        return all(map(_stands_alone, self.policies)) and not torch.is_autocast_enabled(
+            self.table.device.type
+        )
 
     @torch.no_grad()
     def join(self, state: BackboneState, rows: Sequence[int] | None = None) -> None:
@@ -359,13 +369,17 @@ class LeanBackbone:
             for layer, part in zip(self.layers, state.layers, strict=True):
                 layer.put(len(self.seen), part, source)
             self.seen.append(int(state.seen[source]))
+        if self.recent is not None:
+            assert state.recent is not None
+            self.recent = torch.cat([self.recent, state.recent[list(chosen)]])
 
     @torch.no_grad()
     def state(self, rows: Sequence[int] | None = None) -> BackboneState:
         """The states of some sequences, or of all, as values."""
         chosen = list(range(len(self)) if rows is None else rows)
         seen = torch.tensor([self.seen[row] for row in chosen], device=self.table.device)
-        return BackboneState(tuple(layer.get(chosen, seen) for layer in self.layers), seen)
+        recent = None if self.recent is None else self.recent[chosen]
+        return BackboneState(tuple(layer.get(chosen, seen) for layer in self.layers), seen, recent)
 
     @torch.no_grad()
     def leave(self, row: int) -> BackboneState:
@@ -376,11 +390,18 @@ class LeanBackbone:
                 layer.move(last, row)
             self.seen[row] = self.seen[last]
         self.seen.pop()
+        if self.recent is not None:
+            order = [last if number == row else number for number in range(last)]
+            self.recent = self.recent[order]
         return state
 
     def read(self, tokens: Tensor) -> Tensor:
         """As `step`, where the caller takes care of gradients."""
         x = F.embedding(tokens, self.table)
+        if self.ngrams is not None and self.recent is not None:
+            ids = tokens[:, None]
+            x = x.add_(self.ngrams(ids, self.recent)[:, 0], alpha=self.factor)
+            self.recent = self.ngrams.advance(ids, self.recent)
         token = Token(self.seen, x.dtype, x.device)
         if self.scale is not None:
             here = torch.tensor(self.seen, device=x.device)
@@ -414,8 +435,8 @@ class LeanModel(LeanBackbone):
         return self.head(super().read(tokens))
 
 
-def _is_idle(policy: Policy) -> bool:
-    return policy.idle
+def _stands_alone(policy: Policy) -> bool:
+    return policy.alone
 
 
 def _reason(backbone: Backbone) -> str | None:
@@ -428,13 +449,11 @@ def _reason(backbone: Backbone) -> str | None:
         return "autocast is on"
     if backbone.embedding.weight.dtype not in (torch.float32, torch.float64):
         return "its weights are neither float32 nor float64"
-    if backbone.ngrams is not None:
-        return "it reads n-grams"
     if not is_plain(backbone.embedding):
         return "its embedding is not a plain one"
     if any(part._forward_hooks or part._forward_pre_hooks for part in backbone.modules()):
         return "a module has hooks"
-    if not all(policy.idle for policy in policies(backbone)):
+    if not all(map(_stands_alone, policies(backbone))):
         return "decisions are limited by a budget or taken by hand"
     return None
 

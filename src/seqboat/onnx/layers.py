@@ -9,11 +9,11 @@ from torch import nn
 
 from seqboat.checks import require
 from seqboat.core.nn import EPS, BatchNorm, LayerNorm, Norm
+from seqboat.core.policy import Policy
 from seqboat.core.routers import (
     AlwaysActive,
     ExpertChoice,
     PerSequence,
-    Router,
     TemperedSigmoid,
     XMoE,
 )
@@ -75,14 +75,20 @@ class Decisions(NamedTuple):
 
 
 @torch.no_grad()
-def route(graph: Graph, router: Router, x: Value, causal: bool) -> Decisions:
-    """The decisions of a router on (tokens, d_model)."""
+def route(graph: Graph, policy: Policy, x: Value, causal: bool) -> Decisions:
+    """The decisions of a policy on (tokens, d_model)."""
+    router = policy.router
     if isinstance(router, PerSequence):
         require(
             causal,
             f"{type(router).__name__} picks a fraction of each sequence, which has no ONNX form; "
             "causal models, which compare with a border, have one",
         )
+    folded = fold_router(policy)
+    require(
+        folded is not None or not policy.steered,
+        f"a target for the router {type(router).__name__} has no ONNX form",
+    )
     if isinstance(router, AlwaysActive):
         total = x.sum(1, keep=True)
         finite = graph.op("Not", graph.op("IsNaN", total)) & graph.op("Not", graph.op("IsInf", total))
@@ -99,7 +105,6 @@ def route(graph: Graph, router: Router, x: Value, causal: bool) -> Decisions:
     if type(router) is TemperedSigmoid:
         odds = graph.linear(router.logits, x, "router") / graph.weight(router.temperature, "temperature")
         return _above(graph, odds, None)
-    folded = fold_router(router)
     require(folded is not None, f"the router {type(router).__name__} has no ONNX form")
     assert folded is not None
     weight, bias = graph.weight(folded.weight, "router"), graph.weight(folded.bias, "router.bias")
@@ -150,7 +155,7 @@ class Layer:
                 "modules whose outputs are averaged or keep their size have no ONNX form",
             )
             require(
-                sma.policy.idle, "decisions that a budget limits or that are taken by hand have no ONNX form"
+                sma.policy.alone, "decisions that a budget limits or that are taken by hand have no ONNX form"
             )
             self.units = [self._unit(unit) for unit in sma.units.values()]
 
@@ -205,7 +210,7 @@ class Layer:
     def _dense(self, hidden: Value, causal: bool) -> tuple[Value, list[Value], list[Value]]:
         """The dense branch of (tokens, dim), and of every module its decisions (tokens,) and their weights."""
         assert isinstance(self.layer, SeqBoat)
-        decisions = route(self.graph, self.layer.sma.router, hidden, causal)
+        decisions = route(self.graph, self.layer.sma.policy, hidden, causal)
         count = range(len(self.units))
         active, probs = ([part.take(i, 1) for i in count] for part in decisions)
         return self.graph.linear(self.layer.linear, hidden, "dense"), active, probs
