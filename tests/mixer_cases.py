@@ -6,6 +6,7 @@ field, by the names that all mixers share.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
 from collections.abc import Callable, Iterable, Sequence
@@ -121,6 +122,11 @@ class Stack(RecurrentMixer):
         return tuple(layer.make_state(batch, dtype, device) for layer in self.layers)  # type: ignore[operator]
 
 
+MADE: dict[tuple[Case, int], tuple[Mixer, Tensor]] = {}
+"""Mixers of the cases by seed, and the state of the generator after each was made: thousands of tests want
+one, and most of the time would be spent on making them."""
+
+
 @dataclass(frozen=True)
 class Case:
     """A mixer to test; `build` makes a new one."""
@@ -129,11 +135,18 @@ class Case:
     build: Callable[[], Mixer]
 
     def make(self, dtype: torch.dtype = torch.float64, seed: int = 0) -> Mixer:
-        """The mixer in eval mode, its weights moved away from their small initial values."""
-        torch.manual_seed(seed)
-        mixer = enliven(self.build())
-        balance(mixer, torch.randn(4, 64, D_MODEL, dtype=torch.float64))
-        return mixer.to(dtype)
+        """The mixer in eval mode, its weights moved away from their small initial values: a copy of one made once.
+
+        Random numbers drawn afterward do not depend on which of the calls made it.
+        """
+        if (self, seed) not in MADE:
+            torch.manual_seed(seed)
+            mixer = enliven(self.build())
+            balance(mixer, torch.randn(4, 64, D_MODEL, dtype=torch.float64))
+            MADE[self, seed] = mixer, torch.get_rng_state()
+        mixer, generator = MADE[self, seed]
+        torch.set_rng_state(generator)
+        return copy.deepcopy(mixer).to(dtype)
 
     def __str__(self) -> str:
         return self.name

@@ -147,21 +147,24 @@ def test_padding_changes_nothing_in_single_precision(case: Case) -> None:
 
 
 @every_case
-@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf"), 1e30])
-@pytest.mark.parametrize("channels", [slice(None), slice(0, 1)], ids=["token", "channel"])
-def test_a_poisoned_row_stays_alone(case: Case, poison: float, channels: slice) -> None:
+def test_a_poisoned_row_stays_alone(case: Case) -> None:
+    """Whatever one sequence holds, in all channels or in one: products of finite numbers may overflow, too."""
     mixer = case.make()
     x = sequence(3, TIME)
     clean = x.clone().requires_grad_()
     expected = mixer(clean).y
     expected[0::2].sum().backward()
-    x[1, 5:9, channels] = poison
-    x.requires_grad_()
-    y = mixer(x).y
-    assert_near(y[0::2], expected[0::2], 1e-12)
-    y[0::2].sum().backward()
-    assert x.grad is not None and clean.grad is not None
-    assert_near(x.grad[0::2], clean.grad[0::2], 1e-12)
+    assert clean.grad is not None
+    poisons = (float("nan"), float("inf"), -float("inf"), 1e30, 1e160, 1e300)
+    for poison, channels in itertools.product(poisons, (slice(None), slice(0, 1))):
+        poisoned = x.clone()
+        poisoned[1, 5:9, channels] = poison
+        poisoned.requires_grad_()
+        y = mixer(poisoned).y
+        assert_near(y[0::2], expected[0::2], 1e-12)
+        y[0::2].sum().backward()
+        assert poisoned.grad is not None
+        assert_near(poisoned.grad[0::2], clean.grad[0::2], 1e-12)
 
 
 @every_causal_form

@@ -55,23 +55,34 @@ class Neighbors(NamedTuple):
 
 
 def confine(
-    backward: Callable[[Tensor], tuple[Tensor, ...]], grad: Tensor, group: Tensor, per_token: int
+    backward: Callable[..., tuple[Tensor, ...]],
+    grad: Tensor,
+    kept: tuple[Tensor, ...],
+    group: Tensor,
+    per_token: int,
 ) -> tuple[Tensor, ...]:
-    """Run a backward pass so that a gradient that is not finite reaches no token of another group.
+    """Run a backward pass so that what is not finite in one group reaches no token of another.
 
-    A block holds tokens of several groups, and the weights between them, which are zero, times NaN would be NaN.
+    A block holds tokens of several groups, and the weights between them, which are zero, times NaN would be NaN. This
+    covers gradients that are not finite, and tokens so large that a product of theirs overflows.
 
     Args:
-        backward: from the gradient of the outputs to those of the inputs.
+        backward: from the gradient of the outputs, and `kept`, to the gradients of the inputs.
         grad: (tokens, dim), of the outputs.
+        kept: what the pass reads of the forward pass, each (tokens, ...).
         group: (tokens,), as in `Neighbors`.
         per_token: how many of the results are (tokens, ...); the others are sums over all tokens.
     """
     # on a CPU looking costs nothing compared to the pass itself; elsewhere it would wait for the device
-    if on_cpu(grad) and grad.sum().isfinite():
-        return backward(grad)
-    bad = ~grad.isfinite().all(dim=-1)
-    results = backward(torch.where(bad[:, None], 0, grad))
+    if on_cpu(grad):
+        results = backward(grad, *kept)
+        if all(part.sum().isfinite() for part in results[:per_token]):
+            return results
+    # four factors at most meet in a product
+    bad = torch.zeros_like(group, dtype=torch.bool)
+    for part in (grad, *kept):
+        bad |= ~(part.abs() < torch.finfo(part.dtype).max ** 0.25).all(dim=-1)
+    results = backward(*(torch.where(bad[:, None], 0, part) for part in (grad, *kept)))
     if len(group) == 0:
         return results
     number = torch.cat([torch.zeros_like(group[:1]), (group[1:] != group[:-1]).cumsum(0)])

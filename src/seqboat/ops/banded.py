@@ -89,7 +89,7 @@ def _banded_backward(
             grads = attempt("attention_backward", found, grad, out, q, k, v, near)
             if grads is not None:
                 return grads
-        return confine(lambda part: _backward(part, q, k, v, near, dropout, seed), grad, near.group, 3)
+        return confine(lambda *parts: _backward(*parts, near, dropout, seed), grad, (q, k, v), near.group, 3)
 
 
 def _backward(

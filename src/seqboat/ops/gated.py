@@ -137,8 +137,11 @@ def _(
 )
 def _gated_backward(grad: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     kept, near = _Kept(*rest[:7]), Neighbors(*rest[7:])
+    tokens, weights = kept[:3], kept[3:]
     with torch.autocast(grad.device.type, enabled=False):
-        return confine(lambda part: _backward(part, kept, near), grad, near.group, 1)
+        return confine(
+            lambda above, *parts: _backward(above, _Kept(*parts, *weights), near), grad, tokens, near.group, 1
+        )
 
 
 def _backward(grad: Tensor, kept: _Kept, near: Neighbors) -> tuple[Tensor, ...]:
