@@ -130,14 +130,16 @@ def extra_peak(job: Callable[[], Any], device: str = "cpu") -> int:
     return max(_highest() - now, 0)
 
 
-def extrapolate(lengths: Sequence[int], sizes: Sequence[int], length: int) -> int:
+def extrapolate(lengths: Sequence[int], sizes: Sequence[int], length: int, degree: int = 2) -> int:
     """Extrapolate with the quadratic through three points at h, 2h and 4h, with nonnegative coefficients.
 
     >>> extrapolate([1, 2, 4], [3 + 5 + 2, 3 + 10 + 8, 3 + 20 + 32], 100)
     20503
+    >>> extrapolate([1, 2, 4], [3 + 5, 3 + 10, 3 + 20], 100, degree=1)       # the line through the first and the last
+    503
     """
     h = lengths[0]
-    square = max((sizes[2] - 3 * sizes[1] + 2 * sizes[0]) / (6 * h * h), 0.0)
+    square = max((sizes[2] - 3 * sizes[1] + 2 * sizes[0]) / (6 * h * h), 0.0) if degree == 2 else 0.0
     slope = max((sizes[2] - sizes[0] - 15 * square * h * h) / (3 * h), 0.0)
     base = max(sizes[2] - slope * 4 * h - square * 16 * h * h, 0.0)
     return round(base + slope * length + square * length * length)

@@ -95,11 +95,13 @@ def measure_memory(
         del runner
     estimate: dict[str, int] = {}
     seconds: dict[str, float] = {}
+    # twice the sequences take twice the memory; twice the length may take four times as much
+    degree = 1 if field == "batch" else 2
     for mode in modes if len(sizes) >= 3 else ():
         factor = setting.batch / pilot
         nanoseconds = [round(1e9 * t) for t in times[mode][-3:]]
-        estimate[mode] = round(factor * extrapolate(sizes[-3:], short[mode][-3:], full))
-        seconds[mode] = factor * extrapolate(sizes[-3:], nanoseconds, full) / 1e9
+        estimate[mode] = round(factor * extrapolate(sizes[-3:], short[mode][-3:], full, degree))
+        seconds[mode] = factor * extrapolate(sizes[-3:], nanoseconds, full, degree) / 1e9
     fitting = [
         mode for mode in modes if estimate.get(mode, 0) <= available and seconds.get(mode, 0.0) <= slowest
     ]
