@@ -16,12 +16,14 @@ TORCH ?=
 demo: $(READY)
 	$(BIN)/seqboat demo
 
-# one thread per test process: two processes with two threads each would wait for each other on two cores
+# one thread per test process: two processes with two threads each would wait for each other on two cores. A file's tests
+# stay in one process, which makes its shared fixtures once, and files come in order: the last ones are the shortest.
+PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(PARALLEL) -m "not slow"
 
 test-all: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(PARALLEL)
 
 # compare mixers with independent packages, in a separate environment from constraints-peers.txt: MEGA is only in a
 # transformers older than the rest of the project supports. pytest fails on a missing test; a skipped one, as where a
