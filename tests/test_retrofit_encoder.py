@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from closeness import assert_same_numbers
 from seqboat.core.counts import activation
+from seqboat.core.routers import TemperedSoftmaxConfig
 from seqboat.retrofitting.model import RateSchedule, Retrofit, find_modules, load_retrofit, retrofit
 
 transformers = pytest.importorskip("transformers", reason="needs the hf extra")
@@ -98,6 +99,11 @@ def settle(skip: Tensor, place: Tensor, y: Tensor, p: Tensor) -> Tensor:
     return skip.index_put((place,), y)
 
 
+def moved(unit: Any, x: Tensor) -> Tensor:
+    """A skipped token: as it is, or with its linear map."""
+    return x if unit.substitute is None else x + x @ unit.substitute.weight.T + unit.substitute.bias
+
+
 def formula(model: Any, ids: Tensor, retrofitted: Retrofit) -> Tensor:
     """BERT on one sequence (time,), from its equations, with the same routers."""
     x = model.embeddings(ids[None])[0]
@@ -117,20 +123,21 @@ def formula(model: Any, ids: Tensor, retrofitted: Retrofit) -> Tensor:
         whole = retrofitted.units.get(f"encoder.layer.{i}")
         if whole is not None:
             place, p = decide(whole, x)
-            x = settle(x, place, feed(layer, attend(layer.attention, x[place])), p)
+            x = settle(moved(whole, x), place, feed(layer, attend(layer.attention, x[place])), p)
             continue
         unit = retrofitted.units.get(f"encoder.layer.{i}.attention.self")
         if unit is None:
             x = attend(layer.attention, x)
         else:
             place, p = decide(unit, x)
-            x = settle(layer.attention.output.LayerNorm(x), place, attend(layer.attention, x[place]), p)
+            skip = layer.attention.output.LayerNorm(moved(unit, x))
+            x = settle(skip, place, attend(layer.attention, x[place]), p)
         unit = retrofitted.units.get(f"encoder.layer.{i}.intermediate")
         if unit is None:
             x = feed(layer, x)
         else:
             place, p = decide(unit, x)
-            x = settle(layer.output.LayerNorm(x), place, feed(layer, x[place]), p)
+            x = settle(layer.output.LayerNorm(moved(unit, x)), place, feed(layer, x[place]), p)
     return x
 
 
@@ -164,10 +171,12 @@ def test_nothing_changes_at_first(layout: str, select: Any) -> None:
 
 
 @pytest.mark.parametrize("select", SELECT, ids=str)
-@pytest.mark.parametrize("layout", ["bert", "bert-eager"])
-def test_as_the_formula(layout: str, select: Any) -> None:
+@pytest.mark.parametrize(
+    ("layout", "skipped"), [("bert", "nothing"), ("bert-eager", "nothing"), ("bert", "linear")]
+)
+def test_as_the_formula(layout: str, skipped: Any, select: Any) -> None:
     model = make(layout)
-    retrofitted = sparse(model, select)
+    retrofitted = sparse(model, select, skipped=skipped)
     batch = padded()
     lengths = batch["attention_mask"].sum(dim=1).tolist()
     weight = torch.randn(3, 11, 32, dtype=torch.float64)
@@ -285,6 +294,82 @@ def test_training_meets_the_budget_and_moves_routers() -> None:
         assert abs(rate - 0.4) < 0.05, (name, rate)
 
 
+def ridge(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Weight and bias that minimize the squared error of all tokens plus a penalty, by a QR decomposition."""
+    x1 = F.pad(x, (0, 1), value=1.0)
+    penalty = (1e-4 * x1.square().sum(dim=0)[:-1].mean()).sqrt() * torch.eye(x1.shape[1], dtype=x.dtype)
+    penalty[-1] = 0.0
+    found = torch.linalg.lstsq(
+        torch.cat([x1, penalty]), F.pad(y, (0, 0, 0, x1.shape[1])), driver="gelsd"
+    ).solution
+    return found[:-1].T, found[-1]
+
+
+@pytest.mark.parametrize("kind", ["tokens", "sequence", "block"])
+def test_fit_is_least_squares(kind: Any) -> None:
+    """Substitutes: what the dense block adds; routers: the logarithm of what the substitute leaves of it."""
+    model = make()
+    part = {"tokens": ".intermediate", "sequence": ".attention.self", "block": ""}[kind]
+    retrofitted = retrofit(model, {f"encoder.layer.1{part}": kind}, skipped="linear")
+    model.double()
+    data = [padded(), {"input_ids": draw(20, 30, seed=5)}]
+    (unit,) = retrofitted.units.values()
+    layer = model.encoder.layer[1]
+    xs, added = [], []
+    for batch in data:
+        real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+        with torch.no_grad():
+            states = model(**batch, output_hidden_states=True).hidden_states
+            for b, length in enumerate(real.sum(dim=1).tolist()):
+                x = states[1][b : b + 1, :length]
+                attended = layer.attention(x)[0]
+                hidden = F.gelu(layer.intermediate.dense(attended))
+                if kind == "tokens":
+                    xs.append(attended[0])
+                    added.append(layer.output.dense(hidden)[0])
+                elif kind == "block":
+                    xs.append(x[0])
+                    added.append(states[2][b, :length] - x[0])
+                else:
+                    xs.append(x[0])
+                    own = layer.attention.self
+                    context = type(own).forward(own, x)[0]
+                    added.append(layer.attention.output.dense(context)[0])
+    x, y = torch.cat(xs), torch.cat(added)
+    retrofitted.set_rate(0.5)
+    retrofitted.fit(data)
+    assert retrofitted.rate == 0.5
+    weight, bias = ridge(x, y)
+    substitute: Any = unit.substitute
+    torch.testing.assert_close(substitute.weight, weight)
+    torch.testing.assert_close(substitute.bias, bias)
+    token = x * (x.square().mean(-1, keepdim=True) + torch.finfo(x.dtype).eps).rsqrt()
+    slope, _ = ridge(token, (y - x @ weight.T - bias).norm(dim=1, keepdim=True).log())
+    logits = unit.router.logits(token)[:, 0]  # type: ignore[operator, union-attr]
+    torch.testing.assert_close(logits.mean(), torch.zeros((), dtype=x.dtype), atol=1e-6, rtol=0)
+    torch.testing.assert_close(logits.std(correction=0), torch.ones((), dtype=x.dtype))
+    own = unit.router.logits.weight  # type: ignore[union-attr]
+    torch.testing.assert_close(F.normalize(own), F.normalize(slope))  # type: ignore[arg-type]
+
+
+def test_fitted_substitutes_bring_the_model_closer() -> None:
+    far = {}
+    data = [{"input_ids": draw(20, 30, seed)} for seed in range(5, 8)]
+    new = {"input_ids": draw(10, 30, seed=50)}
+    for skipped in ("nothing", "linear"):
+        model = make()
+        with torch.no_grad():
+            dense = model(**new).last_hidden_state
+            retrofitted = retrofit(model, ("mlp",), skipped=skipped)
+            if skipped == "linear":
+                assert_same_numbers(model(**new).last_hidden_state, dense)
+                retrofitted.fit(data)
+            retrofitted.set_rate(0.5)
+            retrofitted.calibrate(data)
+            far[skipped] = float((model(**new).last_hidden_state - dense).square().mean())
+    assert far["linear"] < 0.5 * far["nothing"], far
+
+
 def test_checkpointed_layers_decide_alike() -> None:
     model = make().train()
     for part in model.modules():
@@ -331,7 +416,7 @@ def test_save_and_load(tmp_path: Path) -> None:
     with torch.no_grad():
         dense = model(**padded()).last_hidden_state
         keys = list(model.state_dict())
-        retrofitted = sparse(model, ("attention", "mlp"))
+        retrofitted = sparse(model, ("attention", "mlp"), skipped="linear")
         want = model(**padded()).last_hidden_state
     assert not torch.allclose(want, dense)
     assert list(retrofitted.original_state_dict()) == keys
@@ -342,7 +427,7 @@ def test_save_and_load(tmp_path: Path) -> None:
     )
     assert not report["missing_keys"] and not report["unexpected_keys"]
     loaded = load_retrofit(fresh.eval(), tmp_path)
-    assert loaded.rate == 0.5 and loaded.kinds == retrofitted.kinds
+    assert loaded.rate == 0.5 and loaded.kinds == retrofitted.kinds and loaded.skipped == "linear"
     with torch.no_grad():
         assert_same_numbers(fresh(**padded()).last_hidden_state, want)
         loaded.undo()
@@ -367,6 +452,12 @@ def test_what_is_found() -> None:
 
 
 def test_refused() -> None:
+    with pytest.raises(ValueError, match=r"has no substitute to fit: retrofit\(\.\.\., skipped=\"linear\"\)"):
+        retrofit(bert(), ("mlp",)).fit([padded()])
+    with pytest.raises(ValueError, match="fit needs at least one batch"):
+        retrofit(bert(), ("mlp",), skipped="linear").fit([])
+    with pytest.raises(ValueError, match="only the default router can be fitted"):
+        retrofit(bert(), ("mlp",), skipped="linear", router=TemperedSoftmaxConfig()).fit([padded()])
     with pytest.raises(ValueError, match=r"layer\.0\.intermediate must get all tokens at once"):
         retrofit(bert(chunk_size_feed_forward=4), ("mlp",))
     decoder = bert(is_decoder=True, add_cross_attention=True)

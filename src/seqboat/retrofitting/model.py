@@ -25,7 +25,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ from seqboat.core.routers import RouterConfig, SigmoidConfig
 from seqboat.core.settings import Settings
 from seqboat.core.sma import Routing
 from seqboat.data.files import read_json, replacing, write_json
+from seqboat.retrofitting.fitting import fit_skipped
 from seqboat.retrofitting.unit import Call, Kind, SparseUnit
 from seqboat.training.config import part_from_dict, to_dict
 
@@ -79,6 +80,18 @@ class RateSchedule(Settings):
         return self.start + (self.final - self.start) * done
 
 
+Skipped = Literal["nothing", "linear"]
+"""What inactive tokens get: nothing is added to them, or a linear map of the token."""
+
+
+def zero_map(d_model: int, dtype: torch.dtype) -> nn.Linear:
+    """A linear map that adds nothing yet."""
+    made = nn.Linear(d_model, d_model, dtype=dtype)
+    nn.init.zeros_(made.weight)
+    nn.init.zeros_(made.bias)
+    return made
+
+
 def check_fraction(name: str, value: float) -> None:
     """Reject a fraction of tokens outside (0, 1]."""
     require(0.0 < value <= 1.0, f"{name} must be in (0, 1], got {value!r}")
@@ -95,6 +108,7 @@ class Retrofit:
         d_model: width of the tokens.
         router: the configuration of every router.
         budget: how the rate is kept.
+        skipped: what inactive tokens get.
 
     >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     >>> sparse = retrofit(model, {"1": "tokens"}, d_model=8)
@@ -109,10 +123,12 @@ class Retrofit:
         d_model: int,
         router: RouterConfig,
         budget: Steering,
+        skipped: Skipped = "nothing",
     ) -> None:
         self.model = model
         self.kinds = dict(kinds)
         self.d_model, self.router, self.budget = d_model, router, budget
+        self.skipped: Skipped = skipped
         self.units: dict[str, SparseUnit] = {}
         """by the name of the module"""
         self._frozen: list[nn.Parameter] = []
@@ -123,7 +139,8 @@ class Retrofit:
             weight = next(owner.parameters(), torch.empty(()))
             second = second_half(model, name)
             routed = router.build(d_model).to(weight.device)
-            unit = SparseUnit(owner, kind, routed, budget, self._call, second)
+            cheap = zero_map(d_model, weight.dtype) if skipped == "linear" else None
+            unit = SparseUnit(owner, kind, routed, budget, self._call, second, cheap)
             unit.to(weight.device).train(owner.training)
             owner.add_module(CHILD, unit)
             owner.forward = unit.forward
@@ -191,6 +208,16 @@ class Retrofit:
         finally:
             self._call.tracking = False
             self.model.train(was)
+
+    def fit(self, batches: Iterable[Mapping[str, Any]]) -> None:
+        """Fit substitutes and routers to the dense model by least squares, without training; see `fit_skipped`.
+
+        Set the rate and `calibrate` afterward.
+
+        Args:
+            batches: keyword arguments of the model, one call per batch; all are run twice, in evaluation mode.
+        """
+        fit_skipped(self.model, self.units, list(batches))
 
     def loss(self) -> Tensor:
         """Mean over modules of the squared difference between the last call's rate and the budget.
@@ -263,6 +290,7 @@ class Retrofit:
             "d_model": self.d_model,
             "router": to_dict(self.router, RouterConfig),
             "budget": self.budget,
+            "skipped": self.skipped,
         }
         with replacing(folder / "retrofit.safetensors") as stage:
             save_file(tensors, stage)
@@ -291,6 +319,7 @@ def retrofit(
     d_model: int | None = None,
     router: RouterConfig | None = None,
     budget: Steering = "controller",
+    skipped: Skipped = "nothing",
 ) -> Retrofit:
     """Make selected modules of a model sparse, in place. At first all tokens are active, and nothing changes.
 
@@ -311,8 +340,11 @@ def retrofit(
         router: the router's configuration; one logit per token by default.
         budget: how the rate is kept: "controller" moves the thresholds during training; for "loss", add
             `Retrofit.loss` to your loss.
+        skipped: what inactive tokens get: nothing is added to them ("nothing"), or a linear map of the token, which
+            `Retrofit.fit` sets and training changes ("linear").
     """
     check_choice("budget", budget, get_args(Steering))
+    check_choice("skipped", skipped, get_args(Skipped))
     require(
         not any(isinstance(part, SparseUnit) for part in model.modules()),
         "model is retrofitted already: call undo() first",
@@ -329,7 +361,7 @@ def retrofit(
         kernel in (None, "eager", "sdpa") or all(kind == "tokens" for kind in kinds.values()),
         f"the model's attention implementation must be eager or sdpa, got {kernel}",
     )
-    return Retrofit(model, kinds, d_model, router or SigmoidConfig(), budget)
+    return Retrofit(model, kinds, d_model, router or SigmoidConfig(), budget, skipped)
 
 
 def find_modules(model: nn.Module, select: Sequence[str] | Mapping[str, Kind]) -> dict[str, Kind]:
@@ -440,7 +472,14 @@ def load_retrofit(model: nn.Module, folder: str | Path) -> Retrofit:
     about = read_json(file)
     require(about.get("format") == FORMAT, f"{file} has format {about.get('format')!r}, expected {FORMAT}")
     router = part_from_dict(RouterConfig, about["router"], "router")
-    made = retrofit(model, about["kinds"], d_model=about["d_model"], router=router, budget=about["budget"])
+    made = retrofit(
+        model,
+        about["kinds"],
+        d_model=about["d_model"],
+        router=router,
+        budget=about["budget"],
+        skipped=about.get("skipped", "nothing"),  # files of earlier versions
+    )
     tensors = load_file(folder / "retrofit.safetensors")
     for name, unit in made.units.items():
         own = {

@@ -15,6 +15,7 @@ from seqboat.core.budget import Steering
 from seqboat.core.routers import Router, SigmoidRouter
 from seqboat.core.sma import Packed, Routing, pack
 from seqboat.core.steering import follow, rate_loss
+from seqboat.ops.fused import take
 from seqboat.retrofitting.slots import Slots, describe, find_slots, slot_mask, take_slots
 
 Kind = Literal["tokens", "sequence", "block"]
@@ -63,6 +64,7 @@ class SparseUnit(nn.Module):
         call: of the whole model.
         second: where the owner is only the first half of a block, as in BERT's layout: the module that takes the
             owner's output and the block's input, projects, adds and normalizes; it is not a child of this one.
+        substitute: a cheap module in the place of the owner (or of both halves) for inactive tokens.
     """
 
     threshold: Tensor
@@ -76,9 +78,11 @@ class SparseUnit(nn.Module):
         budget: Steering,
         call: Call,
         second: nn.Module | None = None,
+        substitute: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.router = router
+        self.substitute = substitute
         self.kind: Kind = kind
         self.budget: Steering = budget
         self.rate = 1.0
@@ -115,7 +119,7 @@ class SparseUnit(nn.Module):
         return type(owner).forward(owner, *args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the owner on active tokens; others get zero, or their input if the kind is "block"."""
+        """Run the owner on active tokens; others get what `skipped` says."""
         require(
             len(args) <= len(self._names),
             f"a retrofitted module takes named arguments, got {len(args)} for {', '.join(self._names)}",
@@ -208,22 +212,48 @@ class SparseUnit(nn.Module):
         self.seen += routing.active.numel() if real is None else self.call.real_count
         return routing
 
-    def gate(self, y: Tensor, probs: Tensor, skip: Tensor | float) -> Tensor:
-        """y unchanged; the probability gets the gradient of probs * y + (1 - probs) * skip."""
+    def skipped(self, x: Tensor) -> Tensor:
+        """What tokens (..., dim) get that do not run the owner: nothing or the substitute's output is added."""
+        added = None if self.substitute is None else self.substitute(x)
+        if self.halved:
+            norm = self.norm
+            x = x if added is None else x + added
+            return x if norm is None else norm(x)
+        if self.kind == "block":
+            return x if added is None else x + added
+        return torch.zeros_like(x) if added is None else added
+
+    def gate(self, y: Tensor, probs: Tensor, tokens: Tensor) -> Tensor:
+        """y unchanged; the probability gets the gradient of probs * y + (1 - probs) * skipped(tokens)."""
         if not torch.is_grad_enabled():
             return y
         nothing = (probs - probs.detach())[..., None].to(y.dtype)
-        return y + nothing * (y - skip)
+        return y + nothing * (y - self.skipped(tokens.detach()).detach())
+
+    def join(self, x: Tensor, y: Tensor, packed: Packed) -> Tensor:
+        """(batch, time, dim): the packed results y of active tokens, and what the others get."""
+        if self.substitute is None and not self.halved:
+            return packed.add(torch.zeros_like(x, dtype=y.dtype), y)
+        flat = x.reshape(-1, x.shape[-1])
+        idle = torch.ones(flat.shape[0], dtype=torch.bool, device=x.device).index_fill(0, packed.flat, False)
+        place = idle.nonzero_static(size=flat.shape[0] - y.shape[0]).squeeze(1)
+        parts = torch.cat([y, self.skipped(take(flat, place)).to(y.dtype)])
+        return torch.empty_like(parts).index_copy(0, torch.cat([packed.flat, place]), parts).view(x.shape)
 
     @property
     def halved(self) -> bool:
         """Whether the owner is the first half of a block."""
         return self._second[0] is not None
 
-    def finish(self, hidden: Tensor, x: Tensor) -> Tensor:
-        """The second half of a block, on the tokens that took the first; others get the norm of their input.
+    @property
+    def norm(self) -> nn.Module | None:
+        """The norm that ends a block of two halves."""
+        assert self._second[0] is not None
+        found = [part for part in self._second[0].children() if isinstance(part, nn.LayerNorm)]
+        return found[0] if len(found) == 1 else None
 
-        That norm is what the block makes of a token to which its two halves add nothing.
+    def finish(self, hidden: Tensor, x: Tensor) -> Tensor:
+        """The second half of a block, on the tokens that took the first.
 
         Args:
             hidden: what the first half returned for the active tokens.
@@ -232,21 +262,12 @@ class SparseUnit(nn.Module):
         second, halfway = self._second[0], self._halfway
         assert second is not None and halfway is not None, "the second half of a block ran without the first"
         self._halfway = None
-        y = self.check_output(type(second).forward(second, hidden, halfway.tokens), halfway.tokens)
-        if halfway.where is None and not torch.is_grad_enabled():
-            return y
-        norms = [part for part in second.children() if isinstance(part, nn.LayerNorm)]
-        skip = norms[0](x) if len(norms) == 1 else x
-        if halfway.where is None:
-            return self.gate(y, halfway.probs, skip.detach())
-        skip = skip.to(y.dtype)
-        if isinstance(halfway.where, Packed):
-            place = halfway.where.flat
-            base = skip.reshape(-1, skip.shape[-1])
-            y = self.gate(y[0], halfway.probs, base.detach()[place] if torch.is_grad_enabled() else 0.0)
-            return base.index_copy(0, place, y).view(x.shape)
-        y = self.gate(y, halfway.probs, halfway.where.take(skip.detach()))
-        return halfway.where.put(y, skip)
+        tokens, probs, where = halfway
+        y = self.check_output(type(second).forward(second, hidden, tokens), tokens)
+        if isinstance(where, Packed):
+            return self.join(x, self.gate(y[0], probs, tokens[0]), where)
+        y = self.gate(y, probs, tokens)
+        return y if where is None else where.put(y, self.skipped(x).to(y.dtype))
 
     def run_tokens(self, x: Tensor, kwargs: dict[str, Any], routing: Routing) -> Tensor:
         """Run the owner on all active tokens of the batch as one packed sequence."""
@@ -263,9 +284,9 @@ class SparseUnit(nn.Module):
             if self.halved:
                 self._halfway = Halfway(x, routing.probs, None)
                 return y
-            return self.gate(self.check_output(y, x), routing.probs, 0.0)
+            return self.gate(self.check_output(y, x), routing.probs, x)
         if count == 0 and not torch.is_grad_enabled() and not self.halved:
-            return torch.zeros_like(x)
+            return self.skipped(x)
         packed = packed or pack(routing.active)
         tokens = packed.take(x)[None]
         probs = routing.probs.flatten()[packed.flat]
@@ -273,8 +294,7 @@ class SparseUnit(nn.Module):
         if self.halved:
             self._halfway = Halfway(tokens, probs, packed)
             return y
-        y = self.gate(self.check_output(y, tokens)[0], probs, 0.0)
-        return packed.add(torch.zeros_like(x, dtype=y.dtype), y)
+        return self.join(x, self.gate(self.check_output(y, tokens)[0], probs, tokens[0]), packed)
 
     def run_sequence(self, x: Tensor, kwargs: dict[str, Any], routing: Routing) -> Any:
         """Run the owner on the active tokens of each sequence, moved to its front."""
@@ -295,12 +315,11 @@ class SparseUnit(nn.Module):
             sizes = [per_sequence.sum(), per_sequence.max(), totals.max(), totals.min()]
             count, width, longest, shortest = torch.stack(sizes).tolist()
         self.activated += min(count, self._real_count(x))
-        skip = x if self.kind == "block" else torch.zeros_like(x)
         if count == 0:
             if not torch.is_grad_enabled() and not self.halved:
                 if layer is not None:
                     layer.seen += time
-                return skip if self.kind == "block" else (skip, None)
+                return self.skipped(x) if self.kind == "block" else (self.skipped(x), None)
             width = min(1, time)  # an unused slot, so that every weight gets a gradient
         all_active = count == batch * time
         slots = None if all_active else find_slots(routing.active, per_sequence, width, count)
@@ -325,9 +344,9 @@ class SparseUnit(nn.Module):
         if self.halved:
             self._halfway = Halfway(tokens, probs, slots)
         else:
-            y = self.gate(y, probs, tokens if self.kind == "block" else 0.0)
+            y = self.gate(y, probs, tokens)
         if slots is not None:
-            y = y if self.halved else slots.put(y, skip.to(y.dtype))
+            y = y if self.halved else slots.put(y, self.skipped(x).to(y.dtype))
             # attention weights are between slots, not between tokens
             others = None if others is None else (None,) * len(others)
         return y if others is None else (y, *others)
