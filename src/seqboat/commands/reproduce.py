@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from seqboat.paper.machine import Machine
+    from seqboat.paper.studies.study import Study
     from seqboat.paper.targets.base import Job, MeasuredTarget, Target
     from seqboat.paper.trials import Bench, Scale
 
@@ -24,10 +25,14 @@ SURVIVES_OUTPUT = True
 EPILOG = """\
   seqboat reproduce                                      every target and its progress
   seqboat reproduce tables --scale paper --dry-run       every row of tables 1 to 3: size, memory, what is missing
+  seqboat reproduce tables --scale small --budget 60     the same rows as small variants, a minute of a core for each
   seqboat reproduce tables --scale paper --rows seqboat,s5 --tasks image,text --device cuda --precision bf16
   seqboat reproduce merge a/results.json b/results.json --page results.md
 
-`tables` stands for lra, speech and enwik8, `figures` for activation, confidence, tradeoff and span. Run the same
+Studies compare models at equal processor time: `tables` at --scale small, and others that the list names. They write
+evidence.md, and --budget sets the seconds of each run.
+
+`tables` at --scale paper stands for lra, speech and enwik8, `figures` for activation, confidence, tradeoff and span. Run the same
 command in two terminals to divide the work: each process takes the next run that no other works on. Other fields of
 training can be set by their dotted names, as in `seqboat train`: --training.workers=4.
 """
@@ -64,9 +69,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seeds", type=int, metavar="N", help="seeds of every run (default: each run's own number)"
     )
     parser.add_argument(
+        "--budget",
+        type=float,
+        metavar="SECONDS",
+        help="of processor time for each run of a study (default: each study's own)",
+    )
+    parser.add_argument(
         "--out", metavar="DIR", default="runs/reproduce", help="folder of the runs (%(default)s)"
     )
-    parser.add_argument("--page", metavar="FILE", help="page to write (default: results.md in DIR)")
+    parser.add_argument(
+        "--page", metavar="FILE", help="page to write (default: results.md in DIR, or evidence.md)"
+    )
     machine = parser.add_argument_group("how to run them")
     machine.add_argument("--device", help="where to train and to score: auto (default), cpu or cuda")
     machine.add_argument("--precision", help="of training: fp32, bf16, ...")
@@ -117,6 +130,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
     from seqboat.paper.reproduce import chosen, estimate, plan
+    from seqboat.paper.studies import STUDIES
     from seqboat.paper.targets import TARGETS
     from seqboat.paper.targets.base import MeasuredTarget
 
@@ -126,12 +140,21 @@ def run(options: argparse.Namespace) -> int:
         return _merge(options)
     if options.keep is not None:
         raise ValueError("--keep goes with merge")
+    studies = _studies(options)
+    if studies:
+        from seqboat.commands.study import run_studies
+
+        return run_studies(options, studies, make_machine(options))
+    if options.budget is not None:
+        raise ValueError("--budget goes with a study: seqboat reproduce tables --scale small --budget 60")
     if options.rewrite:
         return _rewrite(options)
     machine = make_machine(options)
     if not options.target:
         for target in TARGETS.values():
             print(_state(target, Path(options.out), _page(options)), flush=True)
+        for study in STUDIES.values():
+            print(f"{study.name:18s} {study.title} (a study, {study.budget:g} s each): {study.command}")
         return 0
     folder = Path(options.out)
     page = _page(options)
@@ -139,7 +162,7 @@ def run(options: argparse.Namespace) -> int:
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--out {folder} must be a folder, got a file")
     _check_page(page)
-    rows, tasks = _names(options.rows), _names(options.tasks)
+    rows, tasks = split_names(options.rows), split_names(options.tasks)
     jobs: list[Job] = []
     measurements: list[Measurement] = []
     targets = _targets(options.target)
@@ -196,9 +219,25 @@ def make_machine(options: argparse.Namespace) -> Machine:
     return Machine(settings=tuple(fields), processes=options.processes, memory=memory if fit else None)
 
 
-def _names(text: str | None) -> list[str]:
+def split_names(text: str | None) -> list[str]:
     """The names of a list with commas."""
     return [name.strip() for name in (text or "").split(",") if name.strip()]
+
+
+def _studies(options: argparse.Namespace) -> list[Study]:
+    """The studies among the targets; they cannot be mixed with others, since they have another page."""
+    from seqboat.paper.studies import STUDIES
+    from seqboat.paper.targets import GROUPS
+
+    if options.scale == "paper":  # the names of groups are those of the paper's tables
+        wrong = [name for name in options.target if name in STUDIES and name not in GROUPS]
+        if wrong:
+            raise ValueError(f"{wrong[0]} is a study of small models: it has nothing to run at --scale paper")
+        return []
+    found = [STUDIES[name] for name in dict.fromkeys(options.target) if name in STUDIES]
+    if found and len(found) < len(set(options.target)):
+        raise ValueError(f"{found[0].name} is a study with a page of its own: run other targets separately")
+    return found
 
 
 def _targets(names: Sequence[str]) -> list[Target]:
@@ -217,7 +256,7 @@ def _nothing(options: argparse.Namespace, targets: Sequence[Target]) -> str:
     """Why no part of the targets was chosen, and what there is."""
     trials = [trial for target in targets for trial in target.trials(options.scale)]
     for name in ("rows", "tasks"):
-        wanted = _names(getattr(options, name))
+        wanted = split_names(getattr(options, name))
         known = dict.fromkeys(getattr(trial, name[:-1]) for trial in trials)
         if wanted and not any(fnmatchcase(one, pattern) for one in known for pattern in wanted):
             return f"--{name} {','.join(wanted)} fits nothing; there are {', '.join(known)}"

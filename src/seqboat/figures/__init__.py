@@ -8,6 +8,7 @@ After the figures of section 5 of the paper. All take plain numbers, and a theme
     span_figure({"Pathfinder": {16: (spans, stds), ...}})                   attention span per layer by memory size
     histogram_figure({"layer 1": (active, total), ...})                     probabilities of activation
     training_figure([{"step": 20, "activation": [...]}, ...])               activation over training
+    lines_figure({"Image": {"SeqBoat": [(x, y), ...]}}, x=..., y=...)      any numbers, a line per model
     intervention_figure(...)                                                what a layer's attention contributes
 
     write_figure(lambda theme: span_figure(panels, theme=theme), "docs/images/span")
@@ -32,6 +33,7 @@ from seqboat.figures.models import (
     Point,
     curves_figure,
     intervention_figure,
+    lines_figure,
     pareto_front,
     ratios_figure,
     tradeoff_figure,
@@ -55,6 +57,7 @@ __all__ = [
     "draw_confidence",
     "histogram_figure",
     "intervention_figure",
+    "lines_figure",
     "pareto_front",
     "ratios_figure",
     "save_figure",

@@ -294,3 +294,64 @@ def ratios_figure(
         axes.set_title(axes.get_title(), fontsize=10, loc="left", color=style.ink)
         axes.set_title("")
     return figure
+
+
+def lines_figure(
+    panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]],
+    *,
+    x: str,
+    y: str,
+    log: Literal["", "x", "y", "both"] = "",
+    chance: Mapping[str, float] | None = None,
+    fits: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]] | None = None,
+    theme: Theme = "light",
+) -> Figure:
+    """Points that lines connect, a panel per experiment, a line per model with one look in all panels.
+
+    Args:
+        panels: by title and model, pairs of x and y.
+        x: label of the horizontal axes.
+        y: label of the vertical axes.
+        log: axes that are logarithmic.
+        chance: by title, the score of guessing.
+        fits: by title and model, fitted lines; then the points are not connected.
+        theme: light or dark.
+    """
+    require(len(panels) > 0, "panels must not be empty")
+    style = style_of(theme)
+    columns = min(CURVES_PER_ROW, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = new_figure(3.9 * columns, 2.9 * rows + 0.5, style)
+    names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
+    looks = {name: {**line_style(style, i), "ms": 4.5} for i, name in enumerate(names)}
+    handles: dict[str, Any] = {}
+    for i, (title, lines) in enumerate(panels.items()):
+        axes = figure.add_subplot(rows, columns, i + 1)
+        for name, points in lines.items():
+            ordered = np.asarray(sorted(points), dtype=float).reshape(-1, 2)
+            look = looks[name] | ({"ls": "none"} if fits is not None else {})
+            (handles[name],) = axes.plot(*ordered.T, **look)
+        for name, points in (fits or {}).get(title, {}).items():
+            drawn = np.asarray(points, dtype=float).reshape(-1, 2)
+            axes.plot(*drawn.T, color=looks[name]["color"], ls=looks[name]["ls"], lw=1.2)
+        if log in ("x", "both"):
+            axes.set_xscale("log")
+        if log in ("y", "both"):
+            axes.set_yscale("log")
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel(x)
+        axes.set_ylabel(y)
+        dress(axes, style)
+        if chance is not None and title in chance:
+            draw_chance(axes, style, chance[title])
+    shared = figure.legend(
+        list(handles.values()),
+        list(handles),
+        loc="outside lower center",
+        ncols=min(len(handles), 2 * columns),
+        fontsize=8,
+        frameon=False,
+    )
+    for text in shared.get_texts():
+        text.set_color(style.ink)
+    return figure

@@ -149,31 +149,63 @@ ROW_RECIPES: dict[str, Recipe] = {
 """Every row but SeqBoat's on every task, by the name that commands use."""
 
 
+RIVALS = {
+    "mamba2": "Mamba-2",
+    "gated-deltanet": "Gated DeltaNet",
+    "samba": "Samba",
+    "samba-gdn": "Samba with Gated DeltaNet",
+}
+"""Models that came after the paper, in small recipes only. They read in one direction on every task."""
+EVERYWHERE = ("transformer", "seqboat-full", "s4d", "s5", "mega-chunk", *RIVALS)
+"""Rows that every small recipe has, whatever the table of its task."""
+
+
+def small_rows(table: str) -> dict[str, str]:
+    """Titles of the rows of a table in its small recipes, SeqBoat last, by the name of their mixer.
+
+    >>> list(small_rows("speech"))[:4]
+    ['s4', 'transformer', 'seqboat-full', 's4d']
+    """
+    own = {row: entry.title for row, entry in ROWS[table].items() if row not in EVERYWHERE}
+    common = {row: ROWS["lra"][row].title for row in EVERYWHERE if row not in RIVALS} | RIVALS
+    titles = own | common
+    return {row: title for row, title in titles.items() if row != "seqboat"} | {"seqboat": "SeqBoat"}
+
+
+def table_of(name: str) -> tuple[str, str]:
+    """Table and task of a small recipe.
+
+    >>> table_of("lra.image-small"), table_of("enwik8-small")
+    (('lra', 'image'), ('enwik8', 'enwik8'))
+    """
+    table, _, task = name.removesuffix("-small").rpartition(".")
+    return table or task, task
+
+
 def _small(name: str, row: str) -> Recipe:
     """A row in a small recipe: the mixer with the settings of the recipe, except for its attention function."""
     base = SMALL[name]
-    table, _, task = name.removesuffix("-small").rpartition(".")
-    full = ROWS[table or task][row].recipes[task]
+    table, task = table_of(name)
 
     def recipe(mixer: MixerChoice = None) -> RunConfig:
         config = base()
         own: Any = carry_over(config.model.mixer, row).mixer
         if row.startswith("mega"):
-            given: Any = full().model.mixer
+            given: Any = ROWS[table][row].recipes[task]().model.mixer
             own = replace(own, attention=given.attention, positions=given.positions)
         config = config.replace(model={"mixer": choose(mixer, own)})
         if row in STATE_SPACES:
             config = config.replace(optimizer={"ssm_lr": min(0.001, config.optimizer.lr)})
         return config
 
-    recipe.__doc__ = f"{ROWS[table or task][row].title} in the recipe {name}, with its settings."
+    recipe.__doc__ = f"{small_rows(table)[row]} in the recipe {name}, with its settings."
     return recipe
 
 
 SMALL_ROWS: dict[str, Recipe] = {
     f"{name}/{row}": _small(name, row)
     for name in SMALL
-    for row in ROWS[name.removesuffix("-small").partition(".")[0]]
+    for row in small_rows(table_of(name)[0])
     if row != "seqboat"
 }
 """The rows as small variants."""

@@ -27,6 +27,8 @@ class RecallTaskConfig:
     """Key-value pairs per example; each key is queried once."""
     vocab: int = 64
     """Number of token ids: the blank, then as many keys as values."""
+    noise: float = 0.0
+    """Fraction of the blanks that hold a token that is neither key nor value; pairs then lie scattered among them."""
     power: float = 0.01
     """Query positions are drawn with weight position^(power - 1): small powers put queries early, 1 is uniform."""
     train_size: int = 20_000

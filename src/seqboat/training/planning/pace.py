@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from seqboat.checks import require
@@ -41,19 +42,28 @@ def fit_minutes(config: RunConfig, minutes: float) -> RunConfig:
     return config.replace(schedule={"steps": fitting, "warmup_steps": warmup})
 
 
-def step_seconds(config: RunConfig) -> float:
-    """Median time of a training step, from a short trial run."""
+def step_seconds(
+    config: RunConfig,
+    clock: Callable[[], float] = time.monotonic,
+    *,
+    timed: int = TRIAL,
+    untimed: int = UNTIMED,
+) -> float:
+    """Median time of a training step, from a short trial run.
+
+    Args:
+        config: of the run.
+        clock: which seconds count: those of the wall clock, or of the processor.
+        timed: steps that are timed.
+        untimed: steps before them.
+    """
+    steps = untimed + timed
     trial = config.replace(
-        schedule={"steps": UNTIMED + TRIAL, "warmup_steps": 0},
-        training={"log_every": UNTIMED + TRIAL, "save_every": UNTIMED + TRIAL, "trackers": ()},
-        evaluation={"every": UNTIMED + TRIAL, "limit": 1},
+        schedule={"steps": steps, "warmup_steps": 0},
+        training={"log_every": steps, "save_every": steps, "trackers": ()},
+        evaluation={"every": steps, "limit": 1},
     )
     times = []
     with tempfile.TemporaryDirectory() as folder:
-        train(
-            trial,
-            Path(folder) / "trial",
-            display=Display(),
-            on_step=lambda *_: times.append(time.monotonic()),
-        )
-    return statistics.median(b - a for a, b in zip(times[UNTIMED - 1 :], times[UNTIMED:], strict=False))
+        train(trial, Path(folder) / "trial", display=Display(), on_step=lambda *_: times.append(clock()))
+    return statistics.median(b - a for a, b in zip(times[untimed - 1 :], times[untimed:], strict=False))

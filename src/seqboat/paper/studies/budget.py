@@ -1,0 +1,244 @@
+"""Equal compute: runs that take the same processor time.
+
+    spend(trial, 0, 60.0, folder, rates=RATES)      a record of one run, as plain data
+
+A budget is seconds of processor time for training steps; evaluation is not counted. A quarter of it finds the
+learning rate: one short run for every candidate, of which the lowest validation loss decides. The rest trains the
+model that is scored. The number of steps is fixed before a run from the measured pace, so that each of them is an
+ordinary run: its learning rate reaches zero on its last step, and it resumes bit for bit. The record says how many
+seconds it took in the end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shlex
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from seqboat.core.state import state_bytes
+from seqboat.data.files import read_json, write_json
+from seqboat.paper.tables import Record
+from seqboat.paper.targets.base import per_step, step_memory
+from seqboat.paper.trials import Trial
+from seqboat.runs import Run
+from seqboat.training.config import RunConfig
+from seqboat.training.display import Display
+from seqboat.training.loop import EXIT_DIVERGED, train
+from seqboat.training.planning.pace import step_seconds
+
+RATES = (0.001, 0.003, 0.01)
+"""Learning rates to choose from, the same for every model and task."""
+SWEEP = 0.25
+"""Fraction of a budget that finds the learning rate."""
+STEPS = 300
+"""Batches are halved until at least this many steps fit into a budget..."""
+SMALLEST = 4
+"""...but not below this many sequences."""
+SAMPLE = 8
+"""Sequences in a batch of the steps that are timed before anything is known."""
+VALIDATED, SCORED = 80_000, 400_000
+"""Tokens of the validation and of the test split that are scored, at most."""
+EVALUATIONS = 4
+"""During the run that is scored."""
+
+
+class Stopped(Exception):
+    """A signal ended a run; the same command continues it."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def spend(
+    trial: Trial,
+    seed: int,
+    seconds: float,
+    folder: Path,
+    *,
+    rates: Sequence[float] = (),
+    settings: Sequence[str] = (),
+    display: Display | None = None,
+) -> Record:
+    """Train and score a model within a budget; returns what it showed.
+
+    A second call in the same folder continues. The first seed finds batch and learning rate for all of them.
+
+    Args:
+        trial: recipe and settings.
+        seed: of the run.
+        seconds: of processor time.
+        folder: of all runs of this trial with this budget.
+        rates: learning rates to choose from; without any, the whole budget trains with the trial's own.
+        settings: of training and data on this machine, by their dotted names.
+        display: of every run.
+    """
+    machine = tuple(settings)
+    own = dataclasses.replace(trial, arguments=(*trial.arguments, *machine)).config(0)
+    plan = _planned(own, seconds, folder, rates, display or Display())
+    config = own.replace(training={"batch_size": plan["batch"]}, optimizer={"lr": plan["lr"]})
+    share = 1 - SWEEP if rates else 1.0
+    final = fit_steps(config, share * seconds, plan["step_seconds"], EVALUATIONS)
+    final = dataclasses.replace(final, seed=seed)
+    run = folder / f"seed-{seed}"
+    done = _train(final, run, display or Display())
+    record = {
+        "seed": seed,
+        "budget": seconds,
+        "command": _command(trial, final),
+        "parameters": None,
+        "lr": plan["lr"],
+        "sweep": plan["sweep"],
+        "batch": plan["batch"],
+        "steps": final.schedule.steps,
+    }
+    return record | (_observe(run, final) if done else {"diverged": True})
+
+
+def fit_steps(config: RunConfig, seconds: float, step: float, evaluations: int) -> RunConfig:
+    """A run with as many steps as fit into a time; a tenth of them is linear warm-up, the rest linear decay.
+
+    Args:
+        config: of the run.
+        seconds: for training.
+        step: seconds of one.
+        evaluations: spread evenly over the run, the last of them after its end.
+    """
+    steps = max(round(seconds / step), 2 * evaluations)
+    every = -(-steps // evaluations)
+    task = config.build_task()
+    examples = max(VALIDATED // _tokens(config), 1)
+    if config.training.carry_state:
+        examples = max(examples, config.evaluation.batch_size)
+    examples = min(examples, len(task.dataset(config.evaluation.split)))
+    return config.replace(
+        schedule={
+            "steps": steps,
+            "warmup_steps": max(steps // 10, 1),
+            "warmup_from": 1e-7,
+            "warmup_power": 1.0,
+            "shape": "linear",
+        },
+        training={"log_every": max(steps // 20, 1), "save_every": every},
+        evaluation={"every": every, "limit": examples, "patience": None},
+    )
+
+
+def fit_batch(config: RunConfig, seconds: float) -> tuple[int, float]:
+    """The batch size with which STEPS steps fit into a time, the recipe's at most, and seconds of a step.
+
+    A few steps with small batches are timed.
+    """
+    batch = config.training.batch_size
+    sample = config.replace(training={"batch_size": min(SAMPLE, batch)})
+    each = step_seconds(sample, time.process_time, timed=5, untimed=2) / sample.training.batch_size
+    while batch // 2 >= SMALLEST and seconds / (batch * each) < STEPS:
+        batch //= 2
+    return batch, batch * each
+
+
+def _planned(
+    config: RunConfig, seconds: float, folder: Path, rates: Sequence[float], display: Display
+) -> dict[str, Any]:
+    """Batch, learning rate and seconds of a step, as found by the first call."""
+    path = folder / "plan.json"
+    if path.exists():
+        found: dict[str, Any] = read_json(path)
+        return found
+    share = 1 - SWEEP if rates else 1.0
+    batch, step = fit_batch(config, share * seconds)
+    config = config.replace(training={"batch_size": batch})
+    plan: dict[str, Any] = {"batch": batch, "lr": config.optimizer.lr, "sweep": [], "step_seconds": step}
+    if rates:
+        paces = []
+        for rate in rates:
+            tried = config.replace(optimizer={"lr": rate})
+            tried = fit_steps(tried, SWEEP * seconds / len(rates), step, 1)
+            run = folder / f"lr-{rate:g}"
+            loss = math.inf
+            if _train(tried, run, display):
+                metrics = Run(run).metrics
+                loss = next(r["loss"] for r in reversed(metrics) if r["split"] == tried.evaluation.split)
+                paces.append(per_step(metrics, "processor") or step)
+            plan["sweep"].append([rate, None if loss is None or not math.isfinite(loss) else loss])
+        known = [(loss, rate) for rate, loss in plan["sweep"] if loss is not None]
+        # where every candidate diverged, the lowest rate is the best guess
+        plan["lr"] = min(known)[1] if known else min(rates)
+        plan["step_seconds"] = statistics.median(paces) if paces else step
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(path, plan)
+    return plan
+
+
+def _train(config: RunConfig, folder: Path, display: Display) -> bool:
+    """Train to the end; False if the run diverged."""
+    outcome = train(config, folder, resume=True, display=display)
+    if outcome.exit_code not in (0, EXIT_DIVERGED):
+        raise Stopped(f"{folder}: {outcome.message}", outcome.exit_code)
+    return outcome.exit_code == 0
+
+
+def _observe(folder: Path, config: RunConfig) -> Record:
+    """What a finished run showed."""
+    run = Run(folder)
+    task, metrics, about = run.task, run.metrics, run.about
+    limit = max(SCORED // _tokens(config), config.evaluation.batch_size)
+    test = run.evaluate("test", limit=min(limit, len(task.dataset("test"))))
+    step = per_step(metrics, "processor") or 0.0
+    scored = [r for r in metrics if r["split"] == config.evaluation.split]
+    trained = [r for r in metrics if r["split"] == "train"]
+    return {
+        "metric": task.metric,
+        "better": task.better,
+        "test": test[task.metric],
+        "test_loss": test["loss"],
+        "examples": test["examples"],
+        "activation": test["activation"],
+        "curve": [[round(r["step"] * step, 2), r["step"], r[task.metric]] for r in scored],
+        "losses": [[r["step"], r["loss"]] for r in trained],
+        "training_seconds": step * config.schedule.steps,
+        "step_seconds": step,
+        "tokens_per_second": config.training.batch_size * _tokens(config) / step if step else None,
+        "step_memory_mb": step_memory(metrics),
+        "processor_seconds": max(r.get("processor", 0.0) for r in metrics),
+        "state_bytes": state_size(run, task.max_length) if task.kind == "lm" else None,
+        "parameters": about["parameters"],
+        "threads": about.get("threads"),
+        "versions": about["versions"],
+        "commit": about.get("commit"),
+    }
+
+
+@torch.inference_mode()
+def state_size(run: Run, length: int) -> int:
+    """Bytes that a language model carries along after so many tokens of one sequence."""
+    model = run.language_model.eval()
+    return state_bytes(model(torch.zeros(1, length, dtype=torch.long)).state)
+
+
+def _tokens(config: RunConfig) -> int:
+    """Tokens of an example, at most."""
+    task = config.build_task()
+    return task.max_length * (2 if task.kind == "match" else 1)
+
+
+def _command(trial: Trial, config: RunConfig) -> str:
+    """What to type for the run that was scored."""
+    given = {
+        "optimizer.lr": f"{config.optimizer.lr:g}",
+        "training.batch_size": config.training.batch_size,
+        "schedule.steps": config.schedule.steps,
+        "schedule.warmup_steps": config.schedule.warmup_steps,
+        "schedule.warmup_from": f"{config.schedule.warmup_from:g}",
+        "schedule.shape": config.schedule.shape,
+        "evaluation.every": config.evaluation.every,
+        "evaluation.limit": config.evaluation.limit,
+    }
+    return trial.command(config.seed) + " " + shlex.join(f"--{name}={value}" for name, value in given.items())

@@ -1,0 +1,73 @@
+"""The page of all studies, written from their records."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from seqboat.data.files import write_text
+from seqboat.paper.studies import STUDIES
+from seqboat.paper.studies.store import read_records, records_path
+from seqboat.paper.studies.study import Study
+from seqboat.paper.tables import Pictures, Record
+
+
+def write_page(page: Path) -> list[Record]:
+    """Write the page and its figures; returns the records behind it."""
+    records = read_records(page)
+    lines = [
+        "# Evidence at equal compute",
+        "",
+        f"Written by `seqboat reproduce` from [{records_path(page).name}]({records_path(page).name}), which has a line "
+        "of JSON for each run with its command, commit, seed and processor time; do not edit it by hand. Seconds are of "
+        "one processor core and of training steps only. On a busy machine they hold fewer steps, for all models alike. "
+        "What this means in practice is in [choosing.md](choosing.md).",
+        "",
+    ]
+    for study in STUDIES.values():
+        mine = [r for r in records if r["study"] == study.name]
+        pictures = Pictures(page.parent, True, f"evidence-{study.name}", study.title)
+        lines += _section(study, mine, pictures)
+    write_text(page, "\n".join(lines).rstrip() + "\n")
+    return records
+
+
+def _section(study: Study, records: Sequence[Record], pictures: Pictures) -> list[str]:
+    lines = [f"## {study.title}", "", study.about, ""]
+    if not records:
+        return [*lines, f"Not run here: `{study.command}`.", ""]
+    budgets = sorted({r["budget"] for r in records})
+    named = {trial.name for trial in study.trials}
+    known = [r for r in records if r["trial"] in named]
+    wanted = len(study.cells(study.budget)) // len(study.multiples)
+    lines += [
+        f"`{study.command} --budget SECONDS`; the runs here had {_list(budgets)} seconds. "
+        f"{_count(known, budgets, wanted)}",
+        "",
+    ]
+    diverged = [f"{r['trial']} (seed {r['seed']}, {r['budget']:g} s)" for r in known if "test" not in r]
+    if diverged:
+        lines += [f"Diverged with every learning rate that was tried: {', '.join(diverged)}.", ""]
+    lines += study.show(study, [r for r in known if "test" in r], pictures)
+    made = sorted({(r["versions"]["torch"], r["commit"] or "unknown") for r in known if "versions" in r})
+    total = sum(r.get("processor_seconds", 0.0) for r in known) / 60
+    return [
+        *lines,
+        f"{len(known)} runs, {total:.0f} minutes of processor time with evaluations, without the search for learning "
+        f"rates; made at {_list(sorted({c for _, c in made}))} with torch {_list(sorted({t for t, _ in made}))}.",
+        "",
+    ]
+
+
+def _count(records: Sequence[Record], budgets: Sequence[float], wanted: int) -> str:
+    """How much of a study is there, by budget."""
+    return " ".join(
+        f"{sum(r['budget'] == budget for r in records)} of {wanted} runs with {budget:g} s are here; the same command "
+        "continues."
+        for budget in budgets
+    )
+
+
+def _list(parts: Sequence[object]) -> str:
+    texts = [f"{part:g}" if isinstance(part, float) else str(part) for part in parts]
+    return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} and {texts[-1]}"

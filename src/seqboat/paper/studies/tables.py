@@ -1,0 +1,242 @@
+"""Tables 1 to 3 at equal compute: every row, and the models that came after the paper, on the small variants."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from seqboat.paper.published import CHANCE, TITLES, published_score
+from seqboat.paper.studies.study import Study
+from seqboat.paper.tables import Pictures, Record, rates_text, score_text, table
+from seqboat.paper.trials import Trial
+from seqboat.recipes import ROWS
+from seqboat.recipes.rows import RIVALS, SMALL, small_rows, table_of
+
+FIRST = ("seqboat", "mega-chunk", "s4d", "transformer", "seqboat-full", "s5", *RIVALS)
+"""Rows that are run first."""
+SEEDED = ("seqboat", "seqboat-full", "mega-chunk", "s4d", "s5", "transformer")
+"""Rows with three seeds."""
+COMPARED = ("mega-chunk", "s4d", "transformer")
+"""Rows that SeqBoat is compared with."""
+ORDER = ("listops", "enwik8", "image", "speech", "text", "retrieval", "pathfinder", "pathx")
+"""Tasks in the order in which they are run."""
+
+
+def table_trials() -> tuple[Trial, ...]:
+    """Every row on every task, the most important ones first."""
+    trials = []
+    for recipe in SMALL:
+        name, task = table_of(recipe)
+        for row, title in small_rows(name).items():
+            trials.append(
+                Trial(
+                    name=f"{task}-{row}",
+                    title=title,
+                    recipe=recipe if row == "seqboat" else f"{recipe}/{row}",
+                    match=row != "seqboat",
+                    seeds=3 if row in SEEDED else 1,
+                    paper=_published(name, row, task),
+                    row=row,
+                    task=task,
+                )
+            )
+
+    def rank(trial: Trial) -> tuple[int, int, int]:
+        late = FIRST.index(trial.row) if trial.row in FIRST else len(FIRST)
+        return int(late == len(FIRST)), ORDER.index(trial.task), late
+
+    return tuple(sorted(trials, key=rank))
+
+
+def _published(table: str, row: str, task: str) -> str | None:
+    """The number of the paper in the words of its table; None where the row is not in it."""
+    if row not in ROWS[table]:
+        return None
+    score = published_score(table, row, task)
+    return "chance" if score is None else f"{score:.2f}"
+
+
+Scores = Mapping[tuple[str, str], Sequence[Record]]
+"""Finished runs by row and task."""
+
+
+def by_cell(records: Sequence[Record]) -> Scores:
+    """Finished runs by row and task."""
+    found: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        if "test" in record:
+            found.setdefault((record["row"], record["task"]), []).append(record)
+    return found
+
+
+class Standing(NamedTuple):
+    """How a model does against another one."""
+
+    tasks: int
+    """on which both were run"""
+    ahead: list[str]
+    """tasks on which it is at or above the other"""
+    clearly_ahead: list[str]
+    """of these, by more than two standard errors"""
+    clearly_behind: list[str]
+
+
+def standing(scores: Scores, row: str, other: str) -> Standing:
+    """Compare two rows task by task."""
+    ahead, clear, behind = [], [], []
+    tasks = [task for task in ORDER if (row, task) in scores and (other, task) in scores]
+    for task in tasks:
+        one, two = scores[row, task], scores[other, task]
+        sign = 1 if one[0]["better"] == "higher" else -1
+        gap = sign * (_mean(one) - _mean(two))
+        error = math.hypot(standard_error(one), standard_error(two))
+        if gap >= 0:
+            ahead.append(task)
+        if gap > 2 * error:
+            clear.append(task)
+        if gap < -2 * error:
+            behind.append(task)
+    return Standing(len(tasks), ahead, clear, behind)
+
+
+def _mean(records: Sequence[Record]) -> float:
+    return statistics.mean(r["test"] for r in records)
+
+
+def standard_error(records: Sequence[Record]) -> float:
+    """Of a mean score: from the spread over seeds, or from the number of examples if that is larger.
+
+    The bits of a language model have no error of the second kind here: all models read the same text.
+    """
+    scores = [r["test"] for r in records]
+    seeds = statistics.stdev(scores) / math.sqrt(len(scores)) if len(scores) > 1 else 0.0
+    if records[0]["metric"] != "accuracy":
+        return seeds
+    mean = statistics.mean(scores)
+    return max(seeds, math.sqrt(mean * (1 - mean) / records[0]["examples"]))
+
+
+def show(study: Study, records: Sequence[Record], pictures: Pictures) -> list[str]:
+    lines: list[str] = []
+    for budget in sorted({r["budget"] for r in records}, reverse=True):
+        scores = by_cell([r for r in records if r["budget"] == budget])
+        lines += [f"### {budget:g} seconds for each model", ""]
+        lines += [*_verdict(scores), *_overview(study, scores)]
+        lines += pictures.show(_draw(scores, study), f"-{budget:g}", f"Score against seconds, {budget:g} s")
+        for task in ORDER:
+            lines += _task_table(study, task, scores)
+    return lines
+
+
+def _verdict(scores: Scores) -> list[str]:
+    """In words: where SeqBoat stands."""
+    names = dict.fromkeys(row for row, _ in scores)
+    titles = {row: title for table in ROWS for row, title in small_rows(table).items()}
+    lines = []
+    for other in (*COMPARED, *(row for row in (*RIVALS, "s5", "seqboat-full") if row in names)):
+        found = standing(scores, "seqboat", other)
+        if found.tasks:
+            lines.append(
+                f"- SeqBoat is at or above **{titles[other]}** on {len(found.ahead)} of {found.tasks} tasks"
+                f"{_named(found.ahead)}; by more than two standard errors on {len(found.clearly_ahead)}"
+                f"{_named(found.clearly_ahead)}, and below it by as much on {len(found.clearly_behind)}"
+                f"{_named(found.clearly_behind)}."
+            )
+    return [*lines, ""] if lines else []
+
+
+def _named(tasks: Sequence[str]) -> str:
+    return f" ({', '.join(TITLES.get(task, task) for task in tasks)})" if tasks else ""
+
+
+def _overview(study: Study, scores: Scores) -> list[str]:
+    """Models by tasks; every cell has our score, and the paper's where it has one."""
+    rows: dict[str, list[str]] = {}
+    for trial in study.trials:
+        cells = rows.setdefault(trial.title, ["" for _ in ORDER])
+        own = scores.get((trial.row, trial.task))
+        text = _score(own) if own else "not run"
+        cells[ORDER.index(trial.task)] = f"{text} ({trial.paper})" if trial.paper else text
+    head = [TITLES.get(task, task) for task in ORDER]
+    return table(["ours (paper, full size)", *head], [[title, *cells] for title, cells in rows.items()])
+
+
+def _score(records: Sequence[Record]) -> str:
+    return score_text([r["test"] for r in records], records[0]["metric"])
+
+
+def _task_table(study: Study, task: str, scores: Scores) -> list[str]:
+    trials = [t for t in study.trials if t.task == task]
+    ran = [trial for trial in trials if (trial.row, task) in scores]
+    if not ran:
+        return []
+    head = ["", "ours", "± error", "paper", "seeds", "parameters", "learning rate", "steps x batch"]
+    head += ["tokens/s", "MB per step", "active %", "seconds of training"]
+    missing = [trial.title for trial in trials if trial not in ran]
+    limits = f"Guessing: {100 * CHANCE[task]:.0f} %." if task in CHANCE else ""
+    lines = [f"**{TITLES.get(task, task)}.** {limits}", ""]
+    lines += table(head, [_row(trial, scores[trial.row, task]) for trial in ran])
+    return [*lines, *([f"Not run: {', '.join(missing)}.", ""] if missing else [])]
+
+
+def _row(trial: Trial, records: Sequence[Record]) -> list[str]:
+    first = records[0]
+    accuracy = first["metric"] == "accuracy"
+    error = standard_error(records)
+    return [
+        trial.title,
+        _score(records),
+        "-" if not error else f"{100 * error:.1f}" if accuracy else f"{error:.3f}",
+        trial.paper or "-",
+        ", ".join(str(r["seed"]) for r in records),
+        f"{first['parameters']:,}",
+        f"{first['lr']:g}",
+        f"{first['steps']} x {first['batch']}",
+        f"{_average(records, 'tokens_per_second'):,.0f}",
+        f"{_average(records, 'step_memory_mb'):,.0f}",
+        rates_text(first["activation"]) if any(r is not None for r in first["activation"]) else "-",
+        f"{_average(records, 'training_seconds'):.0f}",
+    ]
+
+
+def _average(records: Sequence[Record], field: str) -> float:
+    known = [r[field] for r in records if r.get(field) is not None]
+    return statistics.mean(known) if known else math.nan
+
+
+def _draw(scores: Scores, study: Study) -> Callable[[Any], Any] | None:
+    """Held-out scores against seconds of training, for the rows that are run first."""
+    from seqboat.figures import lines_figure
+
+    titles = {trial.row: trial.title for trial in study.trials}
+    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for task in ORDER:
+        for row in FIRST:
+            for record in scores.get((row, task), ())[:1]:
+                points = [(seconds, score) for seconds, _, score in record["curve"]]
+                panels.setdefault(TITLES.get(task, task), {})[titles[row]] = points
+    if not panels:
+        return None
+    chance = {TITLES.get(task, task): value for task, value in CHANCE.items()}
+    return lambda theme: lines_figure(
+        panels, x="seconds of training", y="score on validation data", chance=chance, theme=theme
+    )
+
+
+TABLES = Study(
+    name="tables",
+    title="Tables 1 to 3 at equal compute",
+    about="Every row of the paper's three tables, and the models that came after it, on the small variants of all "
+    "eight tasks: the same processor time, the number of parameters of the recipe's SeqBoat, and for each model and "
+    "task a learning rate chosen from three on validation data, which takes a quarter of the time. Mamba-2, Gated "
+    "DeltaNet and Samba have no bidirectional form and read from left to right. Accuracies are of at most 400,000 "
+    "tokens of the test split, enwik8 is in bits per byte; ± is the std over seeds, the column of errors "
+    "the standard error, from seeds or from the number of examples, whichever is larger. The paper's numbers are "
+    "those of full size, for hours of GPUs: they are here for the order of the models, not to compare with.",
+    trials=table_trials(),
+    budget=20.0,
+    command="seqboat reproduce tables --scale small",
+    show=show,
+)
