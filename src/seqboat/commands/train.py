@@ -103,7 +103,7 @@ def explain_recipe(name: str, fields: Sequence[str]) -> str:
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
     from seqboat.checks import require
-    from seqboat.recipes import find_recipe
+    from seqboat.recipes import find_recipe, seqboat_of
     from seqboat.training.config import from_yaml, override, to_yaml
     from seqboat.training.loop import train
 
@@ -127,7 +127,7 @@ def run(options: argparse.Namespace) -> int:
         from seqboat.paper.matching import match_parameters
 
         require(bool(config.recipe), "--match-parameters needs a recipe whose model is to be matched")
-        config, found = match_parameters(config, find_recipe(config.recipe)())
+        config, found = match_parameters(config, seqboat_of(config.recipe)())
         print(found.report(), file=sys.stderr)
     if options.fit is not None:
         config = _fitted(config, options.fit)

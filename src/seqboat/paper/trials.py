@@ -17,7 +17,7 @@ from typing import Literal
 
 from seqboat.paper.matching import match_parameters
 from seqboat.paper.published import ABLATIONS, TITLES, published_score
-from seqboat.recipes import ROWS, find_recipe
+from seqboat.recipes import ROWS, find_recipe, seqboat_of
 from seqboat.training.config import RunConfig, override
 
 Scale = Literal["small", "paper"]
@@ -82,9 +82,8 @@ class Trial:
 
 @cache
 def _configure(recipe: str, arguments: tuple[str, ...], match: bool) -> RunConfig:
-    own = find_recipe(recipe)()
-    config = override(dataclasses.replace(own, recipe=recipe), arguments)
-    return match_parameters(config, own)[0] if match else config
+    config = override(dataclasses.replace(find_recipe(recipe)(), recipe=recipe), arguments)
+    return match_parameters(config, seqboat_of(recipe)())[0] if match else config
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -38,6 +38,7 @@ RECIPES: dict[str, Recipe] = {
     "recall": diagnostics.recall,
     "copy": diagnostics.copy,
     "needle": diagnostics.needle,
+    "memorize": diagnostics.memorize,
     "classify": your_data.classify,
     "regress": your_data.regress,
     "tag": your_data.tag,
@@ -68,4 +69,23 @@ def find_recipe(name: str) -> Recipe:
     raise ValueError(f"recipe {name!r} is unknown; {hint}")
 
 
-__all__ = ["ABLATIONS", "RECIPES", "ROWS", "ROW_RECIPES", "SMALL_ROWS", "Recipe", "Row", "find_recipe"]
+def seqboat_of(name: str) -> Recipe:
+    """The recipe that a row belongs to, with SeqBoat: that of `lra.image/mega` is `lra.image`.
+
+    >>> seqboat_of("lra.image-small/s4d") is RECIPES["lra.image-small"]
+    True
+    """
+    return find_recipe(name.partition("/")[0])
+
+
+__all__ = [
+    "ABLATIONS",
+    "RECIPES",
+    "ROWS",
+    "ROW_RECIPES",
+    "SMALL_ROWS",
+    "Recipe",
+    "Row",
+    "find_recipe",
+    "seqboat_of",
+]

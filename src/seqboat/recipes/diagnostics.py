@@ -1,4 +1,4 @@
-"""Synthetic tasks that train in minutes: three tests of recall, and the demo."""
+"""Synthetic tasks that train in minutes: tests of recall and memory, and the demo."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from seqboat.models.backbone import BackboneConfig
 from seqboat.recipes.base import MixerChoice, choose
 from seqboat.tasks.base import TaskConfig
 from seqboat.tasks.synthetic.copy import CopyTaskConfig
+from seqboat.tasks.synthetic.memorize import MemorizeTaskConfig
 from seqboat.tasks.synthetic.needle import NeedleTaskConfig
 from seqboat.tasks.synthetic.recall import RecallTaskConfig
 from seqboat.tasks.synthetic.short_listops import ShortListOpsTaskConfig
@@ -54,6 +55,11 @@ def copy(mixer: MixerChoice = None) -> RunConfig:
 def needle(mixer: MixerChoice = None) -> RunConfig:
     """A needle in a haystack of 128 bytes: the number that was given for a key; two layers of width 64."""
     return _diagnostic(NeedleTaskConfig(), mixer)
+
+
+def memorize(mixer: MixerChoice = None) -> RunConfig:
+    """Memorization: 63 pairs of key and value that are the same in all examples; two layers of width 64."""
+    return _diagnostic(MemorizeTaskConfig(), mixer)
 
 
 def demo(mixer: MixerChoice = None) -> RunConfig:

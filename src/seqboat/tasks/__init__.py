@@ -9,6 +9,7 @@ from seqboat.tasks.retrieval import RetrievalTaskConfig
 from seqboat.tasks.speech import SpeechTaskConfig
 from seqboat.tasks.synthetic.copy import CopyTaskConfig
 from seqboat.tasks.synthetic.listops import ListOpsTaskConfig
+from seqboat.tasks.synthetic.memorize import MemorizeTaskConfig
 from seqboat.tasks.synthetic.needle import NeedleTaskConfig
 from seqboat.tasks.synthetic.pathfinder import PathfinderTaskConfig, PathXTaskConfig
 from seqboat.tasks.synthetic.recall import RecallTaskConfig
@@ -28,6 +29,7 @@ TASKS = {
     "recall": RecallTaskConfig,
     "copy": CopyTaskConfig,
     "needle": NeedleTaskConfig,
+    "memorize": MemorizeTaskConfig,
     "classify": ClassifyTaskConfig,
     "regress": RegressTaskConfig,
     "tag": TagTaskConfig,
@@ -49,6 +51,7 @@ __all__ = [
     "LMTextTaskConfig",
     "ListOpsTaskConfig",
     "Loss",
+    "MemorizeTaskConfig",
     "NeedleTaskConfig",
     "PathXTaskConfig",
     "PathfinderTaskConfig",

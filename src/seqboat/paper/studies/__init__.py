@@ -11,8 +11,10 @@ is shown.
 
 from __future__ import annotations
 
+from seqboat.paper.studies.in_context import IN_CONTEXT
+from seqboat.paper.studies.scaling import SCALING
 from seqboat.paper.studies.study import Study
 from seqboat.paper.studies.tables import TABLES
 
-STUDIES: dict[str, Study] = {study.name: study for study in (TABLES,)}
+STUDIES: dict[str, Study] = {study.name: study for study in (TABLES, IN_CONTEXT, SCALING)}
 """Every study by its name, in the order of the page."""

@@ -3,6 +3,7 @@
     inputs    A 4 B 3 C 6 _ _ B _ _ A C _        keys and values, then keys again between blanks
     targets   . . . . . . . . 3 . . 4 6 .        the value of each queried key; none elsewhere
 
+With `noise`, tokens without a meaning stand between the pairs, and the model has to ignore them.
 A state-space model must compress all pairs into its state; attention looks them up. After Arora et al. (2023).
 """
 
@@ -26,9 +27,9 @@ class RecallTaskConfig:
     pairs: int = 8
     """Key-value pairs per example; each key is queried once."""
     vocab: int = 64
-    """Number of token ids: the blank, then as many keys as values."""
+    """Number of token ids: the blank, then as many keys as values, and with noise as many tokens of noise."""
     noise: float = 0.0
-    """Fraction of the blanks that hold a token that is neither key nor value; pairs then lie scattered among them."""
+    """Fraction of the blanks that become noise between the pairs: tokens that are neither keys nor values."""
     power: float = 0.01
     """Query positions are drawn with weight position^(power - 1): small powers put queries early, 1 is uniform."""
     train_size: int = 20_000
@@ -45,10 +46,17 @@ class RecallTaskConfig:
             self.length >= 3 * self.pairs,
             f"length must be at least {3 * self.pairs} for {self.pairs} pairs and their questions, got {self.length}",
         )
+        require(0 <= self.noise <= 1, f"noise must lie in [0, 1], got {self.noise!r}")
+        kinds = 3 if self.noise else 2
         require(
-            (self.vocab - 1) // 2 >= self.pairs,
-            f"vocab must be at least {2 * self.pairs + 1} for {self.pairs} different keys, got {self.vocab}",
+            self.keys >= self.pairs,
+            f"vocab must be at least {kinds * self.pairs + 1} for {self.pairs} different keys, got {self.vocab}",
         )
+
+    @property
+    def keys(self) -> int:
+        """How many different keys there are, and as many values."""
+        return (self.vocab - 1) // (3 if self.noise else 2)
 
     def build(self) -> RecallTask:
         return RecallTask(self)
@@ -64,13 +72,19 @@ def draw_recall(config: RecallTaskConfig, split: Split, index: int) -> Example:
     [None, None, None, None, 6, None, None, None, 5, None, None, None]
     """
     random = generator(config, split, index)
-    half = (config.vocab - 1) // 2
+    half = config.keys
     keys = 1 + random.permutation(half)[: config.pairs]
     values = 1 + half + random.integers(half, size=config.pairs)
     inputs = np.full(config.length, BLANK, dtype=np.int64)
     targets = np.full(config.length, IGNORE, dtype=np.int64)
-    start = 2 * config.pairs
-    inputs[0:start:2], inputs[1:start:2] = keys, values
+    noise = round(config.noise * (config.length - 3 * config.pairs))
+    start = 2 * config.pairs + noise
+    before = 2 * np.arange(config.pairs)
+    if noise:
+        inputs[:start] = 1 + 2 * half + random.integers(half, size=start)
+        # where each pair stands among the tokens of noise
+        before = before + np.sort(random.integers(noise + 1, size=config.pairs))
+    inputs[before], inputs[before + 1] = keys, values
     weights = np.arange(1, config.length - start + 1, dtype=np.float64) ** (config.power - 1)
     places = start + random.choice(len(weights), config.pairs, replace=False, p=weights / weights.sum())
     inputs[places], targets[places] = keys, values

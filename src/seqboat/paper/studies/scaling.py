@@ -1,0 +1,230 @@
+"""Loss on enwik8 against parameters and compute, for SeqBoat and three rivals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from seqboat.paper.studies.study import Study
+from seqboat.paper.tables import Pictures, Record, rates_text, table
+from seqboat.paper.trials import Trial
+
+SIZES = ((2, 64), (3, 96), (4, 128), (5, 176), (6, 256))
+"""Layers and width, about 0.1M to 3M parameters."""
+MODELS = {"seqboat": "SeqBoat", "mega-chunk": "MEGA-chunk", "mamba2": "Mamba-2", "transformer": "Transformer"}
+WIDE = {
+    "seqboat": ("gau.d_v",),
+    "mega-chunk": ("d_v", "d_ff"),
+    "transformer": ("d_ff",),
+}
+"""Fields of the mixers that are twice as wide as the model."""
+FULL = 39_000_000
+"""Parameters of the paper's language model."""
+
+
+def scaling_trials() -> tuple[Trial, ...]:
+    """Every model in every size."""
+    return tuple(
+        Trial(
+            name=f"{row}-{layers}x{width}",
+            title=f"{title}, {layers} x {width}",
+            recipe="enwik8-small" if row == "seqboat" else f"enwik8-small/{row}",
+            arguments=(
+                f"--model.num_layers={layers}",
+                f"--model.d_model={width}",
+                *(f"--model.mixer.{field}={2 * width}" for field in WIDE.get(row, ())),
+            ),
+            row=row,
+            size=width,
+        )
+        for layers, width in SIZES
+        for row, title in MODELS.items()
+    )
+
+
+class Fit(NamedTuple):
+    """The best loss of a budget, from a parabola through loss against the logarithm of size."""
+
+    loss: float
+    parameters: float
+    inside: bool
+    """whether the best size lies between the sizes that were run"""
+    coefficients: tuple[float, float, float]
+
+
+def fit_sizes(points: Sequence[tuple[float, float]]) -> Fit | None:
+    """Fit loss against log(parameters), from at least three sizes.
+
+    >>> fit = fit_sizes([(10**k, (k - 5.5) ** 2 + 2) for k in (5, 6, 7)])
+    >>> round(fit.loss, 6), round(math.log10(fit.parameters), 6), fit.inside
+    (2.0, 5.5, True)
+    """
+    if len(points) < 3:
+        return None
+    x, y = np.log10([p for p, _ in points]), np.array([loss for _, loss in points])
+    a, b, c = (float(v) for v in np.polyfit(x, y, 2))
+    low, high = float(x.min()), float(x.max())
+    ends = [(float(np.polyval((a, b, c), end)), end) for end in (low, high)]
+    vertex = -b / (2 * a) if a > 0 else math.nan
+    if a > 0 and low <= vertex <= high:
+        return Fit(float(np.polyval((a, b, c), vertex)), 10**vertex, True, (a, b, c))
+    loss, place = min(ends)
+    return Fit(loss, 10**place, False, (a, b, c))
+
+
+def show(study: Study, records: Sequence[Record], pictures: Pictures) -> list[str]:
+    budgets = sorted({r["budget"] for r in records})
+    fits = {
+        (row, budget): fit_sizes([(r["parameters"], r["test"]) for r in records if _of(r, row, budget)])
+        for row in MODELS
+        for budget in budgets
+    }
+    return [
+        *pictures.show(_draw(records, budgets, fits), title="Loss against parameters"),
+        *_best_table(budgets, fits),
+        *_prediction(budgets, fits),
+        *_runs(study, records),
+    ]
+
+
+def _of(record: Record, row: str, budget: float) -> bool:
+    return record["row"] == row and record["budget"] == budget
+
+
+def _draw(
+    records: Sequence[Record], budgets: Sequence[float], fits: dict[tuple[str, float], Fit | None]
+) -> Callable[[Any], Any] | None:
+    from seqboat.figures import lines_figure
+
+    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    drawn: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for budget in budgets:
+        name = f"{budget:g} seconds"
+        for row, title in MODELS.items():
+            points = [(r["parameters"], r["test"]) for r in records if _of(r, row, budget)]
+            if points:
+                panels.setdefault(name, {})[title] = points
+            fit = fits[row, budget]
+            if fit is not None:
+                x = np.linspace(min(p for p, _ in points) ** 0.1, max(p for p, _ in points) ** 0.1, 40) ** 10
+                line = np.polyval(fit.coefficients, np.log10(x))
+                drawn.setdefault(name, {})[title] = list(zip(x.tolist(), line.tolist(), strict=True))
+        activation = [
+            (r["parameters"], float(np.mean([a for a in r["activation"] if a is not None])))
+            for r in records
+            if _of(r, "seqboat", budget)
+        ]
+        if activation:
+            panels.setdefault("active fraction of SeqBoat (not a loss)", {})[f"SeqBoat, {budget:g} s"] = (
+                activation
+            )
+    if not panels:
+        return None
+    return lambda theme: lines_figure(
+        panels, x="parameters", y="bits per byte", log="x", fits=drawn, theme=theme
+    )
+
+
+def _best_table(budgets: Sequence[float], fits: dict[tuple[str, float], Fit | None]) -> list[str]:
+    head = ["model", *(f"{budget:g} s: bits at the best size" for budget in budgets)]
+    rows = []
+    for row, title in MODELS.items():
+        cells = []
+        for budget in budgets:
+            fit = fits[row, budget]
+            if fit is None:
+                cells.append("not run in three sizes")
+            else:
+                edge = "" if fit.inside else " (the edge of what was run)"
+                cells.append(f"{fit.loss:.3f} at {fit.parameters / 1e6:.2f}M{edge}")
+        rows.append([title, *cells])
+    return table(head, rows)
+
+
+def _prediction(budgets: Sequence[float], fits: dict[tuple[str, float], Fit | None]) -> list[str]:
+    """What two budgets say about the paper's size, and how little that is."""
+    lines = []
+    for row, title in MODELS.items():
+        known = [(budget, fit) for budget in budgets if (fit := fits[row, budget]) is not None]
+        if len(known) < 2:
+            continue
+        (one, low), (two, high) = known[0], known[-1]
+        decades = math.log10(two / one)
+        fall = (low.loss - high.loss) / decades
+        power = math.log(high.loss / low.loss) / math.log(two / one)
+        growth = math.log(high.parameters / low.parameters) / math.log(two / one)
+        inside = low.inside and high.inside and growth > 0
+        reach = two * (FULL / high.parameters) ** (1 / growth) if inside else math.nan
+        text = (
+            f"- {title}: {fall:.2f} bits less for ten times the time (loss proportional to time to the power of "
+            f"{power:.2f})"
+        )
+        if inside:
+            text += (
+                f"; the best size grows with the power {growth:.2f} of the time, so that 39M parameters would be best at "
+                f"about {reach / 86400:,.0f} days of this core, and the two formulas put the loss there between "
+                f"{max(high.loss - fall * math.log10(reach / two), 0.0):.2f} and "
+                f"{high.loss * (reach / two) ** power:.2f} bits"
+            )
+        else:
+            text += (
+                "; a best size lies at the edge of what was run, so that nothing follows for 39M parameters"
+            )
+        lines.append(f"{text}.")
+    if lines:
+        lines += [
+            "",
+            "Two budgets and five sizes fix two numbers per model. A straight line through two points has no error "
+            "bar, the extrapolation spans orders of magnitude, and text has an entropy that no formula here knows: "
+            "these numbers bound nothing about 39M parameters and are no prediction to rely on. The paper's model reaches "
+            "1.02 bits.",
+            "",
+        ]
+    return lines
+
+
+def _runs(study: Study, records: Sequence[Record]) -> list[str]:
+    head = [
+        "",
+        "seconds",
+        "parameters",
+        "bits per byte",
+        "learning rate",
+        "steps x batch",
+        "tokens/s",
+        "active %",
+    ]
+    rows = []
+    for trial in study.trials:
+        for r in sorted((r for r in records if r["trial"] == trial.name), key=lambda r: r["budget"]):
+            active = rates_text(r["activation"]) if any(a is not None for a in r["activation"]) else "-"
+            rows.append(
+                [
+                    trial.title,
+                    f"{r['budget']:g}",
+                    f"{r['parameters']:,}",
+                    f"{r['test']:.3f}",
+                    f"{r['lr']:g}",
+                    f"{r['steps']} x {r['batch']}",
+                    f"{r['tokens_per_second']:,.0f}",
+                    active,
+                ]
+            )
+    return table(head, rows)
+
+
+SCALING = Study(
+    name="scaling",
+    title="Scaling on enwik8",
+    about="Bits per byte on a part of the test text against the number of parameters, for the same processor time. Every "
+    "size is trained twice, with a budget and with four times as much; of each, a quarter chooses the learning rate. "
+    "Lines are parabolas in the logarithm of the size. How many tokens are active is in the last panel and column.",
+    trials=scaling_trials(),
+    budget=15.0,
+    multiples=(1.0, 4.0),
+    command="seqboat reproduce scaling",
+    show=show,
+)
