@@ -32,9 +32,9 @@ EPILOG = """\
 Studies compare models at equal processor time: `tables` at --scale small, and others that the list names. They write
 evidence.md, and --budget sets the seconds of each run.
 
-`tables` at --scale paper stands for lra, speech and enwik8, `figures` for activation, confidence, tradeoff and span. Run the same
-command in two terminals to divide the work: each process takes the next run that no other works on. Other fields of
-training can be set by their dotted names, as in `seqboat train`: --training.workers=4.
+`tables` at --scale paper stands for lra, speech and enwik8, `figures` for activation, confidence, tradeoff and span.
+Run the same command in two terminals to divide the work: each process takes the next run that no other works on.
+Other fields of training can be set by their dotted names, as in `seqboat train`: --training.workers=4.
 """
 
 TAKES_FIELDS = True

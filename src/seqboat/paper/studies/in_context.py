@@ -75,6 +75,12 @@ def _model(row: str, title: str, name: str, size: int, *more: str) -> Model:
 _BOAT: tuple[str, str, str] = ("seqboat", "SeqBoat, window", "gau.window")
 MODELS = (
     _model(*_BOAT, 64),
+    Model(
+        "seqboat-scaled",
+        "SeqBoat with a scaled start, 64",
+        ("--model.mixer.gau.window=64", "--model.mixer.init=scaled"),
+        64,
+    ),
     _model("mega-chunk", "MEGA-chunk", "chunk", 64),
     _model("s4d", "S4D, states", "ssm.d_state", 64),
     _model("mamba2", "Mamba-2, states", "d_state", 64),
@@ -105,7 +111,7 @@ def in_context_trials() -> tuple[Trial, ...]:
             title=model.title,
             recipe=test.recipe,
             arguments=(*test.arguments, *model.arguments),
-            match=model.row != "seqboat",
+            match=not model.row.startswith("seqboat"),
             row=model.row,
             task=name,
             size=model.size,
@@ -230,10 +236,10 @@ def _by_time(study: Study, found: dict[str, Record]) -> Callable[[Any], Any] | N
 IN_CONTEXT = Study(
     name="in-context",
     title="Recall, needles and memory",
-    about="Two layers with as many parameters as the recipe's SeqBoat (width 64), the same processor time for all, and "
-    "a learning rate chosen from three. The state is what a model carries along after reading an example; that of the "
-    "Transformer grows with the text. Recall: which value stood beside this key? Needle: which digit was given for this "
-    "letter, byte by byte? Memorization: pairs that never change, which the weights must hold.",
+    about="Two layers with as many parameters as the recipe's SeqBoat (width 64), the same processor time for all, "
+    "and a learning rate chosen from three. The state is what a model carries along after reading an example; that "
+    "of the Transformer grows with the text. Recall: which value stood beside a key? Needle: which digit was given "
+    "to this letter, byte by byte? Memorization: pairs that never change, which the weights must hold.",
     trials=in_context_trials(),
     budget=20.0,
     command="seqboat reproduce in-context",

@@ -14,14 +14,14 @@ from seqboat.paper.tables import Pictures, Record
 
 def write_page(page: Path) -> list[Record]:
     """Write the page and its figures; returns the records behind it."""
-    records = read_records(page)
+    records, source = read_records(page), records_path(page).name
     lines = [
         "# Evidence at equal compute",
         "",
-        f"Written by `seqboat reproduce` from [{records_path(page).name}]({records_path(page).name}), which has a line "
-        "of JSON for each run with its command, commit, seed and processor time; do not edit it by hand. Seconds are of "
-        "one processor core and of training steps only. On a busy machine they hold fewer steps, for all models alike. "
-        "What this means in practice is in [choosing.md](choosing.md).",
+        f"Written by `seqboat reproduce` from [{source}]({source}), which has a line of JSON for each run with its "
+        "command, commit, seed and processor time; do not edit it by hand. Seconds are of one processor core and of "
+        "training steps only. On a busy machine they hold fewer steps, for all models alike. What this means in "
+        "practice is in [choosing.md](choosing.md).",
         "",
     ]
     for study in STUDIES.values():
@@ -62,8 +62,8 @@ def _section(study: Study, records: Sequence[Record], pictures: Pictures) -> lis
 def _count(records: Sequence[Record], budgets: Sequence[float], wanted: int) -> str:
     """How much of a study is there, by budget."""
     return " ".join(
-        f"{sum(r['budget'] == budget for r in records)} of {wanted} runs with {budget:g} s are here; the same command "
-        "continues."
+        f"{sum(r['budget'] == budget for r in records)} of {wanted} runs with {budget:g} s are here; the same "
+        "command continues."
         for budget in budgets
     )
 

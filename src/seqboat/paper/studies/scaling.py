@@ -164,8 +164,8 @@ def _prediction(budgets: Sequence[float], fits: dict[tuple[str, float], Fit | No
         )
         if inside:
             text += (
-                f"; the best size grows with the power {growth:.2f} of the time, so that 39M parameters would be best at "
-                f"about {reach / 86400:,.0f} days of this core, and the two formulas put the loss there between "
+                f"; the best size grows with the power {growth:.2f} of the time, so 39M parameters would be best "
+                f"at about {reach / 86400:,.0f} days of this core, and the two formulas put the loss there between "
                 f"{max(high.loss - fall * math.log10(reach / two), 0.0):.2f} and "
                 f"{high.loss * (reach / two) ** power:.2f} bits"
             )
@@ -179,8 +179,8 @@ def _prediction(budgets: Sequence[float], fits: dict[tuple[str, float], Fit | No
             "",
             "Two budgets and five sizes fix two numbers per model. A straight line through two points has no error "
             "bar, the extrapolation spans orders of magnitude, and text has an entropy that no formula here knows: "
-            "these numbers bound nothing about 39M parameters and are no prediction to rely on. The paper's model reaches "
-            "1.02 bits.",
+            "these numbers bound nothing about 39M parameters and are no prediction to rely on. The paper's model "
+            "reaches 1.02 bits.",
             "",
         ]
     return lines
@@ -219,9 +219,10 @@ def _runs(study: Study, records: Sequence[Record]) -> list[str]:
 SCALING = Study(
     name="scaling",
     title="Scaling on enwik8",
-    about="Bits per byte on a part of the test text against the number of parameters, for the same processor time. Every "
-    "size is trained twice, with a budget and with four times as much; of each, a quarter chooses the learning rate. "
-    "Lines are parabolas in the logarithm of the size. How many tokens are active is in the last panel and column.",
+    about="Bits per byte on a part of the test text against the number of parameters, for the same processor time. "
+    "Every size is trained twice, with a budget and with four times as much; of each, a quarter chooses the "
+    "learning rate. Lines are parabolas in the logarithm of the size. How many tokens are active is in the "
+    "last panel and column.",
     trials=scaling_trials(),
     budget=15.0,
     multiples=(1.0, 4.0),

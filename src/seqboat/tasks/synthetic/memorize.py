@@ -1,4 +1,4 @@
-"""Memorize: which value always belongs to this key? The pairs are the same in all examples, so weights must hold them.
+"""Memorize: which value always belongs to this key? The pairs are those of all examples: the weights hold them.
 
     inputs    A _ C _ B _ A _        a key, then a blank
     targets   . 4 . 6 . 3 . 4        its value, at the blank

@@ -1,0 +1,329 @@
+"""Studies at equal processor time: budgets are kept, runs resume, records add up, pages say what is missing."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from seqboat.cli import main
+from seqboat.data.files import Lock
+from seqboat.paper.matching import count_of_run
+from seqboat.paper.studies import STUDIES, budget
+from seqboat.paper.studies import page as page_module
+from seqboat.paper.studies.budget import fit_batch, fit_steps, spend
+from seqboat.paper.studies.in_context import TESTS, in_context_trials
+from seqboat.paper.studies.page import write_page
+from seqboat.paper.studies.run import chosen_cells, run_cells
+from seqboat.paper.studies.scaling import fit_sizes, scaling_trials
+from seqboat.paper.studies.store import append_records, read_records
+from seqboat.paper.studies.study import Study
+from seqboat.paper.studies.tables import FIRST, ORDER, SEEDED, TABLES, by_cell, standard_error, standing
+from seqboat.paper.trials import Trial
+from seqboat.recipes import RECIPES, ROWS
+from seqboat.runs import Run
+from seqboat.tasks import TASKS
+from seqboat.training.config import RunConfig
+from small_runs import ToyConfig, small_run
+
+RATES = (0.001, 0.01)
+
+
+def toy(mixer: Any = None) -> RunConfig:
+    """A toy."""
+    return small_run()
+
+
+def show_names(study: Study, records: Any, pictures: Any) -> list[str]:
+    return [f"- {r['trial']} {r['seed']} {r['test']:.2f}" for r in records]
+
+
+@pytest.fixture
+def study(monkeypatch: pytest.MonkeyPatch) -> Study:
+    """Two models whose steps take exactly 0.01 s each, as far as planning knows."""
+    monkeypatch.setitem(TASKS, "toy", ToyConfig)
+    monkeypatch.setitem(RECIPES, "toy", toy)
+    monkeypatch.setattr(budget, "step_seconds", lambda config, *a, **k: 0.01)
+    monkeypatch.setattr(budget, "per_step", lambda metrics, clock: 0.01)
+    made = Study(
+        name="toys",
+        title="Toys",
+        about="Toys.",
+        trials=(
+            Trial(name="toy", title="Toy", recipe="toy", seeds=2, row="seqboat", task="toy"),
+            Trial(
+                name="s4d", title="S4D", recipe="toy", arguments=("--model.mixer=s4d",), row="s4d", task="toy"
+            ),
+        ),
+        budget=0.4,
+        rates=RATES,
+        command="seqboat reproduce toys",
+        show=show_names,
+    )
+    monkeypatch.setitem(STUDIES, "toys", made)
+    return made
+
+
+def test_a_budget_pays_for_the_search_and_for_the_run(study: Study, tmp_path: Path) -> None:
+    record = spend(study.trials[0], 0, 0.4, tmp_path, rates=RATES)
+    assert record["batch"] == 4, "batches are halved so that enough steps fit, but not below four sequences"
+    # three quarters of 0.4 s are 30 steps of 0.01 s; the two short runs share the last quarter
+    assert record["steps"] == 30
+    assert [len(Run(tmp_path / f"lr-{rate:g}").metrics) > 0 for rate in RATES] == [True, True]
+    # at first a step of four sequences is thought to take half as long as one of eight
+    assert Run(tmp_path / "lr-0.001").config.schedule.steps == 10
+    rate, loss = min(record["sweep"], key=lambda pair: pair[1])
+    assert (record["lr"], len(record["sweep"])) == (rate, 2) and loss > 0
+    assert [step for _, step, _ in record["curve"]] == [8, 16, 24, 30]
+    assert record["training_seconds"] == pytest.approx(0.3)
+    assert 0 <= record["test"] <= 1 and len(record["activation"]) == 2
+    config = Run(tmp_path / "seed-0").config
+    assert (config.schedule.shape, config.schedule.warmup_steps, config.optimizer.lr) == ("linear", 3, rate)
+    assert "--schedule.steps=30 --schedule.warmup_steps=3 --schedule.warmup_from=1e-07" in record["command"]
+    json.dumps(record)
+
+
+def test_other_seeds_take_the_rate_of_the_first(study: Study, tmp_path: Path) -> None:
+    first = spend(study.trials[0], 0, 0.4, tmp_path, rates=RATES)
+    (tmp_path / "lr-0.01" / "metrics.jsonl").unlink()  # nothing of the search is looked at again
+    second = spend(study.trials[0], 1, 0.4, tmp_path, rates=RATES)
+    assert [second[k] for k in ("lr", "batch", "steps")] == [first[k] for k in ("lr", "batch", "steps")]
+    assert (first["seed"], second["seed"]) == (0, 1) and first["losses"] != second["losses"]
+
+
+def test_without_rates_the_whole_budget_trains(study: Study, tmp_path: Path) -> None:
+    record = spend(study.trials[0], 0, 0.4, tmp_path)
+    assert (record["steps"], record["lr"], record["sweep"]) == (40, 0.01, [])
+
+
+def test_batches_are_the_recipe_s_if_the_time_suffices(study: Study) -> None:
+    # eight sequences take 0.01 s
+    config = toy()
+    assert fit_batch(config, 1e6) == (8, pytest.approx(0.01))
+    assert fit_batch(config, 2.0) == (4, pytest.approx(0.005))
+
+
+def test_steps_fill_a_time() -> None:
+    config = fit_steps(toy(), 1.0, 0.01, 4)
+    assert (config.schedule.steps, config.schedule.warmup_steps, config.evaluation.every) == (100, 10, 25)
+    assert fit_steps(toy(), 0.001, 0.01, 4).schedule.steps == 8, "enough for every evaluation"
+
+
+def test_a_run_that_diverges_is_recorded_as_such(
+    study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(budget, "_train", lambda config, folder, display: False)
+    record = spend(study.trials[0], 0, 0.4, tmp_path, rates=RATES)
+    assert record["diverged"] and record["sweep"] == [[0.001, None], [0.01, None]] and record["lr"] == 0.001
+
+
+def test_a_study_runs_once_and_continues(study: Study, tmp_path: Path) -> None:
+    page, told = tmp_path / "evidence.md", []
+    cells = study.cells(0.4)
+    assert [(c.trial.name, c.seed) for c in cells] == [("toy", 0), ("s4d", 0), ("toy", 1)]
+    assert run_cells(cells[:1], page, tmp_path, tell=told.append) == 1
+    assert "accuracy" in told[0] and told[0].startswith("Toy, toy, seed 0, 0.4 s")
+    # another process works on the second one
+    folder = cells[1].folder(tmp_path)
+    folder.mkdir(parents=True)
+    with Lock(folder):
+        assert run_cells(cells, page, tmp_path, tell=told.append) == 1
+    assert "left to another process" in told[1]
+    assert run_cells(cells, page, tmp_path, tell=told.append) == 1
+    assert run_cells(cells, page, tmp_path, tell=told.append) == 0
+    assert [(r["trial"], r["seed"]) for r in read_records(page)] == [("toy", 0), ("toy", 1), ("s4d", 0)]
+
+
+def test_the_command_runs_shows_and_rewrites(
+    study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(page_module, "STUDIES", {"toys": study})
+    page = tmp_path / "docs" / "evidence.md"
+    words = ["reproduce", "toys", "--out", str(tmp_path), "--page", str(page), "--device=cpu"]
+    assert main([*words, "--dry-run"]) == 0
+    assert "0 of 3 runs done" in capsys.readouterr().out and not page.exists()
+    assert main([*words, "--only", "toy", "--seeds", "1"]) == 0
+    assert main([*words, "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert "1 of 3 runs done" in shown and "seed 1, 0.4 s: begun" in shown
+    text = page.read_text(encoding="utf-8")
+    assert "1 of 3 runs with 0.4 s are here" in text and "- toy 0 0." in text
+    page.unlink()
+    assert main([*words, "--rewrite"]) == 0
+    assert page.read_text(encoding="utf-8") == text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["toys", "--budget", "0"], "--budget must be positive, got 0"),
+        (["lra", "--budget", "5"], "--budget goes with a study"),
+        (["toys", "lra"], "run other targets separately"),
+        (["toys", "--scale", "paper"], "nothing to run at --scale paper"),
+        (["toys", "--rows", "mega"], "fit nothing"),
+        (["toys", "--processes", "2"], "--processes must be 1"),
+    ],
+)
+def test_wrong_commands_say_what_is_wrong(
+    study: Study, words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["reproduce", *words, "--out", str(tmp_path)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def _append(path: str, start: int) -> None:
+    for seed in range(start, start + 20):
+        append_records(
+            Path(path), [{"study": "s", "trial": "t", "budget": 1.0, "seed": seed, "x": "y" * 2000}]
+        )
+
+
+def test_processes_add_records_side_by_side(tmp_path: Path) -> None:
+    page = tmp_path / "evidence.md"
+    context = multiprocessing.get_context("fork")
+    workers = [context.Process(target=_append, args=(str(page), 20 * i)) for i in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert sorted(r["seed"] for r in read_records(page)) == list(range(60))
+    append_records(page, [{"study": "s", "trial": "t", "budget": 1.0, "seed": 0, "x": "again"}])
+    assert len(read_records(page)) == 60 and read_records(page)[0]["x"] == "again"
+    with page.with_suffix(".jsonl").open("a") as file:
+        file.write('{"study": "s"}\n')
+    with pytest.raises(ValueError, match=r"evidence.jsonl:62 does not hold a record of a study"):
+        read_records(page)
+
+
+# what the studies consist of
+
+
+def test_the_tables_have_every_row_of_the_paper_and_its_successors() -> None:
+    cells = {(trial.row, trial.task) for trial in TABLES.trials}
+    assert len(cells) == len(TABLES.trials)
+    for rows in ROWS.values():
+        assert {(row, task) for row, entry in rows.items() for task in entry.recipes} <= cells
+    assert {(row, task) for row in FIRST for task in ORDER} <= cells
+    first = TABLES.trials[: len(FIRST)]
+    assert [trial.row for trial in first] == list(FIRST) and {trial.task for trial in first} == {"listops"}
+    assert {trial.row for trial in TABLES.trials if trial.seeds == 3} == set(SEEDED)
+
+
+@pytest.mark.parametrize("row", FIRST)
+def test_models_of_a_table_have_as_many_parameters(row: str) -> None:
+    """Within three percent: the width of some models comes in steps."""
+    for task in ("listops", "enwik8"):
+        trial = next(t for t in TABLES.trials if (t.row, t.task) == (row, task))
+        own = next(t for t in TABLES.trials if (t.row, t.task) == ("seqboat", task))
+        assert count_of_run(trial.config(0)) == pytest.approx(count_of_run(own.config(0)), rel=0.03)
+
+
+@pytest.mark.parametrize("trial", [*in_context_trials(), *scaling_trials()], ids=lambda trial: trial.name)
+def test_trials_build(trial: Trial) -> None:
+    config = dataclasses.replace(trial, match=False).config(0)
+    assert config.model.mixer.causal and config.recipe == trial.recipe
+
+
+def test_tests_of_memory_have_the_chance_that_is_stated() -> None:
+    for name, test in TESTS.items():
+        trial = next(t for t in in_context_trials() if t.task == name)
+        task = trial.config(0).build_task()
+        data = task.dataset("val")
+        answers = {int(token) for i in range(200) for token in data[i].target if token >= 0}
+        assert len(answers) == pytest.approx(1 / test.chance, abs=1.5), name
+
+
+def test_scores_are_compared_by_task_and_direction() -> None:
+    def record(row: str, task: str, *tests: float) -> list[dict[str, Any]]:
+        metric, better = ("bits", "lower") if task == "enwik8" else ("accuracy", "higher")
+        return [
+            {
+                "row": row,
+                "task": task,
+                "seed": i,
+                "test": t,
+                "examples": 400,
+                "metric": metric,
+                "better": better,
+            }
+            for i, t in enumerate(tests)
+        ]
+
+    scores = by_cell(
+        [
+            *record("seqboat", "listops", 0.5),
+            *record("s4d", "listops", 0.4),
+            *record("seqboat", "image", 0.5),
+            *record("s4d", "image", 0.51),
+            *record("seqboat", "enwik8", 2.0, 2.1),
+            *record("s4d", "enwik8", 1.0, 1.1),
+            *record("seqboat", "text", 0.5),
+            {"row": "s4d", "task": "text", "diverged": True},
+        ]
+    )
+    found = standing(scores, "seqboat", "s4d")
+    assert (found.tasks, found.ahead, found.clearly_ahead) == (3, ["listops"], ["listops"])
+    assert found.clearly_behind == ["enwik8"]
+    assert standard_error(scores["seqboat", "listops"]) == pytest.approx(0.025)
+    assert standard_error(scores["seqboat", "enwik8"]) == pytest.approx(0.05)
+
+
+def test_the_best_size_is_inside_or_at_the_edge() -> None:
+    falling = fit_sizes([(1e5, 3.0), (1e6, 2.0), (1e7, 1.5)])
+    assert falling is not None and not falling.inside and falling.loss == pytest.approx(1.5)
+    assert falling.parameters == pytest.approx(1e7) and fit_sizes([(1e5, 3.0), (1e6, 2.0)]) is None
+
+
+def test_cells_are_chosen_by_row_and_task() -> None:
+    cells = chosen_cells(TABLES.cells(10.0, 1), rows=["s*"], tasks=["speech"])
+    assert {cell.trial.row for cell in cells} == {
+        "seqboat",
+        "seqboat-full",
+        "s4",
+        "s4d",
+        "s5",
+        "samba",
+        "samba-gdn",
+    }
+
+
+def test_a_page_of_every_study_is_written_from_records(tmp_path: Path) -> None:
+    """Two made-up runs of each study: tables, figures and what is missing."""
+    records = []
+    for study in (s for s in STUDIES.values() if s.name != "toys"):
+        for number, cell in enumerate(study.cells(study.budget)[: 6 * len(study.multiples)]):
+            records.append(
+                {
+                    **study.describe(cell.trial),
+                    "budget": cell.budget,
+                    "seed": cell.seed,
+                    "metric": "accuracy",
+                    "better": "higher",
+                    "test": 0.5 + 0.01 * number,
+                    "examples": 100,
+                    "activation": [0.5, None],
+                    "curve": [[1.0, 10, 0.4], [2.0, 20, 0.5]],
+                    "training_seconds": 2.0,
+                    "tokens_per_second": 1000.0,
+                    "step_memory_mb": 10.0,
+                    "processor_seconds": 3.0,
+                    "state_bytes": 2048 * (number + 1),
+                    "parameters": 1000 * (number + 1),
+                    "lr": 0.001,
+                    "steps": 20,
+                    "batch": 4,
+                    "versions": {"torch": "2"},
+                    "commit": "abc",
+                }
+            )
+    page = tmp_path / "evidence.md"
+    append_records(page, records)
+    write_page(page)
+    text = page.read_text(encoding="utf-8")
+    assert "SeqBoat is at or above **MEGA-chunk** on 0 of 1 tasks" in text
+    assert "Not run: " in text and "not run" in text and "abc" in text
+    assert len(list((tmp_path / "images").glob("evidence-*.svg"))) == 2 * 4
