@@ -28,6 +28,7 @@ from seqboat.paper.tables import Record
 from seqboat.paper.targets.base import per_step, step_memory
 from seqboat.paper.trials import Trial
 from seqboat.runs import Run
+from seqboat.tasks.base import Split
 from seqboat.training.config import RunConfig
 from seqboat.training.display import Display
 from seqboat.training.loop import EXIT_DIVERGED, train
@@ -43,9 +44,9 @@ SMALLEST = 4
 """...but not below this many sequences."""
 SAMPLE = 8
 """Sequences in a batch of the steps that are timed before anything is known."""
-VALIDATED, SCORED = 80_000, 400_000
-"""Tokens of the validation and of the test split that are scored, at most."""
-EVALUATIONS = 4
+VALIDATED, SCORED = 2_000, 10_000
+"""Tokens of the validation and of the test split that are scored, for each second of a budget."""
+EVALUATIONS = 3
 """During the run that is scored."""
 
 
@@ -85,7 +86,7 @@ def spend(
     plan = _planned(own, seconds, folder, rates, display or Display())
     config = own.replace(training={"batch_size": plan["batch"]}, optimizer={"lr": plan["lr"]})
     share = 1 - SWEEP if rates else 1.0
-    final = fit_steps(config, share * seconds, plan["step_seconds"], EVALUATIONS)
+    final = fit_steps(config, share * seconds, plan["step_seconds"], EVALUATIONS, VALIDATED * seconds)
     final = dataclasses.replace(final, seed=seed)
     run = folder / f"seed-{seed}"
     done = _train(final, run, display or Display())
@@ -99,10 +100,12 @@ def spend(
         "batch": plan["batch"],
         "steps": final.schedule.steps,
     }
-    return record | (_observe(run, final) if done else {"diverged": True})
+    return record | (_observe(run, final, seconds) if done else {"diverged": True})
 
 
-def fit_steps(config: RunConfig, seconds: float, step: float, evaluations: int) -> RunConfig:
+def fit_steps(
+    config: RunConfig, seconds: float, step: float, evaluations: int, tokens: float = math.inf
+) -> RunConfig:
     """A run with as many steps as fit into a time; a tenth of them is linear warm-up, the rest linear decay.
 
     Args:
@@ -110,14 +113,11 @@ def fit_steps(config: RunConfig, seconds: float, step: float, evaluations: int) 
         seconds: for training.
         step: seconds of one.
         evaluations: spread evenly over the run, the last of them after its end.
+        tokens: of the validation split that are scored, about.
     """
     steps = max(round(seconds / step), 2 * evaluations)
     every = -(-steps // evaluations)
-    task = config.build_task()
-    examples = max(VALIDATED // _tokens(config), 1)
-    if config.training.carry_state:
-        examples = max(examples, config.evaluation.batch_size)
-    examples = min(examples, len(task.dataset(config.evaluation.split)))
+    limit = _examples(config, config.evaluation.split, tokens)
     return config.replace(
         schedule={
             "steps": steps,
@@ -127,7 +127,7 @@ def fit_steps(config: RunConfig, seconds: float, step: float, evaluations: int) 
             "shape": "linear",
         },
         training={"log_every": max(steps // 20, 1), "save_every": every},
-        evaluation={"every": every, "limit": examples, "patience": None},
+        evaluation={"every": every, "limit": limit, "patience": None},
     )
 
 
@@ -160,7 +160,7 @@ def _planned(
         paces = []
         for rate in rates:
             tried = config.replace(optimizer={"lr": rate})
-            tried = fit_steps(tried, SWEEP * seconds / len(rates), step, 1)
+            tried = fit_steps(tried, SWEEP * seconds / len(rates), step, 1, VALIDATED * seconds)
             run = folder / f"lr-{rate:g}"
             loss = math.inf
             if _train(tried, run, display):
@@ -185,12 +185,11 @@ def _train(config: RunConfig, folder: Path, display: Display) -> bool:
     return outcome.exit_code == 0
 
 
-def _observe(folder: Path, config: RunConfig) -> Record:
+def _observe(folder: Path, config: RunConfig, seconds: float) -> Record:
     """What a finished run showed."""
     run = Run(folder)
     task, metrics, about = run.task, run.metrics, run.about
-    limit = max(SCORED // _tokens(config), config.evaluation.batch_size)
-    test = run.evaluate("test", limit=min(limit, len(task.dataset("test"))))
+    test = run.evaluate("test", limit=_examples(config, "test", SCORED * seconds))
     step = per_step(metrics, "processor") or 0.0
     scored = [r for r in metrics if r["split"] == config.evaluation.split]
     trained = [r for r in metrics if r["split"] == "train"]
@@ -221,6 +220,12 @@ def state_size(run: Run, length: int) -> int:
     """Bytes that a language model carries along after so many tokens of one sequence."""
     model = run.language_model.eval()
     return state_bytes(model(torch.zeros(1, length, dtype=torch.long)).state)
+
+
+def _examples(config: RunConfig, split: Split, tokens: float) -> int:
+    """How many examples of a split have so many tokens: a batch at least, all at most."""
+    least = config.evaluation.batch_size
+    return int(min(max(tokens / _tokens(config), least), len(config.build_task().dataset(split))))
 
 
 def _tokens(config: RunConfig) -> int:
