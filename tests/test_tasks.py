@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import glob
 import io
 import json
@@ -34,6 +35,7 @@ from seqboat.tasks import (
     ImageTaskConfig,
     ListOpsTaskConfig,
     LMTextTaskConfig,
+    MemorizeTaskConfig,
     NeedleTaskConfig,
     RecallTaskConfig,
     RegressTaskConfig,
@@ -164,6 +166,7 @@ def build(name: str, root: Path, user_files: Path) -> Task:
         "recall": lambda: RecallTaskConfig(train_size=20, eval_size=5),
         "copy": lambda: CopyTaskConfig(train_size=20, eval_size=5),
         "needle": lambda: NeedleTaskConfig(train_size=20, eval_size=5),
+        "memorize": lambda: MemorizeTaskConfig(train_size=20, eval_size=5),
         "classify": lambda: ClassifyTaskConfig(train=str(user_files / "rows.csv")),
         "regress": lambda: RegressTaskConfig(train=str(user_files / "numbers.csv")),
         "tag": lambda: TagTaskConfig(train=str(user_files / "tags.jsonl")),
@@ -635,6 +638,46 @@ def test_recall_asks_for_each_key_once_and_answers_right() -> None:
         RecallTaskConfig(length=17, pairs=6)
     with pytest.raises(ValueError, match="vocab must be at least 13"):
         RecallTaskConfig(pairs=6, vocab=12)
+
+
+def test_noise_stands_between_pairs_and_is_never_asked_for() -> None:
+    config = RecallTaskConfig(length=48, pairs=4, vocab=31, noise=0.5)
+    dataset = config.build().dataset("test")
+    places = set()
+    for i in range(50):
+        inputs, targets, *_ = dataset[i]
+        assert isinstance(targets, np.ndarray)
+        context = inputs[: 2 * 4 + 18]  # half of the 36 tokens that are neither pairs nor questions
+        (at,) = np.nonzero(context <= 10)
+        memory = dict(zip(context[at].tolist(), context[at + 1].tolist(), strict=True))
+        places |= set(at.tolist())
+        assert len(memory) == 4 and all(10 < value <= 20 for value in memory.values())
+        assert (np.delete(context, [*at, *(at + 1)]) > 20).all() and (context > 0).all()
+        asked = np.flatnonzero(targets != IGNORE)
+        assert [memory[key] for key in inputs[asked].tolist()] == targets[asked].tolist()
+        assert len(asked) == 4 and (inputs[26:] <= 10).all()
+    assert len(places) > 20
+    with pytest.raises(ValueError, match=r"noise must lie in \[0, 1\], got 2"):
+        RecallTaskConfig(noise=2)
+    with pytest.raises(ValueError, match="vocab must be at least 13 for 4 different keys, got 12"):
+        RecallTaskConfig(pairs=4, vocab=12, noise=0.1)
+
+
+def test_memorized_pairs_are_the_same_in_all_examples() -> None:
+    config = MemorizeTaskConfig(length=31, vocab=20)
+    pairs: dict[int, int] = {}
+    for split in SPLITS:
+        dataset = config.build().dataset(split)
+        for i in range(20):
+            inputs, targets, *_ = dataset[i]
+            assert isinstance(targets, np.ndarray)
+            for key, value in zip(inputs[0:30:2].tolist(), targets[1:30:2].tolist(), strict=True):
+                assert pairs.setdefault(key, value) == value
+            assert not inputs[1:30:2].any() and (targets[0::2] == IGNORE).all()
+    assert sorted(pairs) == list(range(1, 10)) and sorted(pairs.values()) == list(range(10, 19))
+    assert dataclasses.replace(config, seed=1).build().dataset("val")[0].target.tolist() != targets.tolist()
+    with pytest.raises(ValueError, match="length must be at least 2"):
+        MemorizeTaskConfig(length=1)
 
 
 def test_copy_wants_the_tokens_in_order() -> None:

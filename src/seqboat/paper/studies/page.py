@@ -28,6 +28,7 @@ def write_page(page: Path) -> list[Record]:
         mine = [r for r in records if r["study"] == study.name]
         pictures = Pictures(page.parent, True, f"evidence-{study.name}", study.title)
         lines += _section(study, mine, pictures)
+    page.parent.mkdir(parents=True, exist_ok=True)
     write_text(page, "\n".join(lines).rstrip() + "\n")
     return records
 
