@@ -142,9 +142,7 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError("--keep goes with merge")
     studies = _studies(options)
     if studies:
-        from seqboat.commands.study import run_studies
-
-        return run_studies(options, studies, make_machine(options))
+        return _run_studies(options, studies)
     if options.budget is not None:
         raise ValueError("--budget goes with a study: seqboat reproduce tables --scale small --budget 60")
     if options.rewrite:
@@ -162,7 +160,7 @@ def run(options: argparse.Namespace) -> int:
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--out {folder} must be a folder, got a file")
     _check_page(page)
-    rows, tasks = split_names(options.rows), split_names(options.tasks)
+    rows, tasks = _names(options.rows), _names(options.tasks)
     jobs: list[Job] = []
     measurements: list[Measurement] = []
     targets = _targets(options.target)
@@ -219,7 +217,7 @@ def make_machine(options: argparse.Namespace) -> Machine:
     return Machine(settings=tuple(fields), processes=options.processes, memory=memory if fit else None)
 
 
-def split_names(text: str | None) -> list[str]:
+def _names(text: str | None) -> list[str]:
     """The names of a list with commas."""
     return [name.strip() for name in (text or "").split(",") if name.strip()]
 
@@ -240,6 +238,62 @@ def _studies(options: argparse.Namespace) -> list[Study]:
     return found
 
 
+def _run_studies(options: argparse.Namespace, studies: Sequence[Study]) -> int:
+    """Run what is left of some studies, and write their page."""
+    from seqboat.paper.studies.budget import Stopped
+    from seqboat.paper.studies.page import write_page
+    from seqboat.paper.studies.run import chosen_cells, run_cells
+    from seqboat.paper.studies.store import read_records, record_key
+
+    machine = make_machine(options)
+    page = Path(options.page) if options.page else Path(options.out) / "evidence.md"
+    if options.budget is not None and not options.budget > 0:
+        raise ValueError(f"--budget must be positive, got {options.budget:g}")
+    if machine.processes > 1:
+        raise ValueError("studies compare the time of one process: --processes must be 1")
+    if options.rewrite or options.collect:
+        print(f"wrote {page} from {len(write_page(page))} records")
+        return 0
+    cells = []
+    for study in studies:
+        cells += chosen_cells(
+            study.cells(options.budget or study.budget, options.seeds),
+            options.only,
+            _names(options.rows),
+            _names(options.tasks),
+        )
+    if not cells:
+        raise ValueError("--rows, --tasks and --only fit nothing; --dry-run without them shows what there is")
+    done = {record_key(r) for r in read_records(page)}
+    left = [cell for cell in cells if cell.key not in done]
+    if options.dry_run:
+        for cell in cells:
+            state = (
+                "done"
+                if cell.key in done
+                else "begun"
+                if cell.folder(Path(options.out)).is_dir()
+                else "to run"
+            )
+            print(f"  {cell.trial.name}: {cell.describe()}: {state}; {cell.trial.command(cell.seed)}")
+    minutes = sum(cell.budget for cell in left) / 60
+    print(
+        f"{len(cells) - len(left)} of {len(cells)} runs done; about {minutes:.0f} minutes of one core left",
+        flush=True,
+    )
+    if options.dry_run:
+        return 0
+    try:
+        run_cells(left, page, Path(options.out), machine.settings, lambda line: print(line, flush=True))
+    except Stopped as stopped:
+        print(f"{stopped}; the same command continues", file=sys.stderr)
+        return stopped.exit_code
+    finally:
+        write_page(page)
+    print(f"wrote {page}")
+    return 0
+
+
 def _targets(names: Sequence[str]) -> list[Target]:
     """The targets of these names, each once, and those of groups."""
     from seqboat.paper.targets import GROUPS, TARGETS
@@ -256,7 +310,7 @@ def _nothing(options: argparse.Namespace, targets: Sequence[Target]) -> str:
     """Why no part of the targets was chosen, and what there is."""
     trials = [trial for target in targets for trial in target.trials(options.scale)]
     for name in ("rows", "tasks"):
-        wanted = split_names(getattr(options, name))
+        wanted = _names(getattr(options, name))
         known = dict.fromkeys(getattr(trial, name[:-1]) for trial in trials)
         if wanted and not any(fnmatchcase(one, pattern) for one in known for pattern in wanted):
             return f"--{name} {','.join(wanted)} fits nothing; there are {', '.join(known)}"
