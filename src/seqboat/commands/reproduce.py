@@ -234,7 +234,9 @@ def _studies(options: argparse.Namespace) -> list[Study]:
         return []
     found = [STUDIES[name] for name in dict.fromkeys(options.target) if name in STUDIES]
     if found and len(found) < len(set(options.target)):
-        raise ValueError(f"{found[0].name} is a study with a page of its own: run other targets separately")
+        raise ValueError(
+            f"{found[0].name} is a study, which has a separate page: run other targets separately"
+        )
     return found
 
 

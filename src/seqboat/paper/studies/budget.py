@@ -85,8 +85,8 @@ def spend(
     own = dataclasses.replace(trial, arguments=(*trial.arguments, *machine)).config(0)
     plan = _planned(own, seconds, folder, rates, display or Display())
     config = own.replace(training={"batch_size": plan["batch"]}, optimizer={"lr": plan["lr"]})
-    share = 1 - SWEEP if rates else 1.0
-    final = fit_steps(config, share * seconds, plan["step_seconds"], EVALUATIONS, VALIDATED * seconds)
+    left = _left(seconds, rates)
+    final = fit_steps(config, left, plan["step_seconds"], EVALUATIONS, VALIDATED * seconds)
     final = dataclasses.replace(final, seed=seed)
     run = folder / f"seed-{seed}"
     done = _train(final, run, display or Display())
@@ -144,6 +144,11 @@ def fit_batch(config: RunConfig, seconds: float) -> tuple[int, float]:
     return batch, batch * each
 
 
+def _left(seconds: float, rates: Sequence[float]) -> float:
+    """What the search for a learning rate leaves of a budget."""
+    return (1 - SWEEP) * seconds if rates else seconds
+
+
 def _planned(
     config: RunConfig, seconds: float, folder: Path, rates: Sequence[float], display: Display
 ) -> dict[str, Any]:
@@ -152,8 +157,7 @@ def _planned(
     if path.exists():
         found: dict[str, Any] = read_json(path)
         return found
-    share = 1 - SWEEP if rates else 1.0
-    batch, step = fit_batch(config, share * seconds)
+    batch, step = fit_batch(config, _left(seconds, rates))
     config = config.replace(training={"batch_size": batch})
     plan: dict[str, Any] = {"batch": batch, "lr": config.optimizer.lr, "sweep": [], "step_seconds": step}
     if rates:
@@ -217,13 +221,13 @@ def _observe(folder: Path, config: RunConfig, seconds: float) -> Record:
 
 @torch.inference_mode()
 def state_size(run: Run, length: int) -> int:
-    """Bytes that a language model carries along after so many tokens of one sequence."""
+    """Bytes that a language model carries along after reading this many tokens of one sequence."""
     model = run.language_model.eval()
     return state_bytes(model(torch.zeros(1, length, dtype=torch.long)).state)
 
 
 def _examples(config: RunConfig, split: Split, tokens: float) -> int:
-    """How many examples of a split have so many tokens: a batch at least, all at most."""
+    """How many examples of a split have this many tokens: a batch at least, all at most."""
     least = config.evaluation.batch_size
     return int(min(max(tokens / _tokens(config), least), len(config.build_task().dataset(split))))
 
