@@ -1,19 +1,27 @@
 """First contacts: small tasks that a new user tries, with the library's defaults beside what they would use instead.
 
-    python benchmarks/first_contacts.py --out first_contacts.json --seeds 0 1 2 3 4
-    python benchmarks/first_contacts.py --out first_contacts.json --tasks adding --models seqboat encoder
-    python benchmarks/first_contacts.py --out first_contacts.json --table
+    python benchmarks/first_contacts.py --out first_contacts.json --reviews imdb_train.jsonl.xz
+    python benchmarks/first_contacts.py --out first_contacts.json --tasks adding --models seqboat encoder --seeds 0
+    python benchmarks/first_contacts.py --out first_contacts.json --page docs/first-contacts.md
 
-Every model is an input layer, layers of one kind and a linear head, trained with plain AdamW and a constant learning
-rate after ten steps of warm-up: no recipe, nothing tuned for one of them. All models have about as many parameters as
-the encoder layers (the width is chosen for that). Steps are the same for all, and the processor time of each run is
-recorded: the table has the score after all steps, and the score at the time when the fastest model was done.
+Every model is an input layer, two layers of one kind and a linear head, trained with plain AdamW, batches of 32, ten
+steps of warm-up and linear decay: no recipe, nothing tuned for one of them. All models have about as many parameters
+as the encoder layers (the width is chosen for that). Steps are the same for all, and the processor time of each run
+is recorded: the table has the score after all steps, and the score when the fastest model was done.
 
-Tasks: adding (two marked numbers of 50; mean squared error), copy (4 tokens among 32), recall (4 pairs), listops
-(expressions of up to 30 tokens), needle (which symbol follows the one marker in 128 tokens), tickets (reviews in
-three classes by rating, 256 bytes; needs --reviews FILE, the JSONL file of IMDB training reviews).
+Tasks, small enough that all runs of five seeds take less than half an hour of one processor:
 
-Results are added to the JSON file run by run, with commit and command; runs that are there are not repeated.
+    adding    the sum of two marked numbers of 50; mean squared error; 200 steps
+    copy      4 tokens among 24 blanks, to be repeated in their order; 200 steps
+    recall    the value of one of 4 pairs, in 32 tokens; 250 steps
+    listops   nested expressions of up to 30 tokens; 150 steps
+    needle    which of 8 symbols follows the marker, in 24 tokens; 300 steps
+    tickets   reviews in three classes by rating, their first 128 bytes; 100 steps; needs --reviews FILE, the JSONL
+              file of IMDB training reviews
+
+Results are added to the JSON file run by run, with commit and command; runs that are there are not repeated, and
+files of several processes can be read together (--out FILE --also FILE ...). --page writes table and figure into a
+document.
 """
 
 from __future__ import annotations
@@ -24,6 +32,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,10 +53,15 @@ from seqboat.training.provenance import commit
 
 BATCH = 32
 LAYERS = 2
-EVERY = 20
+WARMUP = 10
+"""Steps until the learning rate is highest."""
+EVERY = 25
 """Steps between entries of a run's curve."""
-HELD_OUT = 8
-"""Batches that scores are computed on."""
+HELD_OUT = 4
+"""Batches that scores of a curve are computed on."""
+LAST = 16
+"""Batches that the last score is computed on."""
+ROOT = Path(__file__).parents[1]
 
 
 class Batch(NamedTuple):
@@ -85,7 +99,7 @@ def adding() -> Contact:
         inputs = torch.tensor(np.stack([values, marks], -1), dtype=torch.float32)
         return Batch(inputs, None, torch.tensor((values * marks).sum(1), dtype=torch.float32))
 
-    return Contact(draw, 1, None, 400)
+    return Contact(draw, 1, None, 200)
 
 
 def of_task(task: Any, steps: int) -> Contact:
@@ -103,19 +117,19 @@ def of_task(task: Any, steps: int) -> Contact:
 
 def needle() -> Contact:
     def draw(random: np.random.Generator, held_out: bool) -> Batch:
-        inputs = random.integers(2, 18, size=(BATCH, 128))
-        rows, places = np.arange(BATCH), random.integers(127, size=BATCH)
+        inputs = random.integers(2, 10, size=(BATCH, 24))
+        rows, places = np.arange(BATCH), random.integers(23, size=BATCH)
         inputs[rows, places] = 1
         return Batch(torch.tensor(inputs), None, torch.tensor(inputs[rows, places + 1] - 2))
 
-    return Contact(draw, 16, 18, 400)
+    return Contact(draw, 8, 10, 300)
 
 
 def tickets(path: str | None) -> Contact:
     if path is None:
         sys.exit("tickets needs --reviews FILE: the JSONL file of IMDB training reviews, plain or .xz")
     reviews = read_reviews(path, 3, 3000)
-    length = 256
+    length = 128
     texts = np.zeros((3000, length), np.int64)
     sizes, labels = np.zeros(3000, np.int64), np.zeros(3000, np.int64)
     for row, (review, label) in enumerate(reviews):
@@ -127,9 +141,10 @@ def tickets(path: str | None) -> Contact:
         mask = np.arange(length) < sizes[rows, None]
         return Batch(*(torch.tensor(part) for part in (texts[rows], mask, labels[rows])))
 
-    return Contact(draw, 3, 256, 400)
+    return Contact(draw, 3, 256, 100)
 
 
+@cache
 def contact(name: str, reviews: str | None) -> Contact:
     """A task by its name."""
     if name == "adding":
@@ -139,11 +154,11 @@ def contact(name: str, reviews: str | None) -> Contact:
     if name == "tickets":
         return tickets(reviews)
     if name == "copy":
-        return of_task(CopyTask(CopyTaskConfig(length=32, tokens=4)), 400)
+        return of_task(CopyTask(CopyTaskConfig(length=32, tokens=4)), 200)
     if name == "recall":
-        return of_task(RecallTask(RecallTaskConfig(length=32, pairs=4, vocab=32)), 600)
-    short = ShortListOpsTaskConfig(max_depth=3, max_tokens=30, train_size=20_000, eval_size=500)
-    return of_task(ShortListOpsTask(short), 400)
+        return of_task(RecallTask(RecallTaskConfig(length=32, pairs=4, vocab=32)), 250)
+    short = ShortListOpsTaskConfig(max_depth=3, max_tokens=30, train_size=5_000, eval_size=500)
+    return of_task(ShortListOpsTask(short), 150)
 
 
 TASKS = ("adding", "copy", "recall", "listops", "needle", "tickets")
@@ -246,10 +261,10 @@ def loss_of(task: Contact, out: Tensor, targets: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def score(task: Contact, model: Model) -> float:
+def score(task: Contact, model: Model, batches: int) -> float:
     random = np.random.default_rng(10_000)
     found, weights = [], []
-    for _ in range(HELD_OUT):
+    for _ in range(batches):
         batch = task.draw(random, True)
         out = model.eval()(batch.inputs, batch.mask)
         if task.outputs == 1:
@@ -274,14 +289,15 @@ def steps_of(task: Contact, name: str, seed: int, lr: float) -> Iterator[dict[st
         batch = task.draw(random, False)
         start = time.process_time()
         for group in optimizer.param_groups:
-            group["lr"] = lr * min(step / 10, 1)
+            group["lr"] = lr * min(step / WARMUP, (task.steps + 1 - step) / (task.steps + 1 - WARMUP))
         loss = loss_of(task, model.train()(batch.inputs, batch.mask), batch.targets)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         spent += time.process_time() - start
         if step % EVERY == 0:
-            yield {"step": step, "seconds": round(spent, 2), "score": round(score(task, model), 4)}
+            found = score(task, model, LAST if step == task.steps else HELD_OUT)
+            yield {"step": step, "seconds": round(spent, 2), "score": round(found, 4)}
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -291,6 +307,13 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def spread(values: list[float]) -> str:
     return f"{statistics.mean(values):.3f} ± {statistics.pstdev(values):.3f}"
+
+
+NAMES = {"seqboat": "SeqBoat", "encoder": "encoder layer", "gru": "GRU", "s4d": "S4D"}
+
+
+def is_solved(task: str, value: float) -> bool:
+    return value <= 0.02 if task == "adding" else value >= 0.9
 
 
 def table(runs: list[dict[str, Any]]) -> str:
@@ -309,60 +332,138 @@ def table(runs: list[dict[str, Any]]) -> str:
             for run in group:
                 in_time = [point for point in run["curve"] if point["seconds"] <= fastest]
                 early.append((in_time or run["curve"])[-1 if in_time else 0]["score"])
-            good = (lambda s: s <= 0.02) if task == "adding" else (lambda s: s >= 0.9)
-            reached = [next((p["step"] for p in run["curve"] if good(p["score"])), None) for run in group]
-            steps = "never" if None in reached else f"{statistics.mean(s for s in reached if s):.0f}"
-            if None in reached and any(reached):
-                steps = f"{sum(s is not None for s in reached)} of {len(reached)} seeds"
+            reached = [
+                next((point["step"] for point in run["curve"] if is_solved(task, point["score"])), None)
+                for run in group
+            ]
+            found = [step for step in reached if step is not None]
+            steps = f"{statistics.mean(found):.0f}" if found else "never"
+            if found and None in reached:
+                steps = f"{len(found)} of {len(reached)} seeds"
             pace = statistics.mean(
                 1000 * run["curve"][-1]["seconds"] / run["curve"][-1]["step"] for run in group
             )
             lines.append(
-                f"| {task} | {name} | {group[0]['parameters']:,} | {len(group)} | {spread(last)} | {spread(early)} | "
-                f"{steps} | {pace:.0f} |"
+                f"| {task} | {NAMES[name]} | {group[0]['parameters']:,} | {len(group)} | {spread(last)} | "
+                f"{spread(early)} | {steps} | {pace:.0f} |"
             )
     return "\n".join(lines)
+
+
+def verdicts(runs: list[dict[str, Any]]) -> str:
+    """SeqBoat beside the better of encoder layer and GRU, as Markdown: worse by more than the spread, or not.
+
+    The spread is the standard deviation of the difference of two means over the seeds, twice.
+    """
+    lines = ["| task | SeqBoat | better of encoder layer and GRU | difference | spread | worse by more |"]
+    lines.append("|---|---|---|---|---|---|")
+    for task in dict.fromkeys(run["task"] for run in runs):
+        sign = -1 if task == "adding" else 1
+        last: dict[str, list[float]] = {}
+        for run in runs:
+            if run["task"] == task:
+                last.setdefault(run["model"], []).append(run["curve"][-1]["score"])
+        if not {"seqboat", "encoder", "gru"} <= set(last):
+            continue
+        rival = max(("encoder", "gru"), key=lambda name: sign * statistics.mean(last[name]))
+        means = [statistics.mean(last[name]) for name in ("seqboat", rival)]
+        noise = 2 * sum(statistics.pvariance(last[n]) / len(last[n]) for n in ("seqboat", rival)) ** 0.5
+        behind = sign * (means[1] - means[0])
+        lines.append(
+            f"| {task} | {means[0]:.3f} | {means[1]:.3f} ({NAMES[rival]}) | {means[0] - means[1]:+.3f} | "
+            f"{noise:.3f} | {'yes' if behind > noise else 'no'} |"
+        )
+    return "\n".join(lines)
+
+
+def panels(runs: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Curves of every task, averaged over the seeds."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for task in dict.fromkeys(run["task"] for run in runs):
+        for name in dict.fromkeys(run["model"] for run in runs if run["task"] == task):
+            group = [run for run in runs if run["task"] == task and run["model"] == name]
+            points = zip(*(run["curve"] for run in group), strict=True)
+            curve = [(p[0]["step"], statistics.mean(point["score"] for point in p)) for p in points]
+            found.setdefault(task, []).append(
+                {"metric": group[0]["metric"], "label": NAMES[name], "curve": curve}
+            )
+    return found
+
+
+def write_page(runs: list[dict[str, Any]], page: Path) -> None:
+    """Write tables and figure into a document."""
+    sys.path.append(str(ROOT / "tools"))
+    from pages import replace_part
+    from seqboat.figures import curves_figure, write_figure
+
+    order = {name: place for place, name in enumerate(MODELS)}
+    runs = sorted(runs, key=lambda run: (TASKS.index(run["task"]), order[run["model"]], run["seed"]))
+    commits = ", ".join(f"`{name[:7]}`" for name in dict.fromkeys(run["commit"] or "?" for run in runs))
+    seeds = " ".join(str(seed) for seed in sorted({run["seed"] for run in runs}))
+    lead = (
+        f"Written by `python benchmarks/first_contacts.py --out FILE --page {page.as_posix()}` from {len(runs)} runs "
+        f"(commit {commits}; seeds {seeds}; learning rate {runs[0]['lr']}; one thread of a busy machine, so that "
+        "times tell little). Means and standard deviations over the seeds; scores are accuracies on held-out "
+        "examples, for adding the mean squared error."
+    )
+    replace_part(page, "first contacts", "\n\n".join([lead, verdicts(runs), table(runs)]))
+    chance = {"needle": 1 / 8, "tickets": 0.4}
+    images = page.parent / "images" / "first-contacts"
+    write_figure(
+        lambda theme: curves_figure(panels(runs), chance=chance, theme=theme), images, formats=("svg",)
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="JSON file of all runs")
+    parser.add_argument("--also", type=Path, nargs="+", default=[], help="further files, for the table")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
-    parser.add_argument("--lr", type=float, default=0.001)
+    parser.add_argument("--lr", type=float, default=0.003)
     parser.add_argument("--reviews", help="IMDB training reviews (JSONL, may be .xz), for the task tickets")
     parser.add_argument(
         "--table", action="store_true", help="train nothing: print the table of existing runs"
     )
+    parser.add_argument("--page", type=Path, help="train nothing: write table and figure into this document")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    runs = read(options.out)
-    if not options.table:
-        done = {(run["task"], run["model"], run["seed"]) for run in runs}
-        for seed in options.seeds:
-            for task_name in options.tasks:
-                task = contact(task_name, options.reviews)
-                for name in options.models:
-                    if (task_name, name, seed) in done:
-                        continue
-                    curve = list(steps_of(task, name, seed, options.lr))
-                    width = matched_width(task, name)
-                    run = {
-                        "task": task_name,
-                        "model": name,
-                        "seed": seed,
-                        "metric": task.metric,
-                        "width": width,
-                        "parameters": count(Model(task, name, width)),
-                        "command": " ".join(["python", "benchmarks/first_contacts.py", *sys.argv[1:]]),
-                        "commit": commit(),
-                        "curve": curve,
-                    }
-                    runs.append(run)
-                    options.out.write_text(json.dumps(runs), encoding="utf-8")
-                    print(f"{task_name} {name} seed {seed}: {curve[-1]}", flush=True)
+    runs = [run for path in (options.out, *options.also) for run in read(path)]
+    if options.page is not None:
+        write_page(runs, options.page)
+    elif not options.table:
+        train_all(options, runs)
     print(table(runs))
+    print(verdicts(runs))
+
+
+def train_all(options: argparse.Namespace, runs: list[dict[str, Any]]) -> None:
+    """Train what is missing; every run is written when it has finished."""
+    done = {(run["task"], run["model"], run["seed"]) for run in runs}
+    for seed in options.seeds:
+        for task_name in options.tasks:
+            task = contact(task_name, options.reviews)
+            for name in options.models:
+                if (task_name, name, seed) in done:
+                    continue
+                curve = list(steps_of(task, name, seed, options.lr))
+                width = matched_width(task, name)
+                run = {
+                    "task": task_name,
+                    "model": name,
+                    "seed": seed,
+                    "lr": options.lr,
+                    "metric": task.metric,
+                    "width": width,
+                    "parameters": count(Model(task, name, width)),
+                    "command": " ".join(["python", "benchmarks/first_contacts.py", *sys.argv[1:]]),
+                    "commit": commit(),
+                    "curve": curve,
+                }
+                runs.append(run)
+                options.out.write_text(json.dumps(runs), encoding="utf-8")
+                print(f"{task_name} {name} seed {seed}: {curve[-1]}", flush=True)
 
 
 if __name__ == "__main__":

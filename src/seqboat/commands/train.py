@@ -137,6 +137,8 @@ def run(options: argparse.Namespace) -> int:
     if options.print_config:
         print(to_yaml(config), end="")
         return 0
+    if options.config is None and options.recipe is not None:
+        config = _lengthened(config, options.fields)
     folder = Path(options.out or default_folder(config.recipe))
     is_first = os.environ.get("RANK", "0") == "0"
     try:
@@ -156,6 +158,28 @@ def run(options: argparse.Namespace) -> int:
         if outcome.exit_code in STOPPED:
             print(resume_line(folder), file=sys.stderr)
     return outcome.exit_code
+
+
+def _lengthened(config: RunConfig, fields: Sequence[str]) -> RunConfig:
+    """With as many steps as a user's table needs, unless the user set them."""
+    from seqboat.recipes.your_data import for_rows
+    from seqboat.tasks.own.task import OwnTaskConfig
+    from seqboat.training.config import split_arguments
+
+    given = dict(split_arguments(fields))
+    if not isinstance(config.task, OwnTaskConfig) or "schedule.steps" in given:
+        return config
+    rows = len(config.build_task().dataset("train"))
+    longer = for_rows(config, rows)
+    if "evaluation.every" in given:
+        longer = longer.replace(evaluation={"every": config.evaluation.every})
+    if longer.schedule.steps > config.schedule.steps:
+        epochs = longer.schedule.steps * config.training.batch_size / rows
+        _say(
+            f"steps       {longer.schedule.steps:,} instead of {config.schedule.steps:,}: {rows:,} rows, read "
+            f"{epochs:.2g} times (--schedule.steps)"
+        )
+    return longer
 
 
 def resume_line(folder: Path) -> str:

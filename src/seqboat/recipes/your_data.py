@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from seqboat.core.routers import TemperedSoftmaxConfig
@@ -14,6 +15,23 @@ from seqboat.tasks.lmtext import LMTextTaskConfig
 from seqboat.tasks.own.task import ClassifyTaskConfig, RegressTaskConfig, TagTaskConfig
 from seqboat.training.config import EvaluationConfig, RunConfig, TrainingConfig
 from seqboat.training.optim import OptimizerConfig, ScheduleConfig
+
+EPOCHS = 1.5
+"""How often the rows of a table are read, at least, unless that takes too many steps."""
+MOST = 4
+"""Times the steps of a recipe that a large table takes at most."""
+
+
+def for_rows(config: RunConfig, rows: int) -> RunConfig:
+    """A recipe for a table with this many training rows: more steps if it is large, as many evaluations.
+
+    >>> [for_rows(classify(), rows).schedule.steps for rows in (3_000, 22_500, 1_000_000)]
+    [300, 1055, 1200]
+    """
+    steps, batch = config.schedule.steps, config.training.batch_size
+    wanted = min(max(steps, math.ceil(EPOCHS * rows / batch)), MOST * steps)
+    every = math.ceil(config.evaluation.every * wanted / steps)
+    return config.replace(schedule={"steps": wanted}, evaluation={"every": every})
 
 
 def classify(mixer: MixerChoice = None) -> RunConfig:
