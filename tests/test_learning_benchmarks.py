@@ -29,17 +29,20 @@ def load(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
-def test_every_contact_has_models_of_equal_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tasks", ["needle", pytest.param("all", marks=pytest.mark.slow)])
+def test_every_contact_has_models_of_equal_size(
+    tasks: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     contacts = load("first_contacts", monkeypatch)
     lines = [json.dumps({"text": f"film {i}", "rating": 1 + i % 10}) for i in range(3000)]
     (tmp_path / "reviews.jsonl").write_text("\n".join(lines), encoding="utf-8")
     monkeypatch.setattr(contacts, "EVERY", 1)
-    for name in contacts.TASKS:
+    for name in contacts.TASKS if tasks == "all" else [tasks]:
         task = contacts.contact(name, str(tmp_path / "reviews.jsonl"))._replace(steps=1)
         sizes = {}
         for model in contacts.MODELS:
             sizes[model] = contacts.count(contacts.Model(task, model, contacts.matched_width(task, model)))
-            [point] = contacts.steps_of(task, model, 0, 0.001)
+            [point] = contacts.steps_of(task, model, 0)
             assert point["step"] == 1 and np.isfinite(point["score"])
         assert max(sizes.values()) < 1.15 * min(sizes.values()), (name, sizes)
 
@@ -53,7 +56,6 @@ def test_the_page_of_contacts_is_written(monkeypatch: pytest.MonkeyPatch, tmp_pa
             "task": "copy",
             "model": model,
             "seed": seed,
-            "lr": 0.003,
             "metric": "accuracy",
             "parameters": 1000,
             "commit": "abcdef0123",

@@ -23,7 +23,8 @@ from seqboat.tasks.outcomes import Outcomes
 from seqboat.tasks.own import baselines
 from seqboat.tasks.own.baselines import SparseMatrix, fit_linear, softmax_loss, squared_loss, weigh_terms
 from seqboat.tasks.summary import class_warnings
-from seqboat.training.loop import Trainer, train
+from seqboat.training.config import RunConfig
+from seqboat.training.loop import RunOutcome, Trainer, train
 from small_runs import Spy, numbers_of
 from test_own import TINY, write_csv, write_lines
 
@@ -79,6 +80,28 @@ def test_a_run_says_what_it_learns_from(told: tuple[Path, list[str]]) -> None:
     assert scores["bag of words"]["accuracy"] > scores["majority"]["accuracy"]
     best = next(line for line in lines if line.startswith("finished; best accuracy"))
     assert f"on val (majority {scores['majority']['accuracy']:.4f}, bag of words " in best
+
+
+def test_a_large_table_takes_more_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("seqboat.recipes.your_data.EPOCHS", 300.0)
+    command = ["train", "classify", f"--data.train={soups(tmp_path)}", f"--out={tmp_path / 'run'}"]
+    configs: list[RunConfig] = []
+
+    def noted(config: RunConfig, *_: Any, **__: Any) -> RunOutcome:
+        configs.append(config)
+        return RunOutcome(1, 0, None, "noted")
+
+    monkeypatch.setattr("seqboat.training.loop.train", noted)
+    assert main(command) == 1
+    # 72 rows, 300 times, in batches of 32
+    assert (configs[-1].schedule.steps, configs[-1].evaluation.every) == (675, 113)
+    assert "steps       675 instead of 300: 72 rows, read 3e+02 times" in capsys.readouterr().err
+    assert main([*command, "--evaluation.every=10"]) == 1
+    assert (configs[-1].schedule.steps, configs[-1].evaluation.every) == (675, 10)
+    assert main([*command, "--schedule.steps", "301"]) == 1
+    assert (configs[-1].schedule.steps, configs[-1].evaluation.every) == (301, 50)
 
 
 def test_a_resumed_run_keeps_its_baselines(
