@@ -404,8 +404,9 @@ def write_page(runs: list[dict[str, Any]], page: Path) -> None:
     seeds = " ".join(str(seed) for seed in sorted({run["seed"] for run in runs}))
     lead = (
         f"Written by `python benchmarks/first_contacts.py --out FILE --page {page.as_posix()}` from {len(runs)} runs "
-        f"(commit {commits}; seeds {seeds}; one thread of a busy machine, so that times tell little). Means and standard deviations over the seeds; scores are accuracies on held-out "
-        "examples, for adding the mean squared error."
+        f"(commit {commits}; seeds {seeds}; one thread of a busy machine, so that times tell little). "
+        "Means and standard deviations over the seeds; scores are accuracies on held-out examples, for adding the "
+        "mean squared error."
     )
     replace_part(page, "first contacts", "\n\n".join([lead, verdicts(runs), table(runs)]))
     chance = {"needle": 1 / 8, "tickets": 0.4}
