@@ -55,8 +55,7 @@ CASES = [draw(seed) for seed in range(24)] + [
 def make(case: Case, seed: int) -> dict[str, Tensor | None]:
     torch.manual_seed(seed)
     shape = (case.directions, case.dim, case.states)
-    # states that fade within 50 tokens: the rounding of q to float32 grows with the length of the memory
-    log_decay = -0.5 * torch.rand(shape) ** 2 - 0.02
+    log_decay = -0.5 * torch.rand(shape) ** 2 - 1e-3
     # outputs of the size of one, as in a model: SiLU and its gradient amplify the rounding of larger ones
     size = 0.25 / case.states
     drive, read = torch.randn(shape), size * torch.randn(shape)

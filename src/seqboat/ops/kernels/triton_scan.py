@@ -21,122 +21,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from seqboat.ops.kernels.triton_states import (
+    advance,
+    drive_state,
+    load_boundary,
+    load_decay,
+    load_pair,
+    load_state,
+    read_state,
+    span_of,
+    store_state,
+    times,
+)
+
 PLAIN = tl.constexpr(0)
 SILU = tl.constexpr(1)
 SILU_GRADIENT = tl.constexpr(2)
 """What `outputs` writes: y, SiLU(y), or the gradient of y given that of SiLU(y)."""
-
-
-@triton.jit
-def load_coefficient(pointer, direction, dim, states, channel, state, part, PARTS: tl.constexpr):
-    """A (states, channels) tile of (directions, dim, states, parts); zeros outside."""
-    place = ((direction * dim + channel[None, :]) * states + state[:, None]) * PARTS + part
-    inside = (channel[None, :] < dim) & (state[:, None] < states)
-    return tl.load(pointer + place, mask=inside, other=0.0)
-
-
-@triton.jit
-def load_pair(pointer, direction, dim, states, channel, state, CONJUGATE: tl.constexpr, PARTS: tl.constexpr):
-    """Both parts of a coefficient; the second is zero if it is real."""
-    real = load_coefficient(pointer, direction, dim, states, channel, state, 0, PARTS)
-    imaginary = tl.zeros_like(real)
-    if PARTS == 2:
-        imaginary = load_coefficient(pointer, direction, dim, states, channel, state, 1, PARTS)
-        if CONJUGATE:
-            imaginary = -imaginary
-    return real, imaginary
-
-
-@triton.jit
-def load_decay(
-    pointer, direction, dim, states, channel, state, steps, CONJUGATE: tl.constexpr, PARTS: tl.constexpr
-):
-    """q to the power of `steps`, from log q."""
-    log, angle = load_pair(pointer, direction, dim, states, channel, state, CONJUGATE, PARTS)
-    size = tl.exp(log * steps)
-    imaginary = tl.zeros_like(size)
-    real = size
-    if PARTS == 2:
-        real = size * tl.cos(angle * steps)
-        imaginary = size * tl.sin(angle * steps)
-    return real, imaginary
-
-
-@triton.jit
-def times(a, b, c, d, PARTS: tl.constexpr):
-    """(a + ib) (c + id)."""
-    real = a * c
-    imaginary = b
-    if PARTS == 2:
-        real = a * c - b * d
-        imaginary = a * d + b * c
-    return real, imaginary
-
-
-@triton.jit
-def advance(real, imaginary, q_real, q_imaginary, add_real, add_imaginary, PARTS: tl.constexpr):
-    """q s + what is added."""
-    new_real, new_imaginary = times(q_real, q_imaginary, real, imaginary, PARTS)
-    new_real += add_real
-    if PARTS == 2:
-        new_imaginary += add_imaginary
-    return new_real, new_imaginary
-
-
-@triton.jit
-def span_of(lengths, batch, chunk, time, HAS_LENGTHS: tl.constexpr, CHUNK: tl.constexpr):
-    """First token of a chunk, how many of its tokens are real, and the length of the sequence."""
-    length = time
-    if HAS_LENGTHS:
-        length = tl.load(lengths + batch).to(tl.int32)
-    first = chunk * CHUNK
-    return first, tl.minimum(tl.maximum(length - first, 0), CHUNK), length
-
-
-@triton.jit
-def state_place(direction, total, place, states, dim, state, channel, part, PARTS: tl.constexpr):
-    """Where (directions, batch * chunks, parts, states, dim) keeps a tile."""
-    line = ((direction * total + place).to(tl.int64) * PARTS + part) * states
-    return (line + state[:, None]) * dim + channel[None, :]
-
-
-@triton.jit
-def load_state(pointer, direction, total, place, states, dim, state, channel, PARTS: tl.constexpr):
-    """Both parts of the states that enter a chunk."""
-    inside = (channel[None, :] < dim) & (state[:, None] < states)
-    at = state_place(direction, total, place, states, dim, state, channel, 0, PARTS)
-    real = tl.load(pointer + at, mask=inside, other=0.0)
-    imaginary = tl.zeros_like(real)
-    if PARTS == 2:
-        at = state_place(direction, total, place, states, dim, state, channel, 1, PARTS)
-        imaginary = tl.load(pointer + at, mask=inside, other=0.0)
-    return real, imaginary
-
-
-@triton.jit
-def store_state(
-    pointer, direction, total, place, states, dim, state, channel, real, imaginary, PARTS: tl.constexpr
-):
-    """Write both parts of a tile of states, or of sums over the tokens of a chunk."""
-    inside = (channel[None, :] < dim) & (state[:, None] < states)
-    at = state_place(direction, total, place, states, dim, state, channel, 0, PARTS)
-    tl.store(pointer + at, real, mask=inside)
-    if PARTS == 2:
-        at = state_place(direction, total, place, states, dim, state, channel, 1, PARTS)
-        tl.store(pointer + at, imaginary, mask=inside)
-
-
-@triton.jit
-def load_boundary(pointer, batch, dim, states, channel, state, PARTS: tl.constexpr):
-    """Both parts of (batch, dim, states): the state before the first token, or a gradient of the last."""
-    return load_pair(pointer, batch, dim, states, channel, state, False, PARTS)
-
-
-@triton.jit
-def drive_state(real, imaginary, q_real, q_imaginary, w_real, w_imaginary, row, inside, PARTS: tl.constexpr):
-    """One token of a walk: q s + w x."""
-    x = tl.load(row, mask=inside, other=0.0).to(tl.float32)[None, :]
-    return advance(real, imaginary, q_real, q_imaginary, w_real * x, w_imaginary * x, PARTS)
 
 
 @triton.jit
@@ -156,7 +57,7 @@ def local_states(
     direction = tl.program_id(2) // SPLITS
     state = (tl.program_id(2) % SPLITS) * N + tl.arange(0, N)
     first, count, length = span_of(lengths, batch, chunk, time, HAS_LENGTHS, CHUNK)
-    q_real, q_imaginary = load_decay(log_decay, direction, dim, states, channel, state, 1.0, ADJOINT, PARTS)
+    m_real, m_imaginary = load_decay(log_decay, direction, dim, states, channel, state, 1.0, ADJOINT, PARTS)
     w_real, w_imaginary = load_pair(weight, direction, dim, states, channel, state, ADJOINT, PARTS)
     real = tl.zeros((N, BLOCK), dtype=tl.float32)
     imaginary = tl.zeros((N, BLOCK), dtype=tl.float32)
@@ -171,9 +72,9 @@ def local_states(
     inside = channel < dim
     if TANGENT:
         for _ in range(count):
-            t_real, t_imaginary = advance(t_real, t_imaginary, q_real, q_imaginary, real, imaginary, PARTS)
+            t_real, t_imaginary = advance(t_real, t_imaginary, m_real, m_imaginary, real, imaginary, PARTS)
             real, imaginary = drive_state(
-                real, imaginary, q_real, q_imaginary, w_real, w_imaginary, row, inside, PARTS
+                real, imaginary, m_real, m_imaginary, w_real, w_imaginary, row, inside, PARTS
             )
             row += stride
     else:
@@ -184,21 +85,21 @@ def local_states(
             x2 = tl.load(row + 2 * stride, mask=inside, other=0.0).to(tl.float32)[None, :]
             x3 = tl.load(row + 3 * stride, mask=inside, other=0.0).to(tl.float32)[None, :]
             real, imaginary = advance(
-                real, imaginary, q_real, q_imaginary, w_real * x0, w_imaginary * x0, PARTS
+                real, imaginary, m_real, m_imaginary, w_real * x0, w_imaginary * x0, PARTS
             )
             real, imaginary = advance(
-                real, imaginary, q_real, q_imaginary, w_real * x1, w_imaginary * x1, PARTS
+                real, imaginary, m_real, m_imaginary, w_real * x1, w_imaginary * x1, PARTS
             )
             real, imaginary = advance(
-                real, imaginary, q_real, q_imaginary, w_real * x2, w_imaginary * x2, PARTS
+                real, imaginary, m_real, m_imaginary, w_real * x2, w_imaginary * x2, PARTS
             )
             real, imaginary = advance(
-                real, imaginary, q_real, q_imaginary, w_real * x3, w_imaginary * x3, PARTS
+                real, imaginary, m_real, m_imaginary, w_real * x3, w_imaginary * x3, PARTS
             )
             row += 4 * stride
         for _ in range(count % 4):
             real, imaginary = drive_state(
-                real, imaginary, q_real, q_imaginary, w_real, w_imaginary, row, inside, PARTS
+                real, imaginary, m_real, m_imaginary, w_real, w_imaginary, row, inside, PARTS
             )
             row += stride
     if HAS_EXTRA:
@@ -209,7 +110,7 @@ def local_states(
         p_real, p_imaginary = load_decay(
             log_decay, direction, dim, states, channel, state, steps, ADJOINT, PARTS
         )
-        e_real, e_imaginary = times(e_real, e_imaginary, p_real, p_imaginary, PARTS)
+        e_real, e_imaginary = advance(e_real, e_imaginary, p_real, p_imaginary, 0.0, 0.0, PARTS)
         real += ends * e_real
         imaginary += ends * e_imaginary
     total = tl.num_programs(0)
@@ -237,7 +138,7 @@ def carry_states(
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     direction = tl.program_id(2) // SPLITS
     state = (tl.program_id(2) % SPLITS) * N + tl.arange(0, N)
-    q_real, q_imaginary = load_decay(
+    m_real, m_imaginary = load_decay(
         log_decay, direction, dim, states, channel, state, CHUNK * 1.0, ADJOINT, PARTS
     )
     d_real = tl.zeros((N, BLOCK), dtype=tl.float32)
@@ -248,7 +149,7 @@ def carry_states(
         d_real, d_imaginary = load_decay(
             log_decay, direction, dim, states, channel, state, CHUNK - 1.0, ADJOINT, PARTS
         )
-        d_real *= CHUNK
+        d_real = CHUNK * (1 + d_real)
         d_imaginary *= CHUNK
     real = tl.zeros((N, BLOCK), dtype=tl.float32)
     imaginary = tl.zeros((N, BLOCK), dtype=tl.float32)
@@ -274,16 +175,16 @@ def carry_states(
             )
             a_real, a_imaginary = times(d_real, d_imaginary, real, imaginary, PARTS)
             t_real, t_imaginary = advance(
-                t_real, t_imaginary, q_real, q_imaginary, u_real + a_real, u_imaginary + a_imaginary, PARTS
+                t_real, t_imaginary, m_real, m_imaginary, u_real + a_real, u_imaginary + a_imaginary, PARTS
             )
         store_state(values, direction, total, place, states, dim, state, channel, real, imaginary, PARTS)
-        real, imaginary = advance(real, imaginary, q_real, q_imaginary, v_real, v_imaginary, PARTS)
+        real, imaginary = advance(real, imaginary, m_real, m_imaginary, v_real, v_imaginary, PARTS)
         chunk += step
     if HAS_LEAVING:
         p_real, p_imaginary = load_decay(
             log_decay, direction, dim, states, channel, state, 1.0, ADJOINT, PARTS
         )
-        real, imaginary = times(real, imaginary, p_real, p_imaginary, PARTS)
+        real, imaginary = advance(real, imaginary, p_real, p_imaginary, 0.0, 0.0, PARTS)
         if HAS_EXTRA:
             # a sequence without tokens hands its state on as it is
             length = time
@@ -303,15 +204,6 @@ def carry_states(
 
 
 @triton.jit
-def read_state(real, imaginary, r_real, r_imaginary, PARTS: tl.constexpr):
-    """Re(read . s): the sum over the states of a tile."""
-    product = r_real * real
-    if PARTS == 2:
-        product -= r_imaginary * imaginary
-    return tl.sum(product, axis=0)
-
-
-@triton.jit
 def outputs(
     x, log_decay, drive, read, skip, entering, lengths, grad, y, time, dim, states, chunks,
     MODE: tl.constexpr, BIDIRECTIONAL: tl.constexpr, HAS_LENGTHS: tl.constexpr, PARTS: tl.constexpr,
@@ -327,19 +219,19 @@ def outputs(
     first, count, _ = span_of(lengths, batch, chunk, time, HAS_LENGTHS, CHUNK)
     origin = (batch.to(tl.int64) * time + first) * dim + channel
     if BIDIRECTIONAL:
-        q_real, q_imaginary = load_decay(log_decay, 1, dim, states, channel, state, 1.0, False, PARTS)
+        m_real, m_imaginary = load_decay(log_decay, 1, dim, states, channel, state, 1.0, False, PARTS)
         w_real, w_imaginary = load_pair(drive, 1, dim, states, channel, state, False, PARTS)
         r_real, r_imaginary = load_pair(read, 1, dim, states, channel, state, False, PARTS)
         real, imaginary = load_state(entering, 1, total, place, states, dim, state, channel, PARTS)
         at = origin + (count - 1) * dim
         for _ in range(count):
             real, imaginary = drive_state(
-                real, imaginary, q_real, q_imaginary, w_real, w_imaginary, x + at, inside, PARTS
+                real, imaginary, m_real, m_imaginary, w_real, w_imaginary, x + at, inside, PARTS
             )
             # read again below by the thread that wrote it
             tl.store(y + at, read_state(real, imaginary, r_real, r_imaginary, PARTS), mask=inside)
             at -= dim
-    q_real, q_imaginary = load_decay(log_decay, 0, dim, states, channel, state, 1.0, False, PARTS)
+    m_real, m_imaginary = load_decay(log_decay, 0, dim, states, channel, state, 1.0, False, PARTS)
     w_real, w_imaginary = load_pair(drive, 0, dim, states, channel, state, False, PARTS)
     r_real, r_imaginary = load_pair(read, 0, dim, states, channel, state, False, PARTS)
     real, imaginary = load_state(entering, 0, total, place, states, dim, state, channel, PARTS)
@@ -350,8 +242,8 @@ def outputs(
         real, imaginary = advance(
             real,
             imaginary,
-            q_real,
-            q_imaginary,
+            m_real,
+            m_imaginary,
             w_real * value[None, :],
             w_imaginary * value[None, :],
             PARTS,
@@ -386,7 +278,7 @@ def final_states(
     if HAS_LENGTHS:
         length = tl.load(lengths + batch).to(tl.int32)
     chunk = tl.maximum(length - 1, 0) // CHUNK
-    q_real, q_imaginary = load_decay(log_decay, 0, dim, states, channel, state, 1.0, False, PARTS)
+    m_real, m_imaginary = load_decay(log_decay, 0, dim, states, channel, state, 1.0, False, PARTS)
     w_real, w_imaginary = load_pair(drive, 0, dim, states, channel, state, False, PARTS)
     total = tl.num_programs(0) * chunks
     # what enters the first chunk is the state to start with
@@ -396,7 +288,7 @@ def final_states(
     row = x + (batch.to(tl.int64) * time + chunk * CHUNK) * dim + channel
     for _ in range(length - chunk * CHUNK):
         real, imaginary = drive_state(
-            real, imaginary, q_real, q_imaginary, w_real, w_imaginary, row, channel < dim, PARTS
+            real, imaginary, m_real, m_imaginary, w_real, w_imaginary, row, channel < dim, PARTS
         )
         row += dim
     inside = (channel[None, :] < dim) & (state[:, None] < states)
@@ -424,7 +316,7 @@ def input_gradients(
     origin = (batch.to(tl.int64) * time + first) * dim + channel
     if BIDIRECTIONAL:
         # the adjoint of the direction from right to left runs from left to right
-        q_real, q_imaginary = load_decay(log_decay, 1, dim, states, channel, state, 1.0, True, PARTS)
+        m_real, m_imaginary = load_decay(log_decay, 1, dim, states, channel, state, 1.0, True, PARTS)
         w_real, w_imaginary = load_pair(drive, 1, dim, states, channel, state, False, PARTS)
         r_real, r_imaginary = load_pair(read, 1, dim, states, channel, state, True, PARTS)
         real, imaginary = load_state(entering, 1, total, place, states, dim, state, channel, PARTS)
@@ -433,7 +325,7 @@ def input_gradients(
         at = origin
         for _ in range(count):
             real, imaginary = drive_state(
-                real, imaginary, q_real, q_imaginary, r_real, r_imaginary, grad + at, inside, PARTS
+                real, imaginary, m_real, m_imaginary, r_real, r_imaginary, grad + at, inside, PARTS
             )
             value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)[None, :]
             sum_real += real * value
@@ -444,7 +336,7 @@ def input_gradients(
             tl.store(dx + at, below, mask=inside)
             at += dim
         store_state(ddrive, 1, total, place, states, dim, state, channel, sum_real, sum_imaginary, PARTS)
-    q_real, q_imaginary = load_decay(log_decay, 0, dim, states, channel, state, 1.0, True, PARTS)
+    m_real, m_imaginary = load_decay(log_decay, 0, dim, states, channel, state, 1.0, True, PARTS)
     w_real, w_imaginary = load_pair(drive, 0, dim, states, channel, state, False, PARTS)
     r_real, r_imaginary = load_pair(read, 0, dim, states, channel, state, True, PARTS)
     real, imaginary = load_state(entering, 0, total, place, states, dim, state, channel, PARTS)
@@ -465,8 +357,8 @@ def input_gradients(
         real, imaginary = advance(
             real,
             imaginary,
-            q_real,
-            q_imaginary,
+            m_real,
+            m_imaginary,
             r_real * above[None, :],
             r_imaginary * above[None, :],
             PARTS,
@@ -511,7 +403,7 @@ def parameter_gradients(
     state = (tl.program_id(2) % SPLITS) * N + tl.arange(0, N)
     inside = channel < dim
     first, count, length = span_of(lengths, batch, chunk, time, HAS_LENGTHS, CHUNK)
-    q_real, q_imaginary = load_decay(log_decay, direction, dim, states, channel, state, 1.0, False, PARTS)
+    m_real, m_imaginary = load_decay(log_decay, direction, dim, states, channel, state, 1.0, False, PARTS)
     w_real, w_imaginary = load_pair(drive, direction, dim, states, channel, state, False, PARTS)
     real, imaginary = load_state(entering, direction, total, place, states, dim, state, channel, PARTS)
     t_real, t_imaginary = load_state(tangents, direction, total, place, states, dim, state, channel, PARTS)
@@ -523,9 +415,9 @@ def parameter_gradients(
     stride = tl.where(direction == 0, dim, -dim)
     at = (batch.to(tl.int64) * time + begin) * dim + channel
     for _ in range(count):
-        t_real, t_imaginary = advance(t_real, t_imaginary, q_real, q_imaginary, real, imaginary, PARTS)
+        t_real, t_imaginary = advance(t_real, t_imaginary, m_real, m_imaginary, real, imaginary, PARTS)
         real, imaginary = drive_state(
-            real, imaginary, q_real, q_imaginary, w_real, w_imaginary, x + at, inside, PARTS
+            real, imaginary, m_real, m_imaginary, w_real, w_imaginary, x + at, inside, PARTS
         )
         above = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)[None, :]
         read_real += above * real
@@ -542,6 +434,6 @@ def parameter_gradients(
         e_real, e_imaginary = times(e_real, -e_imaginary, t_real, t_imaginary, PARTS)
         log_real += ends * e_real
         log_imaginary += ends * e_imaginary
-    log_real, log_imaginary = times(log_real, log_imaginary, q_real, q_imaginary, PARTS)
+    log_real, log_imaginary = advance(log_real, log_imaginary, m_real, m_imaginary, 0.0, 0.0, PARTS)
     store_state(dlog, direction, total, place, states, dim, state, channel, log_real, -log_imaginary, PARTS)
     store_state(dread, direction, total, place, states, dim, state, channel, read_real, read_imaginary, PARTS)
