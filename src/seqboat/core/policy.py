@@ -207,6 +207,7 @@ class Policy(nn.Module):
         seen: Tensor | None = None,
         spent: Tensor | None = None,
         documents: Documents | None = None,
+        wanted: Routing | None = None,
     ) -> Routing:
         """Decide which tokens are active.
 
@@ -216,12 +217,13 @@ class Policy(nn.Module):
             seen: (batch,), real tokens before this call; none by default.
             spent: (batch, modules), tokens activated before this call; none by default.
             documents: that x holds behind each other, if it does; each is a sequence by itself.
+            wanted: what the router says, if that is known already.
         """
         router = self.router
         if documents is not None and not (self.idle and not router.per_sequence):
             routing = self(documents.spread(x), documents.real, seen, spent)
             return Routing(documents.collect(routing.active), documents.collect(routing.probs))
-        active, probs = router(x)
+        active, probs = router(x) if wanted is None else wanted
         selects = router.per_sequence and (self.training or not self.causal)
         if self.idle and not selects:
             if mask is not None:

@@ -24,13 +24,13 @@ _silu_backward = torch.ops.aten.silu_backward
 
 def is_plain(*layers: nn.Module) -> bool:
     """Whether all layers are bare `nn.Linear`s without hooks, so that their weights can be used directly."""
-    for layer in layers:
-        hooks = (
-            layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks
-        )  # fmt: skip
-        if type(layer) is not nn.Linear or any(hooks):
-            return False
-    return True
+    return not any(type(layer) is not nn.Linear or has_hooks(layer) for layer in layers)
+
+
+def has_hooks(layer: nn.Module) -> bool:
+    """Whether calling a module does more than its own forward."""
+    hooks = layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks
+    return any(hooks)
 
 
 def in_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

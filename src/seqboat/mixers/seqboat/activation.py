@@ -21,12 +21,13 @@ from seqboat.core.documents import Documents
 from seqboat.core.padding import Aligned
 from seqboat.core.policy import Override, Policy, overridden
 from seqboat.core.routers import ROUTERS, Router, RouterConfig, TemperedSoftmax
-from seqboat.core.sma import Packed, PackedModule, Routing, pack_modules
+from seqboat.core.sma import Gathered, Packed, PackedModule, Routing, pack_modules
 from seqboat.core.state import keep_state
 from seqboat.core.watch import Watch
 from seqboat.mixers.base import MixerOutput, RecurrentMixer
 from seqboat.mixers.seqboat.wrapping import as_unit, name_modules
 from seqboat.ops.fused import combine, gather, is_plain, take
+from seqboat.ops.kernels.layer import kernel_scatter
 from seqboat.ops.kernels.registry import SEAM
 from seqboat.ops.transforms import transformed, vectorized
 
@@ -149,6 +150,7 @@ class SparseModularActivation(RecurrentMixer):
         cu_seqlens: Tensor | None = None,
         base: Tensor | None = None,
         dense: nn.Linear | None = None,
+        wanted: Routing | None = None,
     ) -> MixerOutput:
         """Run the modules: y = base + dense(x) + sum_i c^i f_i(x).
 
@@ -160,6 +162,7 @@ class SparseModularActivation(RecurrentMixer):
             cu_seqlens: where packed documents begin; without a base or a dense layer.
             base: (batch, time, d_model), what the outputs are added to; zeros by default.
             dense: a layer that every token passes through, added as well; none by default.
+            wanted: what the router says about x, if that is known already.
         """
         if base is None and dense is None:
             return super().forward(x, mask, state, cu_seqlens=cu_seqlens)
@@ -169,7 +172,7 @@ class SparseModularActivation(RecurrentMixer):
             raise ValueError("with a base or a dense layer, mask must be None or Aligned (or Documents)")
         self.check(x, mask, state)
         documents = mask if isinstance(mask, Documents) else None
-        return self.mix(x, None if mask is None else mask.mask, state, base, dense, documents)
+        return self.mix(x, None if mask is None else mask.mask, state, base, dense, documents, wanted)
 
     def mix_documents(self, x: Tensor, documents: Documents, state: Any) -> MixerOutput:
         return self.mix(x, documents.mask, state, documents=documents)
@@ -182,11 +185,12 @@ class SparseModularActivation(RecurrentMixer):
         base: Tensor | None = None,
         dense: nn.Linear | None = None,
         documents: Documents | None = None,
+        wanted: Routing | None = None,
     ) -> MixerOutput:
         before, seen, spent = (None, None, None) if state is None else state
         if documents is not None and seen is not None and spent is not None:
             seen, spent = documents.of_first(seen), documents.of_first(spent)
-        routing = self.policy(x, mask, seen, spent, documents)
+        routing = self.policy(x, mask, seen, spent, documents, wanted)
         if transformed() and vectorized(routing.active):
             require(documents is None, "vmap cannot run over packed documents: use a batch dimension instead")
             return self._mix_masked(x, routing, state, base, dense)
@@ -215,9 +219,7 @@ class SparseModularActivation(RecurrentMixer):
             outputs.append(out)
             after.append(remembered)
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        scale = self._weights(routing).flatten().index_select(0, gathered.entry)
-        out = out * scale[:, None].to(out.dtype)
-        y = combine(dense, torch.zeros_like(x) if base is None else base, x, gathered.flat, out)
+        y = self._join(dense, base, x, gathered, out, routing)
         if self.training and self.policy.revival.inactive_gradient:
             self.policy.remember(outputs)
             y = self.policy.attach(y, routing)
@@ -234,6 +236,24 @@ class SparseModularActivation(RecurrentMixer):
         if documents is not None:
             new, taken = new[documents.last], taken[documents.last]
         return MixerOutput(y, SMAState(tuple(after), new, taken), routing)
+
+    def _join(
+        self,
+        dense: nn.Linear | None,
+        base: Tensor | None,
+        x: Tensor,
+        gathered: Gathered,
+        out: Tensor,
+        routing: Routing,
+    ) -> Tensor:
+        """base + dense(x), and the weighted outputs of the modules at their tokens."""
+        if SEAM.open and len(self.units) == 1 and self.combine == "sum" and not self.straight_through:
+            joined = kernel_scatter(dense, base, x, out, routing.active, routing.probs)
+            if joined is not None:
+                return joined
+        scale = self._weights(routing).flatten().index_select(0, gathered.entry)
+        out = out * scale[:, None].to(out.dtype)
+        return combine(dense, torch.zeros_like(x) if base is None else base, x, gathered.flat, out)
 
     @staticmethod
     def _run_documents(

@@ -23,6 +23,7 @@ from seqboat.core.nn import NORMS, Norm, NormName, init_linear, make_norm
 from seqboat.core.padding import Aligned, zero_padding
 from seqboat.core.routers import RouterConfig, TemperedSoftmaxConfig
 from seqboat.core.settings import Settings, fill_in
+from seqboat.core.sma import Routing
 from seqboat.mixers.attention.transformer import FeedForward
 from seqboat.mixers.base import MixerOutput, RecurrentMixer, keep_rows
 from seqboat.mixers.seqboat.activation import SparseModularActivation
@@ -30,6 +31,7 @@ from seqboat.mixers.seqboat.gau import GAU, GAUConfig
 from seqboat.mixers.ssm.base import SSMConfig
 from seqboat.mixers.ssm.ema import EMA, EMAConfig
 from seqboat.ops.fused import silu
+from seqboat.ops.kernels.registry import SEAM
 
 InitName = Literal["scaled", "paper"]
 FIRST_FIELDS = ("ssm", "router", "gau", "causal", "norm", "prenorm", "dropout")
@@ -222,15 +224,12 @@ class SeqBoat(RecurrentMixer):
         padding = documents or (None if mask is None else Aligned(mask))
         before = SeqBoatState(None, None) if state is None else state
         ssm = self.ssm(self._open(x, mask), padding, before.ssm)
-        if self.config.dropout and self.training:
-            hidden = F.dropout(F.silu(ssm.y), self.config.dropout)
-        else:
-            hidden = silu(ssm.y)
+        hidden, wanted = self._hide(ssm.y)
         if self.causal and self.config.dropout:
-            sma = self.sma(hidden, padding, before.sma, dense=self.linear)
+            sma = self.sma(hidden, padding, before.sma, dense=self.linear, wanted=wanted)
             summed = self._drop(sma.y) + x
         else:
-            sma = self.sma(hidden, padding, before.sma, base=x, dense=self.linear)
+            sma = self.sma(hidden, padding, before.sma, base=x, dense=self.linear, wanted=wanted)
             summed = sma.y
         y = self._close(summed, x.dtype, mask)
         if mask is not None:
@@ -240,6 +239,16 @@ class SeqBoat(RecurrentMixer):
     def _open(self, x: Tensor, mask: Tensor | None) -> Tensor:
         # autocast may widen the output of a norm: states keep to the type of the inputs
         return self.norm(x, mask).to(x.dtype) if self.config.prenorm else x
+
+    def _hide(self, x: Tensor) -> tuple[Tensor, Routing | None]:
+        """The hidden tokens, and what the router says about them if one kernel computes both."""
+        rate = self.config.dropout if self.training else 0.0
+        if SEAM.open:
+            # a causal layer remembers keys and values in the type of its inputs
+            found = self.sma.router.route_hidden(x, rate, narrow=not self.causal)
+            if found is not None:
+                return found
+        return (F.dropout(F.silu(x), rate) if rate else silu(x)), None
 
     def _drop(self, x: Tensor) -> Tensor:
         rate = self.config.dropout

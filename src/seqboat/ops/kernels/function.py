@@ -59,7 +59,10 @@ class _Kernel(torch.autograd.Function):
                 outputs = plain(*leaves)
                 outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
                 wanted = [part for part in leaves if isinstance(part, Tensor) and part.requires_grad]
-                made = iter(torch.autograd.grad(outputs, wanted, list(grads), allow_unused=True))
+                # decisions have no gradient
+                above = [grad for out, grad in zip(outputs, grads, strict=True) if out.requires_grad]
+                outputs = [out for out in outputs if out.requires_grad]
+                made = iter(torch.autograd.grad(outputs, wanted, above, allow_unused=True))
             results = [
                 next(made) if isinstance(part, Tensor) and part.requires_grad else None for part in leaves
             ]

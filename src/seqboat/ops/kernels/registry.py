@@ -51,8 +51,11 @@ OPERATIONS = {
     "coefficients_backward": "their gradients",
     "norm": "norm of SiLU",
     "norm_backward": "its gradients",
+    "route": "SiLU, dropout and the decisions of the paper's router",
+    "route_backward": "its gradients",
     "gather": "active tokens of a batch as one packed array",
-    "scatter": "packed outputs added at the places of their tokens",
+    "scatter": "residual sum, with packed outputs added at the places of their tokens",
+    "scatter_backward": "its gradients",
 }
 """Heavy operations and what they compute."""
 
@@ -172,12 +175,14 @@ IMPLEMENTATIONS["attention"] = [
     _triton("triton_band_launch:attention", _refuse_attention),
 ]
 for _operation, _function in (
-    ("gates", "open_gates"),
-    ("coefficients", "ema_coefficients"),
-    ("norm", "norm"),
+    ("gates", "pointwise_launch:open_gates"),
+    ("coefficients", "pointwise_launch:ema_coefficients"),
+    ("norm", "pointwise_launch:norm"),
+    ("route", "layer_launch:route"),
+    ("scatter", "layer_launch:scatter"),
 ):
     for _suffix in ("", "_backward"):
-        _where = f"triton_pointwise_launch:{_function}{_suffix}"
+        _where = f"triton_{_function}{_suffix}"
         IMPLEMENTATIONS[f"{_operation}{_suffix}"] = [_triton(_where)]
 IMPLEMENTATIONS["attention_backward"] = [_triton("triton_band_launch:attention_backward", _refuse_attention)]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from seqboat.ops.band import SCORES_AT_ONCE, Neighbors
 from seqboat.ops.kernels import triton_band as kernels
 from seqboat.ops.kernels.registry import interprets
-from seqboat.ops.kernels.tuning import is_recording, launch, scratch
+from seqboat.ops.kernels.tuning import is_recording, launch, power, scratch
 
 FUNCTIONS = {"softmax": 0, "relu2": 1, "laplace": 2}
 
@@ -45,7 +45,7 @@ class _Plan:
             "HAS_TABLE": self.table is not None,
             "HAS_POSITION": self.position is not None,
             "PRECISION": self.precision,
-            "WIDTH_Z": max(16, 1 << max(self.d_z - 1, 0).bit_length()),
+            "WIDTH_Z": max(16, power(self.d_z)),
         }
 
 
@@ -118,7 +118,7 @@ def _add_table(plan: _Plan, scores: Tensor, begin: int, end: int, dtable: Tensor
     """Add the gradient of the bias table over queries begin .. end."""
     near, furthest = plan.near, plan.furthest
     programs = -(-(end - begin) // ROWS)
-    sizes: dict[str, Any] = {"ROWS": ROWS, "WINDOW": 1 << max(plan.window - 1, 0).bit_length()}
+    sizes: dict[str, Any] = {"ROWS": ROWS, "WINDOW": power(plan.window)}
     if plan.position is not None:
         tables = torch.zeros(programs, dtable.shape[0], device=scores.device)
         launch(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from seqboat.ops.kernels import triton_pointwise as kernels
-from seqboat.ops.kernels.tuning import CONFIGS, launch, scratch
+from seqboat.ops.kernels.tuning import CONFIGS, launch, power, scratch
 from seqboat.ops.positions import frequencies
 
 REPEAT = 8
@@ -13,10 +13,6 @@ REPEAT = 8
 
 ROWS = {name: CONFIGS[name][0].sizes["ROWS"] for name in ("open_gates_backward", "norm_backward")}
 """Rows per block of the kernels that leave sums per program: these have one configuration only."""
-
-
-def _power(size: int) -> int:
-    return 1 << max(size - 1, 0).bit_length()
 
 
 def ema_coefficients(
@@ -65,7 +61,7 @@ def open_gates(
         kernels.open_gates,
         lambda sizes: (-(-tokens // sizes["ROWS"]), 1 + -(-2 * d_v // sizes["COLUMNS"])),
         before, gamma.float().contiguous(), beta.float().contiguous(), position, _frequency(position, d_z, before),
-        q, k, opened, tokens, d_z, d_v, ROTARY=position is not None, HALF=max(_power(d_z) // 2, 1),
+        q, k, opened, tokens, d_z, d_v, ROTARY=position is not None, HALF=max(power(d_z) // 2, 1),
     )  # fmt: skip
     gate, value = opened.split([d_v, d_v], dim=1)
     return q, k, value, gate
@@ -85,7 +81,7 @@ def open_gates_backward(
         kernels.open_gates_backward,
         lambda sizes: (-(-tokens // sizes["ROWS"]), 1 + -(-2 * d_v // sizes["COLUMNS"])),
         dq, dk, dgate, dvalue, before, gamma.float().contiguous(), position, _frequency(position, d_z, before),
-        dbefore, sums, tokens, d_z, d_v, ROTARY=position is not None, HALF=max(_power(d_z) // 2, 1),
+        dbefore, sums, tokens, d_z, d_v, ROTARY=position is not None, HALF=max(power(d_z) // 2, 1),
     )  # fmt: skip
     dgamma, dbeta = sums.sum(dim=0).to(gamma.dtype).split([2, 2])
     return [dbefore, dgamma, dbeta, None]
@@ -103,7 +99,7 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, activate: b
     y = scratch(x, *x.shape, dtype=x.dtype)
     launch(
         kernels.norm, lambda sizes: (-(-rows // sizes["ROWS"]),), x, weight, bias, y, rows, dim, eps,
-        ACTIVATE=activate, CENTER=bias is not None, SCALAR=weight.dim() == 0, DIM=_power(dim),
+        ACTIVATE=activate, CENTER=bias is not None, SCALAR=weight.dim() == 0, DIM=power(dim),
     )  # fmt: skip
     return y
 
@@ -119,7 +115,7 @@ def norm_backward(
     launch(
         kernels.norm_backward, lambda sizes: (-(-rows // (sizes["ROWS"] * REPEAT)),),
         grad, x, weight, dx, sums, rows, dim, eps,
-        ACTIVATE=activate, CENTER=bias is not None, SCALAR=weight.dim() == 0, REPEAT=REPEAT, DIM=_power(dim),
+        ACTIVATE=activate, CENTER=bias is not None, SCALAR=weight.dim() == 0, REPEAT=REPEAT, DIM=power(dim),
     )  # fmt: skip
     if weight.dim() == 0:
         return [dx, sums[:, 0].sum().to(weight.dtype), None, None, None]

@@ -27,6 +27,7 @@ from seqboat.ops.kernels.triton_states import (
     load_boundary,
     load_decay,
     load_pair,
+    load_power,
     load_state,
     read_state,
     span_of,
@@ -57,7 +58,7 @@ def local_states(
     direction = tl.program_id(2) // SPLITS
     state = (tl.program_id(2) % SPLITS) * N + tl.arange(0, N)
     first, count, length = span_of(lengths, batch, chunk, time, HAS_LENGTHS, CHUNK)
-    m_real, m_imaginary = load_decay(log_decay, direction, dim, states, channel, state, 1.0, ADJOINT, PARTS)
+    q = load_decay(log_decay, direction, dim, states, channel, state, ADJOINT, PARTS)
     w_real, w_imaginary = load_pair(weight, direction, dim, states, channel, state, ADJOINT, PARTS)
     real = tl.zeros((N, BLOCK), dtype=tl.float32)
     imaginary = tl.zeros((N, BLOCK), dtype=tl.float32)
@@ -72,10 +73,8 @@ def local_states(
     inside = channel < dim
     if TANGENT:
         for _ in range(count):
-            t_real, t_imaginary = advance(t_real, t_imaginary, m_real, m_imaginary, real, imaginary, PARTS)
-            real, imaginary = drive_state(
-                real, imaginary, m_real, m_imaginary, w_real, w_imaginary, row, inside, PARTS
-            )
+            t_real, t_imaginary = advance(t_real, t_imaginary, q, real, imaginary, PARTS)
+            real, imaginary = drive_state(real, imaginary, q, w_real, w_imaginary, row, inside, PARTS)
             row += stride
     else:
         for _ in range(count // 4):
@@ -84,33 +83,23 @@ def local_states(
             x1 = tl.load(row + stride, mask=inside, other=0.0).to(tl.float32)[None, :]
             x2 = tl.load(row + 2 * stride, mask=inside, other=0.0).to(tl.float32)[None, :]
             x3 = tl.load(row + 3 * stride, mask=inside, other=0.0).to(tl.float32)[None, :]
-            real, imaginary = advance(
-                real, imaginary, m_real, m_imaginary, w_real * x0, w_imaginary * x0, PARTS
-            )
-            real, imaginary = advance(
-                real, imaginary, m_real, m_imaginary, w_real * x1, w_imaginary * x1, PARTS
-            )
-            real, imaginary = advance(
-                real, imaginary, m_real, m_imaginary, w_real * x2, w_imaginary * x2, PARTS
-            )
-            real, imaginary = advance(
-                real, imaginary, m_real, m_imaginary, w_real * x3, w_imaginary * x3, PARTS
-            )
+            real, imaginary = advance(real, imaginary, q, w_real * x0, w_imaginary * x0, PARTS)
+            real, imaginary = advance(real, imaginary, q, w_real * x1, w_imaginary * x1, PARTS)
+            real, imaginary = advance(real, imaginary, q, w_real * x2, w_imaginary * x2, PARTS)
+            real, imaginary = advance(real, imaginary, q, w_real * x3, w_imaginary * x3, PARTS)
             row += 4 * stride
         for _ in range(count % 4):
-            real, imaginary = drive_state(
-                real, imaginary, m_real, m_imaginary, w_real, w_imaginary, row, inside, PARTS
-            )
+            real, imaginary = drive_state(real, imaginary, q, w_real, w_imaginary, row, inside, PARTS)
             row += stride
     if HAS_EXTRA:
         # the last token is the first of this walk: its gradient has decayed over the others
         ends = ((length - first == count) & (count > 0) & (direction == 0)).to(tl.float32)
         e_real, e_imaginary = load_boundary(extra, batch, dim, states, channel, state, PARTS)
         steps = tl.maximum(count - 1, 0).to(tl.float32)
-        p_real, p_imaginary = load_decay(
+        p_real, p_imaginary = load_power(
             log_decay, direction, dim, states, channel, state, steps, ADJOINT, PARTS
         )
-        e_real, e_imaginary = advance(e_real, e_imaginary, p_real, p_imaginary, 0.0, 0.0, PARTS)
+        e_real, e_imaginary = times(e_real, e_imaginary, p_real, p_imaginary, PARTS)
         real += ends * e_real
         imaginary += ends * e_imaginary
     total = tl.num_programs(0)
@@ -138,18 +127,16 @@ def carry_states(
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     direction = tl.program_id(2) // SPLITS
     state = (tl.program_id(2) % SPLITS) * N + tl.arange(0, N)
-    m_real, m_imaginary = load_decay(
-        log_decay, direction, dim, states, channel, state, CHUNK * 1.0, ADJOINT, PARTS
-    )
+    q = load_decay(log_decay, direction, dim, states, channel, state, ADJOINT, PARTS, CHUNK)
     d_real = tl.zeros((N, BLOCK), dtype=tl.float32)
     d_imaginary = tl.zeros((N, BLOCK), dtype=tl.float32)
     t_real = tl.zeros((N, BLOCK), dtype=tl.float32)
     t_imaginary = tl.zeros((N, BLOCK), dtype=tl.float32)
     if TANGENT:
-        d_real, d_imaginary = load_decay(
+        d_real, d_imaginary = load_power(
             log_decay, direction, dim, states, channel, state, CHUNK - 1.0, ADJOINT, PARTS
         )
-        d_real = CHUNK * (1 + d_real)
+        d_real *= CHUNK
         d_imaginary *= CHUNK
     real = tl.zeros((N, BLOCK), dtype=tl.float32)
     imaginary = tl.zeros((N, BLOCK), dtype=tl.float32)
@@ -175,16 +162,14 @@ def carry_states(
             )
             a_real, a_imaginary = times(d_real, d_imaginary, real, imaginary, PARTS)
             t_real, t_imaginary = advance(
-                t_real, t_imaginary, m_real, m_imaginary, u_real + a_real, u_imaginary + a_imaginary, PARTS
+                t_real, t_imaginary, q, u_real + a_real, u_imaginary + a_imaginary, PARTS
             )
         store_state(values, direction, total, place, states, dim, state, channel, real, imaginary, PARTS)
-        real, imaginary = advance(real, imaginary, m_real, m_imaginary, v_real, v_imaginary, PARTS)
+        real, imaginary = advance(real, imaginary, q, v_real, v_imaginary, PARTS)
         chunk += step
     if HAS_LEAVING:
-        p_real, p_imaginary = load_decay(
-            log_decay, direction, dim, states, channel, state, 1.0, ADJOINT, PARTS
-        )
-        real, imaginary = advance(real, imaginary, p_real, p_imaginary, 0.0, 0.0, PARTS)
+        one = load_decay(log_decay, direction, dim, states, channel, state, ADJOINT, PARTS)
+        real, imaginary = advance(real, imaginary, one, 0.0, 0.0, PARTS)
         if HAS_EXTRA:
             # a sequence without tokens hands its state on as it is
             length = time
@@ -219,19 +204,17 @@ def outputs(
     first, count, _ = span_of(lengths, batch, chunk, time, HAS_LENGTHS, CHUNK)
     origin = (batch.to(tl.int64) * time + first) * dim + channel
     if BIDIRECTIONAL:
-        m_real, m_imaginary = load_decay(log_decay, 1, dim, states, channel, state, 1.0, False, PARTS)
+        q = load_decay(log_decay, 1, dim, states, channel, state, False, PARTS)
         w_real, w_imaginary = load_pair(drive, 1, dim, states, channel, state, False, PARTS)
         r_real, r_imaginary = load_pair(read, 1, dim, states, channel, state, False, PARTS)
         real, imaginary = load_state(entering, 1, total, place, states, dim, state, channel, PARTS)
         at = origin + (count - 1) * dim
         for _ in range(count):
-            real, imaginary = drive_state(
-                real, imaginary, m_real, m_imaginary, w_real, w_imaginary, x + at, inside, PARTS
-            )
+            real, imaginary = drive_state(real, imaginary, q, w_real, w_imaginary, x + at, inside, PARTS)
             # read again below by the thread that wrote it
             tl.store(y + at, read_state(real, imaginary, r_real, r_imaginary, PARTS), mask=inside)
             at -= dim
-    m_real, m_imaginary = load_decay(log_decay, 0, dim, states, channel, state, 1.0, False, PARTS)
+    q = load_decay(log_decay, 0, dim, states, channel, state, False, PARTS)
     w_real, w_imaginary = load_pair(drive, 0, dim, states, channel, state, False, PARTS)
     r_real, r_imaginary = load_pair(read, 0, dim, states, channel, state, False, PARTS)
     real, imaginary = load_state(entering, 0, total, place, states, dim, state, channel, PARTS)
@@ -242,8 +225,7 @@ def outputs(
         real, imaginary = advance(
             real,
             imaginary,
-            m_real,
-            m_imaginary,
+            q,
             w_real * value[None, :],
             w_imaginary * value[None, :],
             PARTS,
@@ -278,7 +260,7 @@ def final_states(
     if HAS_LENGTHS:
         length = tl.load(lengths + batch).to(tl.int32)
     chunk = tl.maximum(length - 1, 0) // CHUNK
-    m_real, m_imaginary = load_decay(log_decay, 0, dim, states, channel, state, 1.0, False, PARTS)
+    q = load_decay(log_decay, 0, dim, states, channel, state, False, PARTS)
     w_real, w_imaginary = load_pair(drive, 0, dim, states, channel, state, False, PARTS)
     total = tl.num_programs(0) * chunks
     # what enters the first chunk is the state to start with
@@ -287,9 +269,7 @@ def final_states(
     )
     row = x + (batch.to(tl.int64) * time + chunk * CHUNK) * dim + channel
     for _ in range(length - chunk * CHUNK):
-        real, imaginary = drive_state(
-            real, imaginary, m_real, m_imaginary, w_real, w_imaginary, row, channel < dim, PARTS
-        )
+        real, imaginary = drive_state(real, imaginary, q, w_real, w_imaginary, row, channel < dim, PARTS)
         row += dim
     inside = (channel[None, :] < dim) & (state[:, None] < states)
     at = ((batch.to(tl.int64) * dim + channel[None, :]) * states + state[:, None]) * PARTS
@@ -316,7 +296,7 @@ def input_gradients(
     origin = (batch.to(tl.int64) * time + first) * dim + channel
     if BIDIRECTIONAL:
         # the adjoint of the direction from right to left runs from left to right
-        m_real, m_imaginary = load_decay(log_decay, 1, dim, states, channel, state, 1.0, True, PARTS)
+        q = load_decay(log_decay, 1, dim, states, channel, state, True, PARTS)
         w_real, w_imaginary = load_pair(drive, 1, dim, states, channel, state, False, PARTS)
         r_real, r_imaginary = load_pair(read, 1, dim, states, channel, state, True, PARTS)
         real, imaginary = load_state(entering, 1, total, place, states, dim, state, channel, PARTS)
@@ -324,9 +304,7 @@ def input_gradients(
         sum_imaginary = tl.zeros((N, BLOCK), dtype=tl.float32)
         at = origin
         for _ in range(count):
-            real, imaginary = drive_state(
-                real, imaginary, m_real, m_imaginary, r_real, r_imaginary, grad + at, inside, PARTS
-            )
+            real, imaginary = drive_state(real, imaginary, q, r_real, r_imaginary, grad + at, inside, PARTS)
             value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)[None, :]
             sum_real += real * value
             sum_imaginary += imaginary * value
@@ -336,7 +314,7 @@ def input_gradients(
             tl.store(dx + at, below, mask=inside)
             at += dim
         store_state(ddrive, 1, total, place, states, dim, state, channel, sum_real, sum_imaginary, PARTS)
-    m_real, m_imaginary = load_decay(log_decay, 0, dim, states, channel, state, 1.0, True, PARTS)
+    q = load_decay(log_decay, 0, dim, states, channel, state, True, PARTS)
     w_real, w_imaginary = load_pair(drive, 0, dim, states, channel, state, False, PARTS)
     r_real, r_imaginary = load_pair(read, 0, dim, states, channel, state, True, PARTS)
     real, imaginary = load_state(entering, 0, total, place, states, dim, state, channel, PARTS)
@@ -357,8 +335,7 @@ def input_gradients(
         real, imaginary = advance(
             real,
             imaginary,
-            m_real,
-            m_imaginary,
+            q,
             r_real * above[None, :],
             r_imaginary * above[None, :],
             PARTS,
@@ -403,7 +380,7 @@ def parameter_gradients(
     state = (tl.program_id(2) % SPLITS) * N + tl.arange(0, N)
     inside = channel < dim
     first, count, length = span_of(lengths, batch, chunk, time, HAS_LENGTHS, CHUNK)
-    m_real, m_imaginary = load_decay(log_decay, direction, dim, states, channel, state, 1.0, False, PARTS)
+    q = load_decay(log_decay, direction, dim, states, channel, state, False, PARTS)
     w_real, w_imaginary = load_pair(drive, direction, dim, states, channel, state, False, PARTS)
     real, imaginary = load_state(entering, direction, total, place, states, dim, state, channel, PARTS)
     t_real, t_imaginary = load_state(tangents, direction, total, place, states, dim, state, channel, PARTS)
@@ -415,10 +392,8 @@ def parameter_gradients(
     stride = tl.where(direction == 0, dim, -dim)
     at = (batch.to(tl.int64) * time + begin) * dim + channel
     for _ in range(count):
-        t_real, t_imaginary = advance(t_real, t_imaginary, m_real, m_imaginary, real, imaginary, PARTS)
-        real, imaginary = drive_state(
-            real, imaginary, m_real, m_imaginary, w_real, w_imaginary, x + at, inside, PARTS
-        )
+        t_real, t_imaginary = advance(t_real, t_imaginary, q, real, imaginary, PARTS)
+        real, imaginary = drive_state(real, imaginary, q, w_real, w_imaginary, x + at, inside, PARTS)
         above = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)[None, :]
         read_real += above * real
         read_imaginary -= above * imaginary
@@ -434,6 +409,6 @@ def parameter_gradients(
         e_real, e_imaginary = times(e_real, -e_imaginary, t_real, t_imaginary, PARTS)
         log_real += ends * e_real
         log_imaginary += ends * e_imaginary
-    log_real, log_imaginary = advance(log_real, log_imaginary, m_real, m_imaginary, 0.0, 0.0, PARTS)
+    log_real, log_imaginary = advance(log_real, log_imaginary, q, 0.0, 0.0, PARTS)
     store_state(dlog, direction, total, place, states, dim, state, channel, log_real, -log_imaginary, PARTS)
     store_state(dread, direction, total, place, states, dim, state, channel, read_real, read_imaginary, PARTS)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from seqboat.ops.kernels import triton_scan as kernels
-from seqboat.ops.kernels.tuning import launch, scratch
+from seqboat.ops.kernels import triton_states as states
+from seqboat.ops.kernels.tuning import launch, power, scratch
 
 SPLIT = 16
 """States per program in kernels that do not sum over states."""
@@ -46,13 +47,25 @@ class _Plan:
         self.directions, _, self.states = log_decay.shape
         self.chunk = chunk_for(self.time)
         self.chunks = -(-self.time // self.chunk)
-        self.padded = 1 << max(self.states - 1, 0).bit_length()
+        self.padded = power(self.states)
         self.split = min(self.padded, SPLIT)
         self.splits = self.padded // self.split
+        if self.parts == 2:
+            self.log_decay = self._decay_table()
         self.numbers = self.time, self.dim, self.states, self.chunks
         self.common = {
             "HAS_LENGTHS": lengths is not None, "PARTS": self.parts, "CHUNK": self.chunk
         }  # fmt: skip
+
+    def _decay_table(self) -> Tensor:
+        """Complex decays to the precision that a long memory needs, (directions, dim, states, 8)."""
+        count = self.directions * self.dim * self.states
+        table = scratch(self.x, count, 8)
+        launch(
+            states.decay_table, lambda sizes: (-(-count // sizes["BLOCK"]),),
+            self.log_decay, table, count, CHUNK=self.chunk,
+        )  # fmt: skip
+        return table
 
     def states_buffer(self) -> Tensor:
         return scratch(self.x, self.directions, self.batch * self.chunks, self.parts, self.states, self.dim)
@@ -172,7 +185,7 @@ def scan_backward(
 
 def chunk_for(time: int) -> int:
     """Tokens per chunk: a thirty-second of the sequence, so that there is enough work for all processors."""
-    return min(128, max(16, (1 << max(time - 1, 0).bit_length()) // 32))
+    return min(128, max(16, power(time) // 32))
 
 
 def _as_real(x: Tensor) -> Tensor:

@@ -38,6 +38,7 @@ def _tiles(*tiles: tuple[int, int, int, int]) -> tuple[Config, ...]:
 
 CONFIGS: dict[str, tuple[Config, ...]] = {
     # channels per program and warps; with 32 channels per warp a thread holds all states of its channel
+    "decay_table": _channels((128, 4)),
     "local_states": _channels((64, 2), (128, 4)),
     "carry_states": _channels((64, 2)),
     "outputs": _channels((64, 2), (128, 4)),
@@ -63,6 +64,10 @@ CONFIGS: dict[str, tuple[Config, ...]] = {
     "open_gates_backward": (Config({"ROWS": 16, "COLUMNS": 128}, 4),),
     "norm": (Config({"ROWS": 4}, 4),),
     "norm_backward": (Config({"ROWS": 4}, 8),),
+    "route": (Config({"ROWS": 4}, 4),),
+    "route_backward": (Config({"ROWS": 4}, 4),),
+    "scatter": (Config({"ROWS": 4}, 4),),
+    "scatter_backward": (Config({"ROWS": 4}, 4),),
     "table_by_step": (Config({}, 4),),
     "table_by_position": (Config({}, 4),),
 }
@@ -121,6 +126,11 @@ def scratch(like: Tensor, *shape: int, dtype: torch.dtype = torch.float32) -> Te
         with _disable_current_modes():
             return torch.zeros(shape, dtype=dtype, device=like.device)
     return torch.empty(shape, dtype=dtype, device=like.device)
+
+
+def power(size: int) -> int:
+    """The next power of two, which tiles need."""
+    return 1 << max(size - 1, 0).bit_length()
 
 
 def configs_of(
