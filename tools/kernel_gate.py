@@ -58,6 +58,7 @@ TYPES = {
     torch.float64: "*fp64",
     torch.int64: "*i64",
     torch.int32: "*i32",
+    torch.uint8: "*u8",
 }
 
 
@@ -144,13 +145,13 @@ def unique(launches: list[Launch]) -> list[Launch]:
 
 
 def record_scans() -> list[Launch]:
-    """The scans of the paper's layers: MD-EMA with 16 states, S4D with 32 complex ones."""
+    """The scans of the paper's layers: MD-EMA with 16 states, S4D with 32 complex ones, S5 with one."""
     from seqboat.ops.kernels.triton_scan_launch import Inputs, scan, scan_backward
 
     launches: list[Launch] = []
     with recording(launches):
-        for states, dtype in ((16, torch.float32), (32, torch.complex64)):
-            for directions in (1, 2):
+        for states, dtype in ((16, torch.float32), (32, torch.complex64), (1, torch.complex64)):
+            for directions in (1, 2) if states > 1 else (1,):
                 coefficient = torch.zeros(directions, 128, states, dtype=dtype)
                 x, skip = torch.zeros(2, 4096, 128), torch.zeros(128)
                 width = states * (2 if dtype.is_complex else 1)
@@ -208,7 +209,26 @@ def record_pointwise() -> list[Launch]:
     return launches
 
 
-RECORDS = (record_scans, record_attention, record_pointwise)
+def record_joins() -> list[Launch]:
+    """Router and residual sum of the Text and enwik8 layers."""
+    from seqboat.ops.kernels import triton_layer_launch as joins
+
+    launches: list[Launch] = []
+    with recording(launches):
+        for dim, dtype in ((128, torch.float32), (128, torch.bfloat16), (616, torch.bfloat16)):
+            x, keep = torch.zeros(4096, dim), torch.zeros(4096, dim, dtype=torch.bool)
+            router = torch.zeros(2, dim), torch.zeros(2), torch.zeros(1)
+            hidden, probs, active = joins.route(x, keep, 0.1, *router, dtype)
+            joins.route_backward([hidden, probs], x, keep, 0.1, *router, dtype)
+            for base in (x, None):
+                places = torch.zeros(4096, dtype=torch.int32)
+                parts = hidden, torch.zeros(dim), base, hidden[:1024], probs, active, places
+                grad = joins.scatter(*parts, torch.float32)
+                joins.scatter_backward([grad], *parts, torch.float32)
+    return launches
+
+
+RECORDS = (record_scans, record_attention, record_pointwise, record_joins)
 
 
 def table(results: list[Measured]) -> str:

@@ -28,7 +28,8 @@ from torch.utils.flop_counter import flop_registry
 
 from pages import replace_part
 from seqboat import SeqBoat, SeqBoatConfig, using_kernels
-from seqboat.core.policy import override_activation
+from seqboat.core.policy import Policy
+from seqboat.core.sma import Routing
 from seqboat.ops import band
 from seqboat.ops.kernels.tuning import Launch, recording
 from seqboat.recipes.enwik8 import enwik8
@@ -103,7 +104,7 @@ class Count(TorchDispatchMode):
 
 def _moved(name: str, operands: list[Tensor], results: list[Tensor]) -> int:
     """Bytes that an operator reads and writes."""
-    if name in ("new_zeros", "zeros_like", "ones_like", "new_ones", "fill_", "zero_"):
+    if name in ("new_zeros", "zeros_like", "ones_like", "new_ones", "fill_", "zero_", "bernoulli_"):
         operands = []  # gives the shape, and is not read
     elif name == "copy_":
         operands = operands[1:]
@@ -127,6 +128,18 @@ def _stored(x: Tensor) -> int:
 
 def _dropout(x: Tensor, rate: float, training: bool = True) -> Tensor:
     return torch.native_dropout(x, rate, True)[0] if training else x
+
+
+@contextmanager
+def deciding(active: Tensor) -> Iterator[None]:
+    """Replace what the router decides, not what it computes: kernels that are only recorded decide nothing."""
+
+    def forward(self: Policy, x: Tensor, *rest: Any) -> Routing:
+        wanted = rest[4] if len(rest) > 4 else None
+        return Routing(active[..., None], (self.router(x) if wanted is None else wanted).probs)
+
+    with patch.object(Policy, "forward", forward):
+        yield
 
 
 @contextmanager
@@ -169,7 +182,7 @@ def count(layer: SeqBoat, batch: int, time: int, triton: bool, dtype: torch.dtyp
     mode = Count()
     with ExitStack() as stack:
         stack.enter_context(as_on_a_gpu())
-        stack.enter_context(override_activation(layer, mask=active))
+        stack.enter_context(deciding(active))
         if triton:
             stack.enter_context(using_kernels("triton"))
             stack.enter_context(recording(launches))

@@ -65,9 +65,9 @@ CONFIGS: dict[str, tuple[Config, ...]] = {
     "norm": (Config({"ROWS": 4}, 4),),
     "norm_backward": (Config({"ROWS": 4}, 8),),
     "route": (Config({"ROWS": 4}, 4),),
-    "route_backward": (Config({"ROWS": 4}, 4),),
+    "route_backward": (Config({"ROWS": 4}, 8),),
     "scatter": (Config({"ROWS": 4}, 4),),
-    "scatter_backward": (Config({"ROWS": 4}, 4),),
+    "scatter_backward": (Config({"ROWS": 4}, 8),),
     "table_by_step": (Config({}, 4),),
     "table_by_position": (Config({}, 4),),
 }
