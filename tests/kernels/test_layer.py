@@ -17,7 +17,7 @@ UNUSED = {
     "relu2": {"coefficients", "coefficients_backward"},
     "enwik8": {"norm", "norm_backward"},
 }
-"""Operations that a layer does not have: S4D makes its coefficients in torch, and a norm before the layer is torch's."""
+"""Operations that a layer does not have: coefficients of S4D, and a norm before the layer, are left to torch."""
 CONFIGS = {
     "text": SeqBoatConfig(
         ssm=EMAConfig(d_state=4), gau=GAUConfig(d_z=8, d_v=12, window=8, positions="compressed"), norm="scale"

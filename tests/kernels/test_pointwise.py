@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from closeness import difference
-from seqboat.mixers.ssm.ema import _make_coefficients
+from seqboat.mixers.ssm.ema import make_coefficients
 from seqboat.ops.fused import _plain_norm, _plain_open_gates
 from seqboat.ops.kernels import triton_layer_launch as joins
 from seqboat.ops.kernels import triton_pointwise_launch as launches
@@ -50,10 +50,10 @@ def test_coefficients(seed: int) -> None:
     inputs: list[Any] = [*parts, torch.randn(2, 5, 3), torch.randn(2, 5, 3), 0.3]
     log, *_ = launches.ema_coefficients(*inputs)
     wide: list[Any] = [*(part.double() for part in inputs[:4]), 0.3]
-    expected, *_ = _make_coefficients(*wide)
+    expected, *_ = make_coefficients(*wide)
     assert ((log - expected) / expected).abs().max() < 1e-5  # of each number, however small
     inputs[:2] = [part.clamp(-3, 3) for part in parts]
-    check(launches.ema_coefficients, launches.ema_coefficients_backward, _make_coefficients, inputs)
+    check(launches.ema_coefficients, launches.ema_coefficients_backward, make_coefficients, inputs)
 
 
 @pytest.mark.parametrize("seed", range(8))

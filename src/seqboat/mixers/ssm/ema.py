@@ -96,8 +96,8 @@ class EMA(DiagonalSSM):
         delta, alpha, beta, gamma = self._wide_parameters()
         inputs = delta, alpha, beta, gamma, 1 / math.sqrt(self.d_state)
         if SEAM.open or delta.device.type != "cpu":
-            return Coefficients(*run_kernel("coefficients", _make_coefficients, *inputs))
-        return Coefficients(*_make_coefficients(*inputs))
+            return Coefficients(*run_kernel("coefficients", make_coefficients, *inputs))
+        return Coefficients(*make_coefficients(*inputs))
 
     def step_coefficients(self) -> tuple[Tensor, Tensor, Tensor]:
         delta, alpha, beta, gamma = (part[0] for part in self._wide_parameters())
@@ -110,7 +110,7 @@ class EMA(DiagonalSSM):
         return [part if part.dtype == torch.float64 else part.float() for part in parameters]
 
 
-def _make_coefficients(
+def make_coefficients(
     delta: Tensor, alpha: Tensor, beta: Tensor, gamma: Tensor, factor: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Logarithm of the decay, drive and read."""

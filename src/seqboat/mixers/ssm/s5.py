@@ -33,6 +33,8 @@ from seqboat.mixers.ssm.base import (
 )
 from seqboat.mixers.ssm.hippo import legs_modes
 from seqboat.mixers.ssm.layer import Gate, SSMLayer, SSMLayerConfig
+from seqboat.ops.kernels.registry import SEAM
+from seqboat.ops.kernels.scan import kernel_scan, scan_fits
 from seqboat.ops.precision import product
 
 
@@ -144,12 +146,17 @@ class S5(StateSpace):
 
     def coefficients(self) -> tuple[Tensor, Tensor]:
         """q (pairs,) and (q - 1) / poles * B (pairs, d_model), complex, in float32 at least."""
+        log_q, drive = self._log_coefficients()
+        return torch.exp(log_q), drive
+
+    def _log_coefficients(self) -> tuple[Tensor, Tensor]:
+        """log q (pairs,) and (q - 1) / poles * B (pairs, d_model), complex, in float32 at least."""
         log_dt, log_real, imag, b = (
             part.to(at_least_float32(part.dtype)) for part in (self.log_dt, self.log_real, self.imag, self.b)
         )
         poles = torch.complex(-torch.exp(log_real), imag)
         log_q = poles * torch.exp(log_dt)
-        return torch.exp(log_q), (torch.expm1(log_q) / poles)[:, None] * as_complex(b)
+        return log_q, (torch.expm1(log_q) / poles)[:, None] * as_complex(b)
 
     def enter_matrix(self, drive: Tensor) -> Tensor:
         """(d_model, states) real: from an input to what it adds to the states, as pairs of real numbers."""
@@ -174,9 +181,13 @@ class S5(StateSpace):
 
     def read(self, x: Tensor, mask: Tensor | None, state: S5State | None) -> tuple[Tensor, S5State | None]:
         batch, time, _ = x.shape
-        q, drive = self.coefficients()
-        entered = self._enter(x, drive)
+        log_q, drive = self._log_coefficients()
         skipped = self.skip.to(x.dtype) * x
+        if (SEAM.open or x.device.type != "cpu") and scan_fits(x, states=2):
+            found = self._read_by_kernel(x, log_q, drive, mask, state)
+            if found is not None:
+                return found[0] + skipped, found[1]
+        q, entered = torch.exp(log_q), self._enter(x, drive)
         if not self.causal:
             ahead, behind = parallel_scan(entered, q), parallel_scan(entered.flip(1), q).flip(1)
             return self._leave(ahead, 0) + self._leave(behind, 1) + skipped, None
@@ -188,6 +199,51 @@ class S5(StateSpace):
         index = lengths[:, None, None].expand(-1, 1, len(q))
         after = torch.cat([before, states], dim=1).gather(1, index)[:, 0]
         return self._leave(states, 0) + skipped, S5State(real_like(after))
+
+    def _read_by_kernel(
+        self, x: Tensor, log_q: Tensor, drive: Tensor, mask: Tensor | None, state: S5State | None
+    ) -> tuple[Tensor, S5State | None] | None:
+        """As `read`, without the skip, by a kernel of the diagonal scan; None if it failed.
+
+        A channel of the scan has a real input and a real output, a state of S5 complex ones. So each state is four
+        channels: two that the real part of its input enters and two for the imaginary part, of which one returns the
+        real part of its state and one the imaginary part.
+        """
+        pairs = len(log_q)
+        enter = self.enter_matrix(drive).repeat_interleave(2, dim=1)
+        rows = product(x.reshape(1, x.shape[:-1].numel(), self.d_model), enter[None])[0]
+        channels = rows.view(*x.shape[:-1], 4 * pairs)
+        log_decay = log_q.repeat_interleave(4).view(1, -1, 1)
+        read = log_decay.new_tensor([1, -1j, 1, -1j]).repeat(pairs).view(1, -1, 1)
+        rest = torch.ones_like(read), read, channels.new_zeros(4 * pairs)
+        start = None
+        if state is not None:
+            # the state before the first token comes with the real part
+            begin = state.states.view(-1, pairs, 1, 1, 2)
+            begin = torch.cat([begin, torch.zeros_like(begin)], dim=2)
+            start = begin.expand(-1, -1, -1, 2, -1).reshape(-1, 4 * pairs, 2)
+        y = None
+        for direction in range(self.directions):
+            tokens = channels.flip(1) if direction else channels
+            found = kernel_scan(tokens, log_decay, *rest, start, mask if self.causal else None)
+            if found is None:
+                return None
+            states = found[0].flip(1) if direction else found[0]
+            out = self._leave_channels(states, direction)
+            y = out if y is None else y + out
+        assert y is not None
+        if not self.causal:
+            return y, None
+        assert found is not None and found[1] is not None
+        final = torch.view_as_complex(found[1].unflatten(1, (pairs, 2, 2)).contiguous())[..., 0]
+        return y, S5State(real_like(final[..., 0] + 1j * final[..., 1]))
+
+    def _leave_channels(self, states: Tensor, direction: int) -> Tensor:
+        """2 Re(C s) of what the channels of `_read_by_kernel` return."""
+        real, imaginary = self.leave_matrix(direction, states.dtype).unflatten(1, (-1, 2)).unbind(-1)
+        matrix = torch.stack([real, imaginary, imaginary, -real], dim=-1).flatten(1)
+        rows = states.reshape(1, states.shape[:-1].numel(), states.shape[-1])
+        return product(rows, matrix.t()[None])[0].view(*states.shape[:-1], self.d_model)
 
     def make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> S5State:
         return S5State(torch.zeros(batch, self.d_state, dtype=at_least_float32(dtype), device=device))

@@ -37,9 +37,7 @@ def kernel_scan(
         y: (batch, time, dim), zeros on padding.
         final: (batch, dim, states), the state after the last real token; None for two directions.
     """
-    if transformed() or torch.compiler.is_compiling():
-        return None
-    found = _pick("scan", x, log_decay)
+    found = None if not may_scan() else _pick("scan", x, log_decay)
     if found is None:
         return None
     lengths = None if mask is None else mask.sum(dim=1)
@@ -48,6 +46,18 @@ def kernel_scan(
         return None
     y, final = result
     return y, final if len(log_decay) == 1 else None
+
+
+def may_scan() -> bool:
+    """Whether calls like this one may run in a kernel at all."""
+    return not (transformed() or torch.compiler.is_compiling())
+
+
+def scan_fits(x: Tensor, states: int) -> bool:
+    """Whether a kernel computes a scan of x with this many real numbers per channel in its state."""
+    if not may_scan():
+        return False
+    return pick("scan", device=x.device, dtype=x.dtype, states=states) is not None
 
 
 def _pick(operation: str, x: Tensor, log_decay: Tensor) -> Any:
