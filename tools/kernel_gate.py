@@ -258,7 +258,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--page", type=Path, help="document whose table to replace")
-    parser.add_argument("--only", help="a part of a kernel's name")
+    parser.add_argument(
+        "--only", default="", help="parts of kernels' names, with commas; others keep their rows"
+    )
     parser.add_argument("--devices", default=",".join(device.name for device in DEVICES))
     arguments = parser.parse_args()
     launches = unique([launch for make in RECORDS for launch in make()])
@@ -269,7 +271,8 @@ def main() -> int:
         for config in configs_of(
             launch.kernel, launch.arguments, launch.sizes, device.target.backend == "hip"
         )
-        if device.name in arguments.devices.split(",") and (arguments.only or "") in launch.kernel.__name__
+        if device.name in arguments.devices.split(",")
+        and any(part in launch.kernel.__name__ for part in arguments.only.split(","))
     ]
     results = []
     failed = 0
@@ -289,7 +292,19 @@ def main() -> int:
     summary = f"{len(results)} compilations of {by}, {failed} above a limit."
     print(summary)
     if arguments.page:
-        replace_part(arguments.page, "compiled", f"{summary}\n\n{table(results)}")
+        rows = table(results).splitlines()
+        made = {row.split("`")[1] for row in rows[2:]}
+        kept = [
+            row
+            for row in arguments.page.read_text(encoding="utf-8").splitlines()
+            if row.startswith("| `")
+            and row.count("|") == rows[0].count("|")
+            and row.split("`")[1] not in made
+        ]
+        if arguments.only and kept:
+            summary += " Rows of other kernels are of an earlier run."
+            rows[2:] = sorted(rows[2:] + kept)
+        replace_part(arguments.page, "compiled", "\n".join([summary, "", *rows]))
     return 1 if failed else 0
 
 

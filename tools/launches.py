@@ -52,6 +52,8 @@ class Step(NamedTuple):
     """read and written"""
     flops: int
     """of matrix products and scans; other operations are bound by memory"""
+    narrow: bool = False
+    """whether the operands of a matrix product are bf16"""
 
 
 class Cost(NamedTuple):
@@ -98,7 +100,8 @@ class Count(TorchDispatchMode):
             results = [part for part in tree_leaves(result) if isinstance(part, Tensor)]
             count = flop_registry.get(function.overloadpacket)
             flops = 0 if count is None else count(*args, **kwargs, out_val=result)
-            self.steps.append(Step(short, _moved(short, operands, results), flops))
+            narrow = any(part.dtype == torch.bfloat16 for part in operands)
+            self.steps.append(Step(short, _moved(short, operands, results), flops, narrow))
         return result
 
 
@@ -191,13 +194,41 @@ def count(layer: SeqBoat, batch: int, time: int, triton: bool, dtype: torch.dtyp
         stack.enter_context(mode)
         layer(x).y.backward(grad)
     steps = mode.steps + [
-        Step(f"triton {launch.kernel.__name__}", launch.bytes, flops_of(launch)) for launch in launches
+        Step(
+            f"triton {launch.kernel.__name__}",
+            launch.bytes,
+            flops_of(launch),
+            # the first operand of every kernel that multiplies matrices, but for gradients of scores
+            torch.bfloat16 in launch.arguments[:2] and "left" in launch.kernel.arg_names,
+        )
+        for launch in launches
     ]
     return Cost(steps, batch * time, mode.waits)
 
 
+def count_step(layer: SeqBoat, active: bool) -> Cost:
+    """Count one step of decoding, of one sequence whose memory is full."""
+    layer.eval()
+    window = layer.config.gau.window
+    mode = Count()
+    with torch.no_grad(), as_on_a_gpu(), layer.sma.override(active=True):
+        state = layer(torch.randn(1, window + 1, layer.d_model)).state
+    flags = torch.full((1, 1), active)
+    with torch.no_grad(), as_on_a_gpu(), deciding(flags):
+        state = layer.step(
+            torch.randn(1, layer.d_model), state
+        ).state  # what depends on weights alone is kept
+        with mode:
+            layer.step(torch.randn(1, layer.d_model), state)
+    return Cost(mode.steps, 1, mode.waits)
+
+
 def flops_of(launch: Launch) -> int:
-    """Operations of a Triton kernel: products of the band, or walks over all states."""
+    """Operations of a Triton kernel: products of the band, or walks over all states.
+
+    A walk is counted by its instructions, two operations each, as a GPU's peak counts a fused multiply and add: a
+    token of a walk takes three per state (input, decay, sum), reading or summing a state one more each.
+    """
     name, values = launch.kernel.__name__, dict(zip(launch.kernel.arg_names, launch.arguments, strict=False))
     if "left" in values and name != "table_by_step":
         window = values["left"] + values["right"] + 1
@@ -209,12 +240,12 @@ def flops_of(launch: Launch) -> int:
         return 2 * tokens * window * each if "d_z" in values else 0
     if "chunks" in values and name != "carry_states":
         parts = launch.sizes["PARTS"]
-        walks = {
-            "local_states": 1,
+        instructions = {
+            "local_states": 5 if launch.sizes.get("TANGENT") else 3,
             "final_states": 0,
-            "outputs": 2,
-            "input_gradients": 3,
-            "parameter_gradients": 4,
+            "outputs": 4,
+            "input_gradients": 5,
+            "parameter_gradients": 7,
         }
         directions = 2 if launch.sizes.get("BIDIRECTIONAL") else 1
         if "SPLITS" in launch.sizes:
@@ -222,7 +253,7 @@ def flops_of(launch: Launch) -> int:
         batch = launch.programs[0] // values["chunks"]
         return (
             2
-            * walks[name]
+            * instructions[name]
             * parts**2
             * directions
             * batch
@@ -264,7 +295,16 @@ def main() -> None:
     parser.add_argument(
         "--autocast", action="store_const", const=torch.bfloat16, help="count under bf16 autocast"
     )
+    parser.add_argument("--decode", action="store_true", help="count a step of decoding of the enwik8 layer")
     arguments = parser.parse_args()
+    if arguments.decode:
+        d_model, config = enwik8_layer()
+        layer = SeqBoat(d_model, config)
+        for active in (True, False):
+            found = count_step(layer, active)
+            kind = "active" if active else "inactive"
+            print(f"{kind} token: {found.launches} launches, {found.bytes / 1e6:.2f} MB, {found.waits} waits")
+        return
     if arguments.operators:
         d_model, config = text_layer()
         for triton in (False, True):

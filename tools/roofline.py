@@ -43,14 +43,10 @@ LAUNCH = 4e-6
 BATCH = {"Text": 50, "enwik8": 8}
 """Sequences of a training step, from the recipes."""
 
-PRODUCTS = ("triton attend", "triton score_gradients", "triton products_by_key")
 
-
-def seconds(step: Step, gpu: Gpu, half: bool, scale: float) -> float:
+def seconds(step: Step, gpu: Gpu, scale: float) -> float:
     """The predicted time of one launch, of a batch that is `scale` times the one that was counted."""
-    # scans are exact whatever autocast says
-    fast = half and (not step.name.startswith("triton") or step.name in PRODUCTS)
-    peak = gpu.half if fast else gpu.exact
+    peak = gpu.half if step.narrow else gpu.exact
     memory = step.bytes * scale / (gpu.bandwidth * SUSTAINED)
     return max(memory, step.flops * scale / (peak * SUSTAINED), LAUNCH)
 
@@ -68,10 +64,8 @@ def table() -> str:
             costs: list[Cost] = [count(layer, batch, time, triton, dtype) for triton in (False, True)]
             scale = BATCH[name] / batch
             for gpu in GPUS:
-                plain, fused = (
-                    sum(seconds(step, gpu, dtype is not None, scale) for step in cost.steps) for cost in costs
-                )
-                parts = bounds(costs[1], gpu, dtype is not None, scale)
+                plain, fused = (sum(seconds(step, gpu, scale) for step in cost.steps) for cost in costs)
+                parts = bounds(costs[1], gpu, scale)
                 lines.append(
                     f"| {name} | {gpu.name} | {'float32' if dtype is None else 'bf16 autocast'} | "
                     f"{plain * 1e3:.2f} | {fused * 1e3:.2f} | {plain / fused:.1f}x | "
@@ -80,11 +74,11 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def bounds(cost: Cost, gpu: Gpu, half: bool, scale: float) -> list[float]:
+def bounds(cost: Cost, gpu: Gpu, scale: float) -> list[float]:
     """Seconds of the launches that are bound by memory, by arithmetic, and by launching."""
     found = [0.0, 0.0, 0.0]
     for step in cost.steps:
-        took = seconds(step, gpu, half, scale)
+        took = seconds(step, gpu, scale)
         memory = step.bytes * scale / (gpu.bandwidth * SUSTAINED)
         found[2 if took == LAUNCH else 0 if took == memory else 1] += took
     return found
