@@ -211,7 +211,7 @@ def record_pointwise() -> list[Launch]:
 
 def record_joins() -> list[Launch]:
     """Router and residual sum of the Text and enwik8 layers."""
-    from seqboat.ops.kernels import triton_layer_launch as joins
+    from seqboat.ops.kernels import triton_pointwise_launch as joins
 
     launches: list[Launch] = []
     with recording(launches):

@@ -13,7 +13,6 @@ from torch import Tensor
 from closeness import difference
 from seqboat.mixers.ssm.ema import make_coefficients
 from seqboat.ops.fused import _plain_norm, _plain_open_gates
-from seqboat.ops.kernels import triton_layer_launch as joins
 from seqboat.ops.kernels import triton_pointwise_launch as launches
 from seqboat.ops.kernels.layer import plain_route, plain_scatter
 
@@ -104,13 +103,13 @@ def test_route(seed: int) -> None:
         torch.tensor([log_temperature]),
         torch.float32,
     ]
-    check(joins.route, joins.route_backward, plain_route, inputs)
+    check(launches.route, launches.route_backward, plain_route, inputs)
 
 
 def test_a_token_that_is_not_finite_is_not_active() -> None:
     x = torch.tensor([[1.0, 2.0], [torch.inf, 1.0], [torch.nan, 1.0], [3.0, 1.0]])
     weight, bias = torch.tensor([[0.0, 0.0], [1.0, 1.0]]), torch.zeros(2)
-    *_, active = joins.route(x, None, 0.0, weight, bias, torch.zeros(1), torch.float32)
+    *_, active = launches.route(x, None, 0.0, weight, bias, torch.zeros(1), torch.float32)
     assert active.tolist() == [True, False, False, True]
 
 
@@ -130,7 +129,7 @@ def test_scatter(seed: int) -> None:
         active.cumsum(0, dtype=torch.int32),
         torch.float32,
     ]
-    check(joins.scatter, joins.scatter_backward, plain_scatter, inputs)
+    check(launches.scatter, launches.scatter_backward, plain_scatter, inputs)
 
 
 def test_scatter_narrows_the_gradient_of_a_narrow_product() -> None:
@@ -140,8 +139,10 @@ def test_scatter_narrows_the_gradient_of_a_narrow_product() -> None:
     product, y = torch.randn(21, 5).half(), torch.randn(int(active.sum()), 5).half()
     inputs = [product, torch.randn(5), torch.randn(21, 5), y, torch.rand(21), active, places]
     wide = [part.double() if part.is_floating_point() else part for part in inputs]
-    assert difference(joins.scatter(*inputs, torch.float32), plain_scatter(*wide, torch.float64)) < TOLERANCE
+    assert (
+        difference(launches.scatter(*inputs, torch.float32), plain_scatter(*wide, torch.float64)) < TOLERANCE
+    )
     grad = torch.randn(21, 5)
-    dproduct, _, dbase, dy, *_ = joins.scatter_backward([grad], *inputs, torch.float32)
+    dproduct, _, dbase, dy, *_ = launches.scatter_backward([grad], *inputs, torch.float32)
     assert dproduct is not None and torch.equal(dproduct, grad.half())
     assert dbase is grad and dy is not None and dy.dtype == torch.float16

@@ -178,8 +178,8 @@ for _operation, _function in (
     ("gates", "pointwise_launch:open_gates"),
     ("coefficients", "pointwise_launch:ema_coefficients"),
     ("norm", "pointwise_launch:norm"),
-    ("route", "layer_launch:route"),
-    ("scatter", "layer_launch:scatter"),
+    ("route", "pointwise_launch:route"),
+    ("scatter", "pointwise_launch:scatter"),
 ):
     for _suffix in ("", "_backward"):
         _where = f"triton_{_function}{_suffix}"
