@@ -93,7 +93,9 @@ SIZES = [(2 + (7 * i) % 5, 3 + 41 * i % 300) for i in range(20)]
 """Twenty different shapes of a batch."""
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
+@pytest.mark.parametrize(
+    "causal", [pytest.param(False, marks=pytest.mark.slow), True], ids=["bidirectional", "causal"]
+)
 def test_one_graph_serves_every_size(causal: bool) -> None:
     layer = make_layer(causal).eval()
     counter = CompileCounterWithBackend("aot_eager")

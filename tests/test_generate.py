@@ -104,16 +104,16 @@ def test_cached_is_uncached(name: str) -> None:
     assert len(set(b"".join(slow))) > 5, "the texts must not be all alike for this to mean anything"
 
 
-def test_two_thousand_bytes_past_the_window() -> None:
-    """Every byte is the likeliest after all before it, as one whole pass scores them: 250 windows on."""
+def test_hundreds_of_bytes_past_the_window() -> None:
+    """Every byte is the likeliest after all before it, as one whole pass scores them: 75 windows on."""
     model = make_model()
-    results = generate(model, PROMPTS, max_new_bytes=2000, sampling=GREEDY)
+    results = generate(model, PROMPTS, max_new_bytes=600, sampling=GREEDY)
     for prompt, result in zip(PROMPTS, results, strict=True):
         head = prompt.encode()
         text = torch.tensor([list(head + result.data)])
         with torch.no_grad():
             foreseen = model(text).logits[0].argmax(dim=-1)
-        assert len(result.data) == 2000
+        assert len(result.data) == 600
         assert bytes(foreseen[len(head) - 1 : -1].tolist()) == result.data
 
 
