@@ -323,6 +323,10 @@ class ArrayStore:
     def __contains__(self, name: str) -> bool:
         return name in self.manifest["arrays"]
 
+    def release(self) -> None:
+        """Unmap the arrays until their next use: what was read of them counts as memory of this process."""
+        self._open.clear()
+
     def verify(self) -> None:
         """Compare every array with its sha256."""
         for name, entry in self.manifest["arrays"].items():

@@ -518,5 +518,7 @@ def draw_subset(whole: Dataset, size: int | None) -> Dataset:
     if size is None or size >= len(whole):
         return whole
     check_positive("subset size", size)
-    numbers = np.random.default_rng(0).permutation(len(whole))[:size]
+    # small integers, of which there can be tens of millions
+    every = np.arange(len(whole), dtype=np.int32 if len(whole) < 2**31 else np.int64)
+    numbers = np.random.default_rng(0).permutation(every)[:size]
     return Subset(whole, np.sort(numbers).astype(np.int64))

@@ -108,7 +108,7 @@ def ragged(store: ArrayStore, name: str, index: int, max_length: int) -> NDArray
     return store[f"{name}.tokens"][start : min(end, start + max_length)]
 
 
-def ragged_lengths(store: ArrayStore, name: str, max_length: int) -> NDArray[np.integer]:
+def ragged_lengths(store: ArrayStore, name: str, max_length: int = 2**31 - 1) -> NDArray[np.integer]:
     """The lengths of all sequences after truncation."""
     offsets = store[f"{name}.offsets"]
     # in chunks of small integers: tables can have tens of millions of rows
@@ -116,6 +116,8 @@ def ragged_lengths(store: ArrayStore, name: str, max_length: int) -> NDArray[np.
     for start in range(0, len(lengths), 1 << 20):
         part = np.diff(offsets[start : start + (1 << 20) + 1])
         lengths[start : start + len(part)] = np.minimum(part, max_length)
+    del offsets
+    store.release()
     return lengths
 
 

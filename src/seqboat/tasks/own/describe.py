@@ -11,13 +11,16 @@ from numpy.typing import NDArray
 from seqboat.data.store import ArrayStore
 from seqboat.tasks.base import Split, Subset
 from seqboat.tasks.own.targets import NumberTarget
+from seqboat.tasks.stored import ragged_lengths
 from seqboat.tasks.summary import FEW_ROWS, DataSummary, class_warnings, skip_fields
 
 if TYPE_CHECKING:
     from seqboat.tasks.own.task import OwnDataset, OwnTask
 
 BLOCK = 4096
-"""Rows that are counted at a time."""
+"""Sequences that are counted at a time."""
+ROWS = 1 << 20
+"""Labels that are counted at a time."""
 
 
 def describe(task: OwnTask, split: Split) -> DataSummary:
@@ -77,7 +80,7 @@ def _lengths(task: OwnTask, whole: OwnDataset, rows: NDArray[np.integer]) -> dic
     if task.fixed_length or task.source.name == "tokens":
         return None
     width = len(task.facts["mean"]) if task.source.name == "series" else 1
-    lengths = np.diff(np.asarray(whole.store["inputs.offsets"]))[rows] // width
+    lengths = ragged_lengths(whole.store, "inputs")[rows] // width
     return {
         "median": int(np.median(lengths)),
         "longest": int(lengths.max()),
@@ -96,7 +99,9 @@ def class_counts(task: OwnTask, store: ArrayStore, rows: NDArray[np.integer]) ->
         return None
     classes = task.target.classes(store, task.facts)  # type: ignore[attr-defined]
     if "labels" in store:
-        seen = np.bincount(np.asarray(store["labels"][rows]), minlength=len(classes))
+        seen = np.zeros(len(classes), np.int64)
+        for first in range(0, len(rows), ROWS):
+            seen += np.bincount(store["labels"][rows[first : first + ROWS]], minlength=len(classes))
     else:
         name = "labels" if "labels.tokens" in store else "tags"
         seen = _count_ragged(store, name, rows, len(classes))

@@ -397,10 +397,19 @@ class OwnTask(Task):
         return self._dataset(config.train, numbers)
 
     def summary(self, split: Split) -> DataSummary:
-        return describe(self, split)
+        found = describe(self, split)
+        self._release()
+        return found
 
     def baselines(self, split: Split, limit: int | None = None) -> dict[str, dict[str, float]]:
-        return score_baselines(self, split, limit)
+        found = score_baselines(self, split, limit)
+        self._release()
+        return found
+
+    def _release(self) -> None:
+        """Give back the memory of what was read all over the data."""
+        for store in self._stores.values():
+            store.release()
 
     def read_inputs(self, path: Path, skips: Skips) -> Iterator[tuple[str, Unlabeled]]:
         """The inputs of a table or folder without labels, in its order."""
