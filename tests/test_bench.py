@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import itertools
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -28,6 +30,7 @@ from seqboat.bench.profile import PartTime, Profile, profiled_events, run_profil
 from seqboat.bench.rates import ForcedRate, force_rate, meet_rate, recorded_activation
 from seqboat.bench.runners import LayerRunner, LowerBoundRunner, Runner
 from seqboat.bench.setting import MODES, PRESETS, LayerSetting, Mode, sweep
+from seqboat.bench.tables import Column, print_table
 from seqboat.cli import main
 from seqboat.core.counts import activation
 from seqboat.core.routers import TemperedSoftmax
@@ -387,6 +390,33 @@ def test_tables_keep_names_whole(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     (line,) = [line for line in printed.splitlines() if label in line]
     assert "1.0 MiB" in line and "x lower bound" not in printed
+
+
+def test_wide_tables_fit_a_narrow_terminal() -> None:
+    """What does not fit beside the names comes below them; files have one wide table."""
+    pytest.importorskip("rich")
+    from rich.console import Console
+
+    names = ["seqboat:gau.positions=original", "lower-bound"]
+    columns = [
+        Column("candidate", str),
+        *(Column(f"column {i}", lambda name, i=i: f"{name[:5]} {i}") for i in range(9)),
+    ]
+    for width in (45, 80):
+        printed = io.StringIO()
+        print_table(Console(width=width, force_terminal=True, file=printed), "a title", columns, names)
+        text = re.sub(r"\x1b[^m]*m", "", printed.getvalue())
+        assert all(len(line) <= width for line in text.splitlines())
+        blocks = text.count(names[0])
+        assert blocks > 1 and text.count(names[1]) == blocks and text.count("a title") == 1
+        assert (
+            [text.count(f"seqbo {i}") for i in range(9)]
+            == [text.count(f"column {i}") for i in range(9)]
+            == [1] * 9
+        )
+    printed = io.StringIO()
+    print_table(Console(width=80, file=printed), "a title", columns, names)
+    assert printed.getvalue().count(names[0]) == 1
 
 
 def test_the_earlier_name_of_the_lower_bound() -> None:

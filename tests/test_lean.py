@@ -175,6 +175,23 @@ def test_large_memories_are_read_one_by_one(monkeypatch: pytest.MonkeyPatch) -> 
         assert compare(make_model(CASES[name]), 3, 34)[0] < TOLERANCE
 
 
+def test_threads_share_large_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrices and memories are split among threads, also where their sizes are no multiples of the number."""
+    monkeypatch.setattr("seqboat.inference.products.SPLIT", 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    for name in FEW:
+        model = make_model(CASES[name])
+        assert compare(model, 1, 40)[0] < TOLERANCE and compare(model, 3, 24)[0] < TOLERANCE
+    lean = lean_model(make_model(CASES[FEW[0]]))
+    assert lean is not None and isinstance(lean.layers[0], LeanSeqBoat)
+    (unit,) = lean.layers[0].units
+    assert isinstance(unit, LeanAttention) and (unit.parts, unit.keys.shape[1], unit.values.shape[1]) == (
+        4,
+        6,
+        8,
+    )
+
+
 def test_added_positions_and_float32() -> None:
     model = make_model(CASES["softmax none memory"], absolute_positions=True)
     assert compare(model, 2, 20)[0] < TOLERANCE

@@ -35,13 +35,29 @@ def make_table(title: str, columns: Sequence[Column], rows: Sequence[Any]) -> Ta
 
 
 def print_table(console: Console, title: str, columns: Sequence[Column], rows: Sequence[Any]) -> None:
-    """Print a table at full width: no cell is wrapped or cut, however narrow the terminal."""
+    """Print a table; no cell is ever wrapped or cut.
+
+    Files get one wide table. In a terminal that is too narrow for it, further columns follow below, beside the
+    names of the rows again: a terminal breaks long lines wherever they reach its edge.
+    """
     from rich.console import Console
 
-    table = make_table(title, columns, rows)
-    needed = console.measure(table, options=console.options.update(max_width=10_000)).maximum
-    wide = console if needed <= console.width else Console(file=console.file, width=needed)
-    wide.print(table)
+    def width(shown: Sequence[Column]) -> int:
+        table = make_table("", shown, rows)
+        return console.measure(table, options=console.options.update(max_width=10_000)).maximum
+
+    left = [column for column in columns[1:] if any(column.cell(row) for row in rows)]
+    while True:
+        count = len(left)
+        while console.is_terminal and count > 1 and width([columns[0], *left[:count]]) > console.width:
+            count -= 1
+        shown, left = [columns[0], *left[:count]], left[count:]
+        needed = width(shown)
+        wide = console if needed <= console.width else Console(file=console.file, width=needed)
+        wide.print(make_table(title, shown, rows))
+        if not left:
+            return
+        title = ""
 
 
 def print_machine(console: Console) -> None:

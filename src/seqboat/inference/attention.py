@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqboat.inference.products import is_plain, make_product
+from seqboat.inference.products import count_parts, is_plain, make_product
 from seqboat.mixers.seqboat.gau import GAU
 from seqboat.mixers.seqboat.spans import ChunkSpan, FullSpan, MemorySpan, WorkingMemory
 from seqboat.ops.functions import HIDDEN
@@ -54,6 +54,24 @@ def fits(gau: nn.Module) -> bool:
     return type(gau) is GAU and type(gau.span) in spans and is_plain(gau.base, gau.out)
 
 
+class Room:
+    """Where the query, key, value and gate of a single token are computed: views that are made once.
+
+    Args:
+        d_z, d_v: widths of keys and values.
+        rotates: whether queries and keys are rotated, in pairs of channels.
+        like: tensor with the device and type.
+    """
+
+    def __init__(self, d_z: int, d_v: int, rotates: bool, like: Tensor) -> None:
+        self.base = like.new_empty(1, d_z + 2 * d_v)
+        self.z, self.gate, value = self.base.split_with_sizes((d_z, d_v, d_v), dim=1)
+        self.value = value[0]
+        self.pair = like.new_empty(2, d_z)
+        self.query, self.key = self.pair.unbind(0)
+        self.turned = torch.view_as_complex(self.pair.view(2, -1, 2)) if rotates else None
+
+
 class LeanAttention:
     """A gated attention unit on single tokens of `capacity` sequences."""
 
@@ -75,8 +93,18 @@ class LeanAttention:
         self.original = isinstance(gau.positions, OriginalBias)
         self.compressed = isinstance(gau.positions, CompressedBias)
         like = self.gamma
-        self.keys = like.new_zeros(capacity, self.places.size, self.d_z)
-        self.values = like.new_zeros(capacity, self.places.size, self.d_v)
+        self.room = Room(self.d_z, self.d_v, self.rotates, like)
+        size = self.places.size
+        # several threads share the values of a full ring: as many places each, of which the last may remain empty
+        share = 2 * torch.get_num_threads()
+        padded = size if self.places.full else -(-size // share) * share
+        self.parts = 1 if self.places.full else count_parts(padded, padded * self.d_v)
+        self.keys = like.new_zeros(capacity, size, self.d_z)
+        self.values = like.new_zeros(capacity, padded if self.parts > 1 else size, self.d_v)
+        if self.parts > 1:
+            self.shares = self.values.unflatten(1, (self.parts, -1)).unbind(0)
+            weights = like.new_zeros(padded)
+            self.weights, self.weight_shares = weights[:size], weights.view(self.parts, 1, -1)
         self.at: list[list[int]] = [[] for _ in range(capacity)]
         """positions of the tokens at the places of each row"""
         self.positions = torch.zeros(capacity, self.places.size, dtype=torch.int64, device=like.device)
@@ -123,6 +151,8 @@ class LeanAttention:
             turn: (tokens, d_z / 2) complex, the rotations at their positions.
             batch: rows in use.
         """
+        if len(rows) == 1:
+            return self._read_one(tokens, rows[0], seen[rows[0]], turn)
         base = F.silu(self.base(tokens), inplace=True)
         z, gate, value = base.split_with_sizes((self.d_z, self.d_v, self.d_v), dim=1)
         pair = torch.addcmul(self.beta, z[:, None], self.gamma)  # (tokens, 2, d_z): query and key
@@ -131,29 +161,41 @@ class LeanAttention:
             pair = torch.view_as_real(turned).flatten(2)
         for row in rows:
             self._grow(self.total[row])
-        if len(rows) == 1 or self._large():
-            found = [self._attend(pair[i], value[i], row, seen[row]) for i, row in enumerate(rows)]
-            attended = found[0][None] if len(found) == 1 else torch.stack(found)
+        if self._large():
+            attended = torch.cat(
+                [self._attend(*pair[i].unbind(0), value[i], row, seen[row]) for i, row in enumerate(rows)]
+            )
         else:
             attended = self._attend_together(pair, value, rows, seen, batch)
         return self.out(attended.mul_(gate))
 
+    def _read_one(self, token: Tensor, row: int, position: int, turn: Tensor | None) -> Tensor:
+        """As a call on one token of one row."""
+        room = self.room
+        F.silu(self.base(token, room.base), inplace=True)
+        torch.addcmul(self.beta, room.z, self.gamma, out=room.pair)
+        if turn is not None:
+            assert room.turned is not None
+            room.turned.mul_(turn)
+        self._grow(self.total[row])
+        attended = self._attend(room.query, room.key, room.value, row, position)
+        return self.out(attended.mul_(room.gate))
+
     def _large(self) -> bool:
         return self.places.size * (self.d_z + self.d_v) * self.keys.element_size() > ONE_BY_ONE
 
-    def _attend(self, pair: Tensor, value: Tensor, row: int, position: int) -> Tensor:
-        """(d_v,): what the token of one row reads; it is remembered."""
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, row: int, position: int) -> Tensor:
+        """(1, d_v): what the token of one row reads; it is remembered."""
         slot, size = self.total[row], self.places.size
         place, count = self.places.place(slot), self.places.count(slot)
         keys, values = self.keys[row], self.values[row]
-        query, key = pair.unbind(0)
         keys[place].copy_(key)
         values[place].copy_(value)
         self._note(row, place, position)
         if len(self.total) > 1 and not self._large():
             self._show(row, place)
         if count < size:
-            keys, values = keys[:count], values[:count]
+            keys = keys[:count]
         scores = torch.mv(keys, query)
         if self.per_count:
             scores.div_(slot + 1)
@@ -164,7 +206,11 @@ class LeanAttention:
             begin = size - 1 - place
             scores.add_(self.by_age[begin : begin + count])
         self.total[row] = slot + 1
-        return torch.mv(values.t(), self.weigh(scores))
+        weights = self.weigh(scores)
+        if self.parts == 1 or count < size:
+            return torch.mm(weights[None], values[:count])
+        self.weights.copy_(weights)
+        return torch.bmm(self.weight_shares, self.shares[row]).sum(dim=0)
 
     def _bias(self, distance: Tensor) -> Tensor:
         assert self.table is not None

@@ -213,6 +213,8 @@ class Int8Matrix:
             return None
         return cls(packed, scale, bias)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         y = torch.ops.quantized.linear_dynamic_fp16(x, self._packed)
-        return y.mul_(self._scale) if self._bias is None else torch.addcmul(self._bias, y, self._scale)
+        if self._bias is None:
+            return torch.mul(y, self._scale, out=out)
+        return torch.addcmul(self._bias, y, self._scale, out=out)

@@ -200,15 +200,23 @@ class LeanSeqBoat(LeanLayer):
             for unit in sma.units.values()
         ]
         self.spent = [[0] * len(self.units) for _ in range(capacity)]
+        self._fit(1, layer.linear.weight)
+
+    def _fit(self, rows: int, like: Tensor) -> None:
+        """Make room for the outputs of as many rows: the dense branch, and the log-odds of a router beside it."""
+        modules = len(self.units) if self.joined else 0
+        with torch.inference_mode(False), torch.no_grad():
+            self.room = like.new_empty(rows, self.d_model + modules)
+        self.y, self.logits = self.room.split_with_sizes((self.d_model, modules), dim=1)
 
     def __call__(self, x: Tensor, token: Token) -> Tensor:
-        hidden = F.silu(self.kernel(self.norm(x) if self.prenorm else x), inplace=True)
-        y = self.dense(hidden)
-        decisions = self._decide(hidden, y)
-        if self.joined:
-            y = y[:, : self.d_model]
-        y.add_(x)
         batch = len(x)
+        if batch != len(self.room):
+            self._fit(batch, x)
+        hidden = F.silu(self.kernel(self.norm(x) if self.prenorm else x), inplace=True)
+        self.dense(hidden, self.room)
+        decisions = self._decide(hidden)
+        y = self.y.add_(x)
         for number, (unit, (rows, weights)) in enumerate(zip(self.units, decisions, strict=True)):
             if not rows:
                 continue
@@ -235,11 +243,10 @@ class LeanSeqBoat(LeanLayer):
                 y.index_add_(0, index, out.mul_(scale))
         return F.silu(y, inplace=True) if self.prenorm else self.after_silu(y)
 
-    def _decide(self, hidden: Tensor, dense: Tensor) -> list[Decision]:
+    def _decide(self, hidden: Tensor) -> list[Decision]:
         if self.folded is not None:
-            if self.joined:
-                logits = dense[:, self.d_model :]
-            else:
+            logits = self.logits
+            if not self.joined:
                 logits = F.linear(hidden, self.folded.weight, self.folded.bias)
             return self.folded.decide(logits.tolist())
         if self.always:

@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from seqboat.inference.int8 import Int8Embedding, Int8Linear, Int8Matrix
 
-Product = Callable[[Tensor], Tensor]
-"""x W^T + b on (tokens, dim)."""
+SPLIT = 1 << 16
+"""Numbers of a matrix from which on several threads share it: below, starting them costs more than they save."""
+
+
+class Product(Protocol):
+    """x W^T + b on (tokens, inputs)."""
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor: ...
+
+
+def count_parts(rows: int, numbers: int) -> int:
+    """Into how many groups of rows a matrix is split, so that every thread reads some of them.
+
+    A library of matrix products has one thread read most of a matrix that is multiplied by a single vector, but
+    spreads a batch of products over all threads; two per thread keep them equally busy.
+    """
+    threads = torch.get_num_threads()
+    if threads == 1 or numbers < SPLIT:
+        return 1
+    return max(parts for parts in range(1, 2 * threads + 1) if rows % parts == 0)
 
 
 def is_plain(*layers: nn.Module) -> bool:
@@ -33,9 +51,15 @@ class FloatProduct:
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.matrix = weight.t().contiguous()
         self.bias = weight.new_zeros(len(weight)) if bias is None else bias.clone()
+        self.parts = count_parts(len(self.matrix), self.matrix.numel())
+        self.pieces = self.matrix.unflatten(0, (self.parts, -1))  # (parts, inputs / parts, outputs)
+        self.biases = torch.zeros_like(self.pieces[:, :1])
+        self.biases[0] = self.bias
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return torch.addmm(self.bias, x, self.matrix)
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        if self.parts == 1 or len(x) > 1:
+            return torch.addmm(self.bias, x, self.matrix, out=out)
+        return torch.sum(torch.baddbmm(self.biases, x.view(self.parts, 1, -1), self.pieces), 0, out=out)
 
 
 def make_product(layer: nn.Linear, more: tuple[Tensor, Tensor] | None = None) -> tuple[Product, bool]:

@@ -57,38 +57,42 @@ class LeanKernel(ABC):
 
 
 class LeanDiagonal(LeanKernel):
-    """A diagonal kernel: z = q z + drive x, y = Re(sum(read z)), with the channels last."""
+    """A diagonal kernel: z = q z + drive x, y = Re(sum(read z)), with the states first and the channels last."""
 
     def __init__(self, kernel: DiagonalSSM, capacity: int) -> None:
         super().__init__(kernel)
-        parts = (part.t().contiguous() for part in kernel.step_coefficients())
-        self.decay, self.drive, self.read = parts
-        self.unit = bool((self.drive == 1).all())
+        parts = (part.t().contiguous()[:, None] for part in kernel.step_coefficients())
+        self.decay, self.drive, self.read = parts  # (d_state, 1, dim)
+        self.unit = not self.decay.is_complex() and bool((self.drive == 1).all())
         """whether the input enters as it is"""
-        shape = (capacity, *self.decay.shape)
-        self.states = torch.zeros(shape, dtype=self.decay.dtype, device=self.decay.device)
+        self.states = self.decay.new_zeros(len(self.decay), capacity, self.decay.shape[2])
+        self.now = self.states
+        """the states of the rows in use"""
+        self.products = torch.empty_like(self.now)
+
+    def _fit(self, rows: int) -> None:
+        self.now = self.states[:, :rows]
+        with torch.inference_mode(False):
+            self.products = torch.empty_like(self.now, memory_format=torch.contiguous_format)
 
     def step(self, x: Tensor) -> Tensor:
-        states = self.states[: len(x)]
-        token = x[:, None]
-        if states.is_complex():
-            token = token.to(states.dtype)
-        states.mul_(self.decay)
+        if len(x) != self.now.shape[1]:
+            self._fit(len(x))
         if self.unit:
-            states.add_(token)
+            torch.addcmul(x, self.now, self.decay, out=self.now)
         else:
-            states.addcmul_(self.drive, token)
-        y = (states * self.read).sum(dim=1)
+            self.now.mul_(self.decay).addcmul_(self.drive, x.to(self.now.dtype))
+        y = torch.mul(self.now, self.read, out=self.products).sum(dim=0)
         return y.real.contiguous() if y.is_complex() else y
 
     def put(self, row: int, state: SSMState, source: int) -> None:
-        self.states[row] = complex_like(state.states[source], self.decay).t()
+        self.states[:, row] = complex_like(state.states[source], self.decay).t()
 
     def get(self, rows: list[int]) -> SSMState:
-        return SSMState(real_like(self.states[rows].transpose(1, 2).contiguous()))
+        return SSMState(real_like(self.states[:, rows].permute(1, 2, 0).contiguous()))
 
     def move(self, source: int, target: int) -> None:
-        self.states[target] = self.states[source]
+        self.states[:, target] = self.states[:, source]
 
 
 class Ring:
