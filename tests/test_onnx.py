@@ -16,6 +16,7 @@ from torch import nn
 from lm_runs import write_lm_run
 from seqboat.cli import main
 from seqboat.core.budget import BudgetConfig
+from seqboat.core.policy import policies
 from seqboat.core.routers import (
     AlwaysActiveConfig,
     ExpertChoiceConfig,
@@ -167,6 +168,31 @@ def test_other_models(kind: Any, changes: dict[str, Any], tmp_path: Path) -> Non
     check(model, "sequence", tmp_path)
     quantize(model)
     check(model, "sequence", tmp_path)
+
+
+@pytest.mark.parametrize("int8", [False, True], ids=["float32", "int8"])
+@torch.no_grad()
+def test_language_models_with_ngrams(int8: bool, tmp_path: Path) -> None:
+    """The state holds the last tokens, also those of a sequence shorter than an n-gram."""
+    steered = mixer(causal=True, gau_positions="rotary", budget=BudgetConfig(target=0.5))
+    changes = {"ngrams": (2, 5), "ngram_buckets": 37, "scaled_embedding": True}
+    model = vary(LanguageModel(backbone(steered, **changes)))
+    for policy in policies(model):
+        policy.shift.fill_(0.2)
+    if int8:
+        quantize(model)
+    for form in ("step", "sequence"):
+        check(model, form, tmp_path)
+    step, whole = OnnxModel(tmp_path / "step.onnx"), OnnxModel(tmp_path / "sequence.onnx")
+    ids, lengths = random_ids(3, 12), np.array([2, 9, 12])
+    state = next_state(whole.run({"tokens": ids.numpy(), "lengths": lengths}))
+    assert state["recent"].tolist()[0] == [0, 0, *(ids[0, :2] + 1).tolist()]
+    more = random_ids(3, 4, seed=1)
+    for time in range(4):
+        logits, _, state = step.step(more[:, time].numpy(), state)
+        for row, length in enumerate(lengths):
+            wanted = model(torch.cat([ids[row, :length], more[row, : time + 1]])[None]).logits[0, -1]
+            np.testing.assert_allclose(logits[row], wanted.numpy(), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("form", ["step", "sequence"])

@@ -17,6 +17,7 @@ hooks do (`LeanModel.applies`).
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -340,9 +341,9 @@ class LeanBackbone:
         weight = backbone.embedding.weight
         self.factor = math.sqrt(backbone.config.d_model) if backbone.config.scaled_embedding else 1.0
         self.table = weight * self.factor
-        self.ngrams = backbone.ngrams
-        self.recent = None if self.ngrams is None else self.ngrams.begin(0, weight.device)
-        """the last tokens of each sequence, for n-grams"""
+        self.ngrams = None if backbone.ngrams is None else copy.deepcopy(backbone.ngrams)
+        self.recent: list[list[int]] = []
+        """ids + 1 of the last tokens of each sequence, for n-grams"""
         self.scale = backbone.position_scale.clone() if backbone.absolute_positions else None
         norm = backbone.norm
         self.norm = None if norm is None else lean_norm(norm) if isinstance(norm, Norm) else norm
@@ -376,16 +377,18 @@ class LeanBackbone:
             for layer, part in zip(self.layers, state.layers, strict=True):
                 layer.put(len(self.seen), part, source)
             self.seen.append(int(state.seen[source]))
-        if self.recent is not None:
-            assert state.recent is not None
-            self.recent = torch.cat([self.recent, state.recent[list(chosen)]])
+        if state.recent is not None:
+            self.recent += state.recent[list(chosen)].tolist()
 
     @torch.no_grad()
     def state(self, rows: Sequence[int] | None = None) -> BackboneState:
         """The states of some sequences, or of all, as values."""
         chosen = list(range(len(self)) if rows is None else rows)
         seen = torch.tensor([self.seen[row] for row in chosen], device=self.table.device)
-        recent = None if self.recent is None else self.recent[chosen]
+        recent = None
+        if self.ngrams is not None:
+            known = [self.recent[row] for row in chosen]
+            recent = torch.tensor(known, dtype=torch.int64, device=seen.device).view(len(known), -1)
         return BackboneState(tuple(layer.get(chosen, seen) for layer in self.layers), seen, recent)
 
     @torch.no_grad()
@@ -397,18 +400,19 @@ class LeanBackbone:
                 layer.move(last, row)
             self.seen[row] = self.seen[last]
         self.seen.pop()
-        if self.recent is not None:
-            order = [last if number == row else number for number in range(last)]
-            self.recent = self.recent[order]
+        if self.ngrams is not None:
+            self.recent[row] = self.recent[last]
+            self.recent.pop()
         return state
 
     def read(self, tokens: Tensor) -> Tensor:
         """As `step`, where the caller takes care of gradients."""
         x = F.embedding(tokens, self.table)
-        if self.ngrams is not None and self.recent is not None:
-            ids = tokens[:, None]
-            x = x.add_(self.ngrams(ids, self.recent)[:, 0], alpha=self.factor)
-            self.recent = self.ngrams.advance(ids, self.recent)
+        if self.ngrams is not None:
+            last = [[*recent, token + 1] for recent, token in zip(self.recent, tokens.tolist(), strict=True)]
+            places = torch.tensor([self.ngrams.places_of(known) for known in last], device=x.device)
+            x.add_(self.ngrams.table(places), alpha=self.factor)
+            self.recent = [known[1:] for known in last]
         token = Token(self.seen, x.dtype, x.device)
         if self.scale is not None:
             here = torch.tensor(self.seen, device=x.device)

@@ -84,8 +84,31 @@ class NGrams(nn.Module):
                 found.append((mixed >> 32).remainder(self.buckets) + len(found) * self.buckets)
         return torch.stack(found, dim=-1)
 
+    def places_of(self, last: Sequence[int]) -> list[int]:
+        """As `places` of one token, from ids + 1 of the last tokens up to it, with plain integers: (sizes,).
+
+        Python's integers do not wrap around by themselves; a few of them still take less time than tensors.
+
+        >>> grams = NGrams([2, 4], 1000, 8)
+        >>> grams.places_of([0, 6, 7, 8]) == grams.places(torch.tensor([[5, 6, 7]]))[0, -1].tolist()
+        True
+        """
+        found: list[int] = []
+        key = 0
+        for back in range(max(self.sizes)):
+            key = _wrap((key + last[-1 - back]) * MULTIPLIER)
+            if back + 1 in self.sizes:
+                mixed = _wrap((key ^ (key >> 29)) * MULTIPLIER)
+                found.append((mixed >> 32) % self.buckets + len(found) * self.buckets)
+        return found
+
     def forward(self, ids: Tensor, before: Tensor | None = None) -> Tensor:
         """(batch, time, d_model) for token ids (batch, time); see `places`."""
         places = self.places(ids, before)
         out: Tensor = self.table(places.flatten(0, 1))
         return out.unflatten(0, ids.shape)
+
+
+def _wrap(number: int) -> int:
+    """A number as 64 bits hold it, with a sign."""
+    return ((number + (1 << 63)) & ((1 << 64) - 1)) - (1 << 63)

@@ -22,7 +22,7 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
 from seqboat.checks import require
-from seqboat.inference.int8 import Int8Embedding, Int8Linear
+from seqboat.inference.int8 import Int8Weight
 
 Kind = Literal["float", "double", "int", "bool"]
 KINDS: dict[str, tuple[int, Any]] = {
@@ -224,7 +224,7 @@ class Graph:
         int8 codes are multiplied by their scales in the graph, outside all branches: a runtime does it once when it
         loads the file. It would repeat a DequantizeLinear at every step.
         """
-        if not isinstance(layer, Int8Linear | Int8Embedding):
+        if not isinstance(layer, Int8Weight):
             return self.weight(layer.weight, name)  # type: ignore[arg-type]
         key = ("codes", id(layer))
         if key not in self._known:
@@ -234,7 +234,14 @@ class Graph:
             self.nodes = inner
         return self._known[key]
 
-    def codes(self, layer: Int8Linear | Int8Embedding, name: str) -> tuple[Value, Value]:
+    def rows(self, layer: nn.Module, places: Value, name: str) -> Value:
+        """(..., columns): some rows of the matrix of an embedding, by their numbers (...)."""
+        if not isinstance(layer, Int8Weight):
+            return self.weight(layer.weight, name).take(places)  # type: ignore[arg-type]
+        codes, scale = self.codes(layer, name)
+        return codes.take(places).to("float") * scale.take(places).unsqueeze(-1)
+
+    def codes(self, layer: Int8Weight, name: str) -> tuple[Value, Value]:
         """The int8 codes of a layer and the scale of every row."""
         key = ("int8", id(layer))
         if key not in self._known:

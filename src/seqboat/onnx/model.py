@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from seqboat.checks import require
-from seqboat.inference.int8 import Int8Embedding
 from seqboat.models.backbone import Backbone
 from seqboat.models.heads import Classifier, LanguageModel, Matcher, Tagger
 from seqboat.models.ngrams import MULTIPLIER, NGrams
@@ -52,21 +51,18 @@ class GraphModel:
 
     # inputs
 
-    def _embed(self, inputs: Value, position: Value) -> Value:
-        """(..., d_model) of token ids (...) or values (..., channels) at these positions."""
+    def _embed(self, inputs: Value, position: Value, grams: Value | None) -> Value:
+        """(..., d_model) of token ids (...) or values (..., channels) at these positions, with their n-grams."""
         graph, backbone, config = self.graph, self.backbone, self.backbone.config
         layer = backbone.embedding
         if isinstance(layer, nn.Linear):
             x = graph.op(
                 "MatMul", inputs, graph.op("Transpose", graph.matrix(layer, "embedding"), perm=[1, 0])
             ) + graph.weight(layer.bias, "embedding.bias")
-        elif isinstance(layer, Int8Embedding):
-            codes, scale = graph.codes(layer, "embedding")
-            x = codes.take(inputs).to("float") * scale.take(inputs).unsqueeze(-1)
         else:
-            x = graph.matrix(layer, "embedding").take(inputs)
-        if backbone.ngrams is not None:
-            x = x + ngrams(graph, backbone.ngrams, inputs)
+            x = graph.rows(layer, inputs, "embedding")
+        if grams is not None:
+            x = x + grams
         if isinstance(layer, nn.Embedding) and config.scaled_embedding:
             x = x * math.sqrt(config.d_model)
         if backbone.absolute_positions:
@@ -88,6 +84,8 @@ class GraphModel:
     def state_shapes(self) -> StateShapes:
         """The parts of the state of a step."""
         shapes: StateShapes = {"seen": ("int", ())}
+        if self.backbone.ngrams is not None:
+            shapes["recent"] = ("int", (self.backbone.ngrams.reach,))
         for number, layer in enumerate(self.layers):
             shapes |= {f"{number}.{name}": kind for name, kind in layer.state_shapes().items()}
         return shapes
@@ -98,8 +96,10 @@ class GraphModel:
         full = (unit.full for layer in self.layers for unit in layer.units if isinstance(unit, Attention))
         return isinstance(self.model, LanguageModel) and not any(full)
 
-    def _give_state(self, seen: Value, states: Sequence[Memory]) -> None:
+    def _give_state(self, seen: Value, recent: Value | None, states: Sequence[Memory]) -> None:
         found = {"seen": seen}
+        if recent is not None:
+            found["recent"] = recent
         for number, state in enumerate(states):
             found |= {f"{number}.{name}": part for name, part in state.items()}
         for name, (_, shape) in self.state_shapes().items():
@@ -121,7 +121,12 @@ class GraphModel:
             name: graph.input(f"state.{name}", kind, ["batch", *shape])  # type: ignore[arg-type]
             for name, (kind, shape) in shapes.items()
         }
-        x, states, decisions = self._embed(tokens, given["seen"]), [], []
+        grams = recent = None
+        if self.backbone.ngrams is not None:
+            known = graph.concat([given["recent"], (tokens + 1).unsqueeze(1)], 1)
+            recent = known.cut(1, self.backbone.ngrams.reach + 1, 1)
+            grams = ngrams(graph, self.backbone.ngrams, known).squeeze(1)
+        x, states, decisions = self._embed(tokens, given["seen"], grams), [], []
         for number, layer in enumerate(self.layers):
             names = layer.state_shapes()
             x, after, active = layer.step(
@@ -131,7 +136,7 @@ class GraphModel:
             decisions.append(active)
         graph.output("logits", self._score(self._end(x)), ["batch", self.backbone.config.vocab or 0])
         self._give_active(decisions, ["batch"], 1)
-        self._give_state(given["seen"] + 1, states)
+        self._give_state(given["seen"] + 1, recent, states)
 
     @torch.no_grad()
     def write_sequence(self) -> None:
@@ -140,7 +145,7 @@ class GraphModel:
         if isinstance(model, Matcher):
             parts, decisions = [], []
             for name in ("first", "second"):
-                y, about, active, _ = self._read(name, f"{name}_lengths", f"{name}_time")
+                y, about, active, *_ = self._read(name, f"{name}_lengths", f"{name}_time")
                 parts.append(self._mean(y, about))
                 decisions.append((name, active))
             a, b = parts
@@ -150,7 +155,8 @@ class GraphModel:
             for name, active in decisions:
                 self._give_active(active, ["batch", f"{name}_time"], 2, f"{name}_active")
             return
-        y, about, active, states = self._read("tokens" if self._has_ids else "values", "lengths", "time")
+        name = "tokens" if self._has_ids else "values"
+        y, about, active, states, known = self._read(name, "lengths", "time")
         tokens = y.reshape(-1, width)
         batch, time = y.size(0), y.size(1)
         if isinstance(model, Classifier):
@@ -162,7 +168,11 @@ class GraphModel:
             graph.output("logits", scores.reshape(batch, time, classes), ["batch", "time", classes])
         self._give_active(active, ["batch", "time"], 2)
         if about.remember:
-            self._give_state(about.lengths, states)
+            recent = None
+            if known is not None and self.backbone.ngrams is not None:
+                last = about.lengths.unsqueeze(1) + graph.range(self.backbone.ngrams.reach)
+                recent = graph.op("GatherElements", known, last, axis=1)
+            self._give_state(about.lengths, recent, states)
 
     @property
     def _has_ids(self) -> bool:
@@ -174,8 +184,8 @@ class GraphModel:
 
     def _read(
         self, name: str, lengths_name: str, time_name: str
-    ) -> tuple[Value, Sequences, list[list[Value]], list[Memory]]:
-        """A batch of sequences through all layers."""
+    ) -> tuple[Value, Sequences, list[list[Value]], list[Memory], Value | None]:
+        """A batch of sequences through all layers; the last result is what n-grams are made of."""
         graph = self.graph
         shape: list[int | str] = [
             "batch",
@@ -190,13 +200,17 @@ class GraphModel:
         if self._has_ids:
             # what stands on padding may be any number
             inputs = graph.where(about.real, inputs, 0)
-        x = about.clear(self._embed(inputs, position))
+        known = grams = None
+        if self.backbone.ngrams is not None:
+            known = graph.op("Pad", inputs + 1, graph.const([0, self.backbone.ngrams.reach, 0, 0], "int"))
+            grams = ngrams(graph, self.backbone.ngrams, known)
+        x = about.clear(self._embed(inputs, position, grams))
         decisions, states = [], []
         for layer in self.layers:
             x, state, active = layer.sequence(x, about)
             decisions.append(active)
             states.append(state)
-        return about.clear(self._end(x)), about, decisions, states
+        return about.clear(self._end(x)), about, decisions, states, known
 
     def _mean(self, y: Value, about: Sequences) -> Value:
         """Mean over the real tokens; zero for a sequence without any."""
@@ -236,22 +250,26 @@ def sinusoids(graph: Graph, position: Value, d_model: int) -> Value:
     return both.cut(0, d_model, -1)
 
 
-def ngrams(graph: Graph, layer: NGrams, ids: Value) -> Value:
+def ngrams(graph: Graph, layer: NGrams, known: Value) -> Value:
     """(batch, time, d_model): the sum of the embeddings of the n-grams that end at each token.
 
     `NGrams.places` in 64-bit integers. A shift to the right is a division that rounds down.
+
+    Args:
+        graph: to write to.
+        layer: of n-grams.
+        known: (batch, reach + time), ids + 1 of the tokens and those before them; 0 before the first.
     """
     found: list[Value] = []
-    time = ids.size(1)
     key: Value | None = None
-    table = graph.weight(layer.table.weight, "ngrams")
+    end = known.size(1)
     for back in range(max(layer.sizes)):
-        earlier = graph.op("Pad", ids + 1, graph.const([0, back, 0, 0], "int")).cut(0, time, 1)
+        earlier = known.cut(layer.reach - back, end - back, 1)
         key = (earlier if key is None else key + earlier) * MULTIPLIER
         if back + 1 in layer.sizes:
             mixed = graph.op("BitwiseXor", key, shifted(key, 29)) * MULTIPLIER
             place = shifted(mixed, 32) % layer.buckets + len(found) * layer.buckets
-            found.append(table.take(place))
+            found.append(graph.rows(layer.table, place, "ngrams"))
     total = found[0]
     for more in found[1:]:
         total = total + more
