@@ -163,6 +163,33 @@ def test_silu_is_made_again_with_the_same_gradients(channels_first: bool) -> Non
         torch.testing.assert_close(got, want)
 
 
+@pytest.mark.parametrize("outputs", [2, 4])
+def test_channels_that_would_meet_in_a_cache_lie_apart(outputs: int) -> None:
+    """Tokens stored by channel, a page apart: other strides, the same numbers and gradients, also the second ones."""
+    torch.manual_seed(0)
+    before = torch.randn(4, 2, 256, dtype=torch.float64).permute(1, 2, 0).requires_grad_()
+    layer, few = nn.Linear(4, 4, dtype=torch.float64), nn.Linear(4, outputs, dtype=torch.float64)
+    rows, y = torch.tensor([1, 300]), torch.randn(2, 4, dtype=torch.float64)
+    inputs = [before, layer.weight, few.weight, few.bias]
+
+    def run(fused: bool) -> list[Tensor]:
+        hidden = silu(before) if fused else F.silu(before)
+        chosen = linear(few, hidden) if fused else few(hidden)
+        base = torch.zeros_like(before)
+        summed = combine(layer, base, hidden, rows, y) if fused else plain(hidden)
+        total = (summed * chosen.sum(dim=-1, keepdim=True)).square().sum()
+        first = torch.autograd.grad(total, inputs, create_graph=True)
+        again = torch.autograd.grad(first[0].square().sum(), inputs)
+        return [hidden, chosen, summed, *torch.autograd.grad(total, inputs), *again]
+
+    def plain(hidden: Tensor) -> Tensor:
+        return layer(hidden).reshape(-1, 4).index_add(0, rows, y).view_as(hidden)
+
+    assert silu(before).stride(-1) == 512 + 128 // 8 and silu(before[:, :100]).stride(-1) == 1
+    for got, want in zip(run(fused=True), run(fused=False), strict=True):
+        torch.testing.assert_close(got, want)
+
+
 def kept_bytes(activate: Callable[[Tensor], Tensor]) -> int:
     """Memory that is kept for the backward pass of a Linear behind an activation."""
     before = torch.randn(64, 8, requires_grad=True)

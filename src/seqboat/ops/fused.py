@@ -47,14 +47,49 @@ def by_channel(x: Tensor) -> bool:
     return x.dim() == 2 and x.stride(0) == 1 and x.stride(1) >= x.shape[0] > 1
 
 
+PAGE, LINE = 4096, 128
+"""Bytes: channels that lie a multiple of a page apart meet in the same few places of a processor's cache, which holds
+only some of them at a time; a few cache lines between them are enough."""
+
+
+def _meet(x: Tensor) -> bool:
+    """Whether (..., dim) is stored channel by channel, so that the channels of a token meet in a cache."""
+    flat = x.flatten(0, -2) if x.dim() > 1 and x.stride(-1) > 1 and x.device.type == "cpu" else None
+    return flat is not None and by_channel(flat) and flat.stride(1) * x.element_size() % PAGE == 0
+
+
+def _apart(dim: int, tokens: int, like: Tensor) -> Tensor:
+    """(dim, tokens), without values: channels that do not meet in a cache."""
+    size = like.element_size()
+    more = LINE // size if like.device.type == "cpu" and tokens * size % PAGE == 0 else 0
+    return like.new_empty(dim, tokens + more)[:, :tokens]
+
+
+class _SiluApart(torch.autograd.Function):
+    """SiLU(x) of tokens stored by channel, with channels that do not meet in a cache."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        out = _apart(x.shape[-1], x[..., 0].numel(), x).t().unflatten(0, x.shape[:-1])
+        return torch.ops.aten.silu.out(x, out=out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(grad, x)
+
+
 def silu(x: Tensor) -> Tensor:
     """SiLU(x), which `affine` and `combine` recompute in the backward pass instead of storing it.
 
     SiLU stores x for its own gradient anyway, and recomputing costs less than a second array of this size.
     """
-    y = F.silu(x)
-    if y.requires_grad and not torch.compiler.is_compiling() and not transformed():
-        y.silu_of = x  # type: ignore[attr-defined]
+    if torch.compiler.is_compiling() or transformed():
+        return F.silu(x)
+    y = _SiluApart.apply(x) if _meet(x) else F.silu(x)
+    if y.requires_grad:
+        y.silu_of = x
     return y
 
 
@@ -64,6 +99,21 @@ def _silu_input(x: Tensor) -> Tensor | None:
     return None if before is None else before.reshape(-1, before.shape[-1])
 
 
+FEW = 16
+"""Outputs up to which a product with tokens that are stored by channel is computed the other way around."""
+
+
+def _affine(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """x W^T + b on (tokens, dim).
+
+    Libraries of matrix products are slow at a narrow result from tokens stored by channel, such as the logits of a
+    router: W x^T reads the channels in order instead.
+    """
+    if by_channel(x) and len(weight) <= FEW:
+        return torch.addmm(bias[:, None], weight, x.t()).t()
+    return torch.addmm(bias, x, weight.t())
+
+
 class _Linear(torch.autograd.Function):
     """x W^T + b on (tokens, dim), with the gradient of x in the layout of x."""
 
@@ -71,12 +121,14 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, before: Tensor | None) -> Tensor:
         ctx.save_for_backward(x if before is None else before, weight)
         ctx.activate = before is not None
-        return torch.addmm(bias, x, weight.t())
+        return _affine(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         dx = dw = db = None
+        if by_channel(x) and len(weight) <= FEW:
+            grad = grad.t().contiguous().t()
         if ctx.needs_input_grad[0]:
             dx = torch.mm(weight.t(), grad.t()).t() if by_channel(x) else torch.mm(grad, weight)
         if ctx.needs_input_grad[1]:
@@ -92,7 +144,7 @@ def affine(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     if torch.is_grad_enabled() and not transformed():
         y = _Linear.apply(flat, weight, bias, _silu_input(x))
     else:
-        y = torch.addmm(bias, flat, weight.t())
+        y = _affine(flat, weight, bias)
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -126,7 +178,10 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         h, weight, rows = ctx.saved_tensors
-        dh = torch.mm(weight.t(), grad.t()).t() if by_channel(h) else torch.mm(grad, weight)
+        if by_channel(h) and not (differentiates_again() or torch.compiler.is_compiling()):
+            dh = torch.mm(weight.t(), grad.t(), out=_apart(*h.t().shape, h)).t()
+        else:
+            dh = torch.mm(weight.t(), grad.t()).t() if by_channel(h) else torch.mm(grad, weight)
         dweight = torch.mm(grad.t(), F.silu(h) if ctx.activate else h)
         return grad, dh, dweight, grad.sum(dim=0), None, grad.index_select(0, rows), None
 
