@@ -53,9 +53,12 @@ only some of them at a time; a few cache lines between them are enough."""
 
 
 def _meet(x: Tensor) -> bool:
-    """Whether (..., dim) is stored channel by channel, so that the channels of a token meet in a cache."""
-    flat = x.flatten(0, -2) if x.dim() > 1 and x.stride(-1) > 1 and x.device.type == "cpu" else None
-    return flat is not None and by_channel(flat) and flat.stride(1) * x.element_size() % PAGE == 0
+    """Whether (batch, time, dim) is stored channel by channel, so that the channels of a token meet in a cache."""
+    if x.dim() != 3 or x.device.type != "cpu":
+        return False
+    batch, time, _ = x.shape
+    along, apart = (x.stride(0) == time or batch == 1) and x.stride(1) == 1, x.stride(2)
+    return along and apart >= batch * time > 1 and apart * x.element_size() % PAGE == 0
 
 
 def _apart(dim: int, tokens: int, like: Tensor) -> Tensor:
