@@ -106,13 +106,17 @@ FEW = 16
 """Outputs up to which a product with tokens that are stored by channel is computed the other way around."""
 
 
-def _affine(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """x W^T + b on (tokens, dim).
+def _narrow(x: Tensor, weight: Tensor) -> bool:
+    """Whether x W^T is a narrow product with tokens stored by channel, such as the logits of a router.
 
-    Libraries of matrix products are slow at a narrow result from tokens stored by channel, such as the logits of a
-    router: W x^T reads the channels in order instead.
+    Libraries of matrix products are slow at it: W x^T reads the channels in order instead.
     """
-    if by_channel(x) and len(weight) <= FEW:
+    return len(weight) <= FEW and not torch.compiler.is_compiling() and by_channel(x)
+
+
+def _affine(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """x W^T + b on (tokens, dim)."""
+    if _narrow(x, weight):
         return torch.addmm(bias[:, None], weight, x.t()).t()
     return torch.addmm(bias, x, weight.t())
 
@@ -130,7 +134,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         dx = dw = db = None
-        if by_channel(x) and len(weight) <= FEW:
+        if _narrow(x, weight):
             grad = grad.t().contiguous().t()
         if ctx.needs_input_grad[0]:
             dx = torch.mm(weight.t(), grad.t()).t() if by_channel(x) else torch.mm(grad, weight)
