@@ -31,6 +31,7 @@ import argparse
 import json
 import statistics
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -408,7 +409,7 @@ def write_page(runs: list[dict[str, Any]], page: Path) -> None:
         "Means and standard deviations over the seeds; scores are accuracies on held-out examples, for adding the "
         "mean squared error."
     )
-    replace_part(page, "first contacts", "\n\n".join([lead, verdicts(runs), table(runs)]))
+    replace_part(page, "first contacts", "\n\n".join([textwrap.fill(lead, 118), verdicts(runs), table(runs)]))
     chance = {"needle": 1 / 8, "tickets": 0.4}
     images = page.parent / "images" / "first-contacts"
     write_figure(
