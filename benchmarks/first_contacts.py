@@ -406,7 +406,7 @@ def write_page(runs: list[dict[str, Any]], page: Path) -> None:
     lead = (
         f"Written by `python benchmarks/first_contacts.py --out FILE --page {page.as_posix()}` from {len(runs)} runs "
         f"(commit {commits}; seeds {seeds}; one thread of a busy machine, so that times tell little). "
-        "Means and standard deviations over the seeds; scores are accuracies on held-out examples, for adding the "
+        "Means ± std over the seeds; scores are accuracies on held-out examples, for adding the "
         "mean squared error."
     )
     replace_part(page, "first contacts", "\n\n".join([textwrap.fill(lead, 118), verdicts(runs), table(runs)]))

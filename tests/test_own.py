@@ -711,6 +711,20 @@ def test_a_long_table_is_predicted_in_bounded_memory(classifier: Path, tmp_path:
     assert taken <= 32 * 64
 
 
+def test_more_rows_take_no_more_memory(classifier: Path, tmp_path: Path) -> None:
+    peaks = []
+    for rows in (2_500, 6_000):
+        table = tmp_path / f"{rows}.csv"
+        table.write_text("text\n" + "".join(f"film {i}\n" for i in range(rows)), encoding="utf-8")
+        predictor = Predictor(classifier, batch_size=64)
+        tracemalloc.start()
+        count = sum("label" in answer for answer in predictor.stream(table))
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        assert count == rows
+    assert peaks[1] < 1.1 * peaks[0]
+
+
 def test_what_cannot_be_predicted_says_so(
     classifier: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
