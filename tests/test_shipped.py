@@ -98,4 +98,4 @@ def test_models_of_the_package_are_whole() -> None:
     for folder in shipped_models().values():
         assert Run(folder).shipped and not Run(folder).language_model.training
         assert (folder / "README.md").is_file()
-        assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) <= 4e6
+        assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) <= 4 * 2**20

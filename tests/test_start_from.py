@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
 
 from seqboat.cli import main
+from seqboat.models.heads import Classifier
 from seqboat.recipes import find_recipe
 from seqboat.runs import Run, start_from
+from seqboat.training.checkpoint import load_start
 from seqboat.training.config import RunConfig, override
 from seqboat.training.config.fields import StartConfig
 from seqboat.training.loop import train
@@ -118,3 +121,16 @@ def test_mistakes_are_named(table: Path, tmp_path: Path) -> None:
         ValueError, match=r"enwik8-small: backbone.embedding.weight must have shape \(256, 32\)"
     ):
         train(config, tmp_path / "run")
+
+
+def test_int8_weights_are_widened() -> None:
+    config = start_from(find_recipe("classify")(), "enwik8-medium")
+    model = Classifier(dataclasses.replace(config.model, vocab=256), 2)
+    fresh = model.state_dict()["backbone.ngrams.table.weight"].clone()
+    load_start(model, Run("enwik8-medium").path)
+    weights, found = Run("enwik8-medium").weights, model.state_dict()
+    name = "backbone.layers.1.linear"
+    expected = weights[f"{name}.codes"].float() * weights[f"{name}.scale"][:, None]
+    assert torch.equal(found[f"{name}.weight"], expected)
+    # n-grams of other lengths stay as they are
+    assert torch.equal(found["backbone.ngrams.table.weight"], fresh)

@@ -161,6 +161,21 @@ def float_tensors(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+def widen(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights by name in floating point, from a checkpoint that may hold int8 codes and scales.
+
+    >>> list(widen({"out.codes": torch.ones(1, 2, dtype=torch.int8), "out.scale": torch.ones(1)}))
+    ['out.weight']
+    """
+    names = [key.removesuffix(".codes") for key in tensors if key.endswith(".codes")]
+    parts = {f"{name}.{part}" for name in names for part in ("codes", "scale")}
+    found = {key: value for key, value in tensors.items() if key not in parts}
+    for name in names:
+        scale = tensors[f"{name}.scale"]
+        found[f"{name}.weight"] = tensors[f"{name}.codes"].to(scale.dtype) * scale[:, None]
+    return found
+
+
 def expect_codes(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Make room in a model for the int8 weights among these tensors; ValueError if they are not this model's."""
     layers = dict(quantizable(model))

@@ -34,6 +34,7 @@ from torch import Tensor
 from seqboat.checks import require, short
 from seqboat.data.console import printable
 from seqboat.data.files import digest_of, flush_file, flush_folder, open_regular, write_text
+from seqboat.inference.int8 import widen
 from seqboat.plugins import MissingPlugin
 from seqboat.training.config import RunConfig, from_dict
 from seqboat.training.config.fields import NEW_PARTS
@@ -460,12 +461,14 @@ def load_start(model: torch.nn.Module, run: Path | str) -> None:
         found = store.best() or store.newest()
     if found is None:
         raise ValueError(f"{run} holds no whole checkpoint to start from")
-    tensors = found.tensors(MODEL)
+    tensors = widen(found.tensors(MODEL))
     with torch.no_grad():
         for name, own in _own_tensors(model).items():
-            if not name.startswith("backbone.") or (name.startswith(NEW_PARTS) and name not in tensors):
+            if not name.startswith("backbone."):
                 continue
             if name not in tensors or tensors[name].shape != own.shape:
+                if name.startswith(NEW_PARTS):
+                    continue  # n-grams of other lengths: nothing to take over
                 there = tuple(tensors[name].shape) if name in tensors else "nothing"
                 raise ValueError(f"{run}: {name} must have shape {tuple(own.shape)}, it has {there}")
             own.copy_(tensors[name])
