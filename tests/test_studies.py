@@ -285,6 +285,7 @@ def test_cells_are_chosen_by_row_and_task() -> None:
     assert {cell.trial.row for cell in cells} == found
 
 
+@pytest.mark.slow
 def test_a_page_of_every_study_is_written_from_records(tmp_path: Path) -> None:
     """Two made-up runs of each study: tables, figures and what is missing."""
     records = []
