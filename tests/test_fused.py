@@ -179,7 +179,7 @@ def test_channels_that_would_meet_in_a_cache_lie_apart(outputs: int) -> None:
         summed = combine(layer, base, hidden, rows, y) if fused else plain(hidden)
         total = (summed * chosen.sum(dim=-1, keepdim=True)).square().sum()
         first = torch.autograd.grad(total, inputs, create_graph=True)
-        again = torch.autograd.grad(first[0].square().sum(), inputs)
+        again = torch.autograd.grad(first[0].square().sum(), inputs, retain_graph=True)
         return [hidden, chosen, summed, *torch.autograd.grad(total, inputs), *again]
 
     def plain(hidden: Tensor) -> Tensor:

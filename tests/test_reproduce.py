@@ -481,7 +481,7 @@ def test_rows_and_tasks_are_chosen(tmp_path: Path, capsys: pytest.CaptureFixture
 
     assert names("seqboat,s5", "image,text") == ["text-s5", "image-s5", "text", "image"]
     assert names("mega*", "pathx") == ["pathx-mega", "pathx-mega-chunk"]
-    out = ["reproduce", "tables", "--out", str(tmp_path), "--dry-run"]
+    out = ["reproduce", "tables", "--scale", "paper", "--out", str(tmp_path), "--dry-run"]
     assert main([*out, "--rows", "s6"]) == 2
     assert "--rows s6 fits nothing; there are transformer, mega, " in capsys.readouterr().err
     assert main([*out, "--tasks", "imag"]) == 2

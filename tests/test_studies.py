@@ -165,7 +165,7 @@ def test_the_command_runs_shows_and_rewrites(
         (["lra", "--budget", "5"], "--budget goes with a study"),
         (["toys", "lra"], "run other targets separately"),
         (["toys", "--scale", "paper"], "nothing to run at --scale paper"),
-        (["toys", "--rows", "mega"], "fit nothing"),
+        (["toys", "--rows", "mega"], "fits nothing; there are"),
         (["toys", "--processes", "2"], "--processes must be 1"),
     ],
 )

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from seqboat.paper.machine import Machine
     from seqboat.paper.studies.study import Study
     from seqboat.paper.targets.base import Job, MeasuredTarget, Target
-    from seqboat.paper.trials import Bench, Scale
+    from seqboat.paper.trials import Bench, Scale, Trial
 
 EXIT_DIVERGED = 3
 """As of `seqboat train`."""
@@ -173,7 +173,9 @@ def run(options: argparse.Namespace) -> int:
                 done = _is_measured(page, target, options.scale, bench) and not options.again
                 measurements.append(Measurement(target, bench, done))
     if not jobs and not measurements:
-        raise ValueError(_nothing(options, targets))
+        trials = [trial for target in targets for trial in target.trials(options.scale)]
+        names = [part for target in targets for part in target.names(options.scale)]
+        raise ValueError(_nothing(options, trials, names))
     if options.dry_run:
         _show_forecast(jobs, options.memory * 1e9)
     elif not options.collect:
@@ -256,16 +258,11 @@ def _run_studies(options: argparse.Namespace, studies: Sequence[Study]) -> int:
     if options.rewrite or options.collect:
         print(f"wrote {page} from {len(write_page(page))} records")
         return 0
-    cells = []
-    for study in studies:
-        cells += chosen_cells(
-            study.cells(options.budget or study.budget, options.seeds),
-            options.only,
-            _names(options.rows),
-            _names(options.tasks),
-        )
+    known = [cell for study in studies for cell in study.cells(options.budget or study.budget, options.seeds)]
+    cells = chosen_cells(known, options.only, _names(options.rows), _names(options.tasks))
     if not cells:
-        raise ValueError("--rows, --tasks and --only fit nothing; --dry-run without them shows what there is")
+        trials = [cell.trial for cell in known]
+        raise ValueError(_nothing(options, trials, [trial.name for trial in trials]))
     done = {record_key(r) for r in read_records(page)}
     left = [cell for cell in cells if cell.key not in done]
     if options.dry_run:
@@ -308,18 +305,16 @@ def _targets(names: Sequence[str]) -> list[Target]:
     return [TARGETS[name] for name in found]
 
 
-def _nothing(options: argparse.Namespace, targets: Sequence[Target]) -> str:
-    """Why no part of the targets was chosen, and what there is."""
-    trials = [trial for target in targets for trial in target.trials(options.scale)]
+def _nothing(options: argparse.Namespace, trials: Sequence[Trial], names: Sequence[str]) -> str:
+    """Why nothing was chosen, and what there is."""
     for name in ("rows", "tasks"):
         wanted = _names(getattr(options, name))
         known = dict.fromkeys(getattr(trial, name[:-1]) for trial in trials)
         if wanted and not any(fnmatchcase(one, pattern) for one in known for pattern in wanted):
             return f"--{name} {','.join(wanted)} fits nothing; there are {', '.join(known)}"
-    known = dict.fromkeys(part for target in targets for part in target.names(options.scale))
     if not options.only:
         return "--rows and --tasks together fit nothing"
-    return f"--only {' '.join(options.only)} fits nothing; there are {', '.join(known)}"
+    return f"--only {' '.join(options.only)} fits nothing; there are {', '.join(dict.fromkeys(names))}"
 
 
 def _check_page(page: Path) -> None:

@@ -80,7 +80,10 @@ class _SiluApart(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        return torch.ops.aten.silu_backward(grad, x)
+        if differentiates_again():
+            gate = torch.sigmoid(x)
+            return grad * gate * (1 + x * (1 - gate))
+        return _silu_backward(grad, x)
 
 
 def silu(x: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ def write_page(page: Path) -> list[Record]:
     lines = [
         "# Evidence at equal compute",
         "",
-        f"Written by `seqboat reproduce` from [{source}]({source}), which has a line of JSON for each run with its "
+        f"Written by `seqboat reproduce` from `{source}` beside it, which has a line of JSON for each run with its "
         "command, commit, seed and processor time; do not edit it by hand. Seconds are of one processor core and of "
         "training steps only. On a busy machine they hold fewer steps, for all models alike. What this means in "
         "practice is in [choosing.md](choosing.md).",

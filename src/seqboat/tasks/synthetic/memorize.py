@@ -46,9 +46,9 @@ def draw_memorize(config: MemorizeTaskConfig, split: Split, index: int) -> Examp
 
     >>> example = draw_memorize(MemorizeTaskConfig(length=8, vocab=7), "train", 0)
     >>> example.inputs.tolist()
-    [1, 0, 1, 0, 1, 0, 2, 0]
+    [3, 0, 2, 0, 2, 0, 1, 0]
     >>> [None if token == IGNORE else token for token in example.target.tolist()]
-    [None, 4, None, 4, None, 4, None, 6]
+    [None, 5, None, 4, None, 4, None, 6]
     """
     half = (config.vocab - 1) // 2
     values = 1 + half + np.random.default_rng(config.seed).permutation(half)
