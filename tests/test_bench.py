@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -400,7 +401,7 @@ def test_wide_tables_fit_a_narrow_terminal() -> None:
     names = ["seqboat:gau.positions=original", "lower-bound"]
     columns = [
         Column("candidate", str),
-        *(Column(f"column {i}", lambda name, i=i: f"{name[:5]} {i}") for i in range(9)),
+        *(Column(f"column {i}", partial(lambda i, name: f"{name[:5]} {i}", i)) for i in range(9)),
     ]
     for width in (45, 80):
         printed = io.StringIO()

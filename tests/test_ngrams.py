@@ -121,18 +121,19 @@ def test_whole_is_pieces_is_steps() -> None:
     ids = torch.randint(256, (3, 23))
     whole = model(ids)
     assert whole.state.recent is not None
-    state, found = model.init_state(3), []
+    state = model.init_state(3)
+    found: list[torch.Tensor] = []
     for piece in ids.split([1, 2, 0, 7, 3, 10], dim=1):
         out = model(piece, None, state)
         state, found = out.state, [*found, out.logits]
     close(torch.cat(found, dim=1), whole.logits)
-    assert torch.equal(state.recent, whole.state.recent)
+    assert torch.equal(state.recent, whole.state.recent)  # type: ignore[arg-type]
     state = model.init_state(3)
     for time, token in enumerate(ids.unbind(1)):
         out = model.step(token, state)
         state = out.state
         close(out.logits, whole.logits[:, time])
-    assert torch.equal(state.recent, whole.state.recent)
+    assert torch.equal(state.recent, whole.state.recent)  # type: ignore[arg-type]
 
 
 def test_padding_and_pauses_are_not_remembered() -> None:
@@ -143,7 +144,7 @@ def test_padding_and_pauses_are_not_remembered() -> None:
     state = model.init_state(2)
     for time in range(12):
         state = model.step(ids[:, time], state, mask[:, time]).state
-    assert torch.equal(state.recent, padded.state.recent)
+    assert torch.equal(state.recent, padded.state.recent)  # type: ignore[arg-type]
     for row in range(2):
         alone = model(ids[row : row + 1, mask[row]])
         close(padded.logits[row, mask[row]], alone.logits[0])

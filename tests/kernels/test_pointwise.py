@@ -137,12 +137,11 @@ def test_scatter_narrows_the_gradient_of_a_narrow_product() -> None:
     active = torch.rand(21) < 0.5
     places = active.cumsum(0, dtype=torch.int32)
     product, y = torch.randn(21, 5).half(), torch.randn(int(active.sum()), 5).half()
-    inputs = [product, torch.randn(5), torch.randn(21, 5), y, torch.rand(21), active, places]
-    wide = [part.double() if part.is_floating_point() else part for part in inputs]
-    assert (
-        difference(launches.scatter(*inputs, torch.float32), plain_scatter(*wide, torch.float64)) < TOLERANCE
-    )
+    inputs: list[Any] = [product, torch.randn(5), torch.randn(21, 5), y, torch.rand(21), active, places]
+    wide: list[Any] = [part.double() if part.is_floating_point() else part for part in inputs]
+    narrow, exact = [*inputs, torch.float32], [*wide, torch.float64]
+    assert difference(launches.scatter(*narrow), plain_scatter(*exact)) < TOLERANCE
     grad = torch.randn(21, 5)
-    dproduct, _, dbase, dy, *_ = launches.scatter_backward([grad], *inputs, torch.float32)
+    dproduct, _, dbase, dy, *_ = launches.scatter_backward([grad], *narrow)
     assert dproduct is not None and torch.equal(dproduct, grad.half())
     assert dbase is grad and dy is not None and dy.dtype == torch.float16

@@ -163,7 +163,7 @@ class LeanAttention:
             self._grow(self.total[row])
         if self._large():
             attended = torch.cat(
-                [self._attend(*pair[i].unbind(0), value[i], row, seen[row]) for i, row in enumerate(rows)]
+                [self._attend(pair[i, 0], pair[i, 1], value[i], row, seen[row]) for i, row in enumerate(rows)]
             )
         else:
             attended = self._attend_together(pair, value, rows, seen, batch)

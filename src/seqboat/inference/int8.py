@@ -61,7 +61,7 @@ class Int8Weight(nn.Module):
         return F.embedding(places, self.codes).to(self.scale.dtype) * F.embedding(places, self.scale[:, None])
 
 
-class Int8Linear(Int8Weight, nn.Linear):
+class Int8Linear(Int8Weight, nn.Linear):  # type: ignore[override]
     """A linear layer with int8 weights, for inference.
 
     Args:
@@ -79,7 +79,7 @@ class Int8Linear(Int8Weight, nn.Linear):
         return F.linear(input, self.weight, self.bias)
 
 
-class Int8Embedding(Int8Weight, nn.Embedding):
+class Int8Embedding(Int8Weight, nn.Embedding):  # type: ignore[override]
     """An embedding with int8 weights, for inference.
 
     Args:
@@ -98,7 +98,7 @@ class Int8Embedding(Int8Weight, nn.Embedding):
         return f"{self.num_embeddings}, {self.embedding_dim}"
 
 
-class Int8Bag(Int8Weight, nn.EmbeddingBag):
+class Int8Bag(Int8Weight, nn.EmbeddingBag):  # type: ignore[override]
     """Sums of embeddings with int8 weights, for inference.
 
     Args:

@@ -89,7 +89,11 @@ def _banded_backward(
             grads = attempt("attention_backward", found, grad, out, q, k, v, near)
             if grads is not None:
                 return grads
-        return confine(lambda *parts: _backward(*parts, near, dropout, seed), grad, (q, k, v), near.group, 3)
+
+        def run(above: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+            return _backward(above, q, k, v, near, dropout, seed)
+
+        return confine(run, grad, (q, k, v), near.group, 3)
 
 
 def _backward(

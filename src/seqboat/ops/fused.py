@@ -95,7 +95,7 @@ def silu(x: Tensor) -> Tensor:
         return F.silu(x)
     y = _SiluApart.apply(x) if _meet(x) else F.silu(x)
     if y.requires_grad:
-        y.silu_of = x
+        y.silu_of = x  # type: ignore[union-attr]
     return y
 
 
@@ -189,7 +189,7 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         h, weight, rows = ctx.saved_tensors
         if by_channel(h) and not (differentiates_again() or torch.compiler.is_compiling()):
-            dh = torch.mm(weight.t(), grad.t(), out=_apart(*h.t().shape, h)).t()
+            dh = torch.mm(weight.t(), grad.t(), out=_apart(h.shape[1], h.shape[0], h)).t()
         else:
             dh = torch.mm(weight.t(), grad.t()).t() if by_channel(h) else torch.mm(grad, weight)
         dweight = torch.mm(grad.t(), F.silu(h) if ctx.activate else h)

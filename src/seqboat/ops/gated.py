@@ -137,11 +137,12 @@ def _(
 )
 def _gated_backward(grad: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     kept, near = _Kept(*rest[:7]), Neighbors(*rest[7:])
-    tokens, weights = kept[:3], kept[3:]
+
+    def run(above: Tensor, before: Tensor, summed: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+        return _backward(above, kept._replace(before=before, summed=summed, x=x), near)
+
     with torch.autocast(grad.device.type, enabled=False):
-        return confine(
-            lambda above, *parts: _backward(above, _Kept(*parts, *weights), near), grad, tokens, near.group, 1
-        )
+        return confine(run, grad, kept[:3], near.group, 1)
 
 
 def _backward(grad: Tensor, kept: _Kept, near: Neighbors) -> tuple[Tensor, ...]:

@@ -308,7 +308,7 @@ class Retrofit:
                 owner.forward = unit._before
             delattr(owner, CHILD)
             if unit.halved:
-                del unit._second[0].forward
+                del unit._second[0].forward  # type: ignore[union-attr]
         self.units.clear()
 
 

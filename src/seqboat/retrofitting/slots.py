@@ -90,6 +90,7 @@ def slot_mask(
             return None  # slots keep their order, and no real slot sees unused ones, which come last
         assert keep is not None
         if not causal:
+            assert real is not None
             # added to the scores, which every attention implementation understands
             hidden = real[:, :, None] & ~keep[:, None, :]
             return torch.zeros(hidden.shape, dtype=x.dtype, device=x.device).masked_fill_(
