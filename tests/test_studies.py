@@ -240,6 +240,16 @@ def test_tests_of_memory_have_the_chance_that_is_stated() -> None:
         assert len(answers) == pytest.approx(1 / test.chance, abs=1.5), name
 
 
+def test_a_run_of_the_memory_study_is_recorded(tmp_path: Path) -> None:
+    """From the command line, with a data folder that this task has no use for."""
+    page = tmp_path / "evidence.md"
+    command = ["reproduce", "in-context", "--only", "recall-4-seqboat-64", "--budget", "0.2"]
+    assert main([*command, "--out", str(tmp_path), "--page", str(page), "--data-dir", str(tmp_path)]) == 0
+    (record,) = read_records(page)
+    assert record["state_bytes"] > 0 and 0 <= record["test"] <= 1
+    assert "recall, 4 pairs in 32" in page.read_text(encoding="utf-8")
+
+
 def test_scores_are_compared_by_task_and_direction() -> None:
     def record(row: str, task: str, *tests: float) -> list[dict[str, Any]]:
         metric, better = ("bits", "lower") if task == "enwik8" else ("accuracy", "higher")

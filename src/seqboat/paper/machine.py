@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -19,6 +20,8 @@ KEPT = tuple(
     if field.name not in EXPERIMENT and f"training.{field.name}" not in FREE_TO_CHANGE
 )
 """Fields that a run keeps from its first step on, such as its precision."""
+DATA_FOLDER = ("data.data_dir", "task.data_dir")
+"""Both names of the setting."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +45,7 @@ class Machine:
         for name, _ in split_arguments(self.settings):
             part, _, field = name.partition(".")
             require(
-                (part == "training" and field not in EXPERIMENT)
-                or name in ("data.data_dir", "task.data_dir"),
+                (part == "training" and field not in EXPERIMENT) or name in DATA_FOLDER,
                 f"only how runs are carried out can be changed (--training.FIELD), got --{name}: "
                 "another experiment is a run of `seqboat train`",
             )
@@ -57,11 +59,25 @@ class Machine:
         """
         if before is not None:
             config = config.replace(training={name: getattr(before.training, name) for name in KEPT})
-        config = override(config, self.settings).replace(training={"processes": self.processes})
+        config = apply_settings(config, self.settings).replace(training={"processes": self.processes})
         if before is None and self.memory is not None:
             accumulation = fitting(config, self.processes, self.memory)
             config = config.replace(training={"accumulation": accumulation})
         return config
+
+
+def apply_settings(config: RunConfig, settings: Sequence[str]) -> RunConfig:
+    """A configuration with the settings of a machine; tasks that generate their examples need no data folder.
+
+    >>> from seqboat.recipes import find_recipe
+    >>> settings = ("--data.data_dir", "elsewhere", "--training.workers=2")
+    >>> apply_settings(find_recipe("recall")(), settings).training.workers
+    2
+    """
+    if not hasattr(config.task, "data_dir"):
+        kept = [(name, words) for name, words in split_arguments(settings) if name not in DATA_FOLDER]
+        settings = [word for name, words in kept for word in (f"--{name}", *words)]
+    return override(config, settings)
 
 
 @cache

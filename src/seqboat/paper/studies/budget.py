@@ -24,6 +24,7 @@ import torch
 
 from seqboat.core.state import state_bytes
 from seqboat.data.files import read_json, write_json
+from seqboat.paper.machine import apply_settings
 from seqboat.paper.tables import Record
 from seqboat.paper.targets.base import per_step, step_memory
 from seqboat.paper.trials import Trial
@@ -81,8 +82,7 @@ def spend(
         settings: of training and data on this machine, by their dotted names.
         display: of every run.
     """
-    machine = tuple(settings)
-    own = dataclasses.replace(trial, arguments=(*trial.arguments, *machine)).config(0)
+    own = apply_settings(trial.config(0), settings)
     plan = _planned(own, seconds, folder, rates, display or Display())
     config = own.replace(training={"batch_size": plan["batch"]}, optimizer={"lr": plan["lr"]})
     left = _left(seconds, rates)
@@ -222,7 +222,7 @@ def _observe(folder: Path, config: RunConfig, seconds: float) -> Record:
 @torch.inference_mode()
 def state_size(run: Run, length: int) -> int:
     """Bytes that a language model carries along after reading this many tokens of one sequence."""
-    model = run.language_model.eval()
+    model: Any = run.model.eval()  # of any token ids, not of bytes only
     return state_bytes(model(torch.zeros(1, length, dtype=torch.long)).state)
 
 
