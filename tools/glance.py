@@ -24,14 +24,14 @@ BEGIN, END = "<!-- results: begin -->\n", "<!-- results: end -->"
 TASKS = [
     ("lra", "listops", "ListOps", "accuracy"),
     ("lra", "text", "Text", "accuracy"),
-    ("lra", "retrieval", "Retrieval (other pairs of papers than LRA's)", "accuracy"),
+    ("lra", "retrieval", "Retrieval (not LRA's own pairs of papers)", "accuracy"),
     ("lra", "image", "Image", "accuracy"),
     ("lra", "pathfinder", "Pathfinder", "accuracy"),
     ("lra", "pathx", "Path-X (chance: 50 %)", "accuracy"),
     ("speech", "speech", "Speech Commands", "accuracy"),
     ("enwik8", "enwik8", "enwik8", "bits per byte"),
     ("diagnostics", "recall", "associative recall", "accuracy"),
-    ("diagnostics", "recall-s4d", "associative recall, S4D instead", "accuracy"),
+    ("diagnostics", "recall-s4d", "associative recall with S4D instead of SeqBoat", "accuracy"),
 ]
 """Target, trial, name and unit of each row of the table."""
 
@@ -48,7 +48,7 @@ LENGTHS = (1024, 4096, 16384)
 def table(records: Iterable[Record]) -> list[str]:
     """One row per task: the score on the test split and the fraction of tokens that attend, by layer."""
     lines = [
-        "| task | score | tokens that attend, by layer | parameters | command |",
+        "| task | test score | active tokens, by layer | parameters | command |",
         "|---|---|---|---|---|",
     ]
     small = [r for r in records if r["scale"] == "small"]
@@ -122,14 +122,14 @@ def region(records: list[Record]) -> str:
         'src="docs/images/glance.svg"></picture>'
     )
     speed = (
-        f"**Speed.** One layer of 128 channels, equal parameter counts, {100 * rate:.0f} % of the tokens active, two "
-        f"CPU cores. At {LENGTHS[-1]:,} tokens a training step of SeqBoat is {ratios[0]:.0f}x faster than that of a "
-        f"Transformer with plain attention, {ratios[1]:.0f}x faster than with fused attention and {ratios[2]:.1f}x "
-        "faster than MEGA-chunk."
+        f"**Speed.** One layer of width 128 with {100 * rate:.0f} % of the tokens active, against layers with the same "
+        f"number of parameters, on two CPU cores. At {LENGTHS[-1]:,} tokens, a SeqBoat training step is "
+        f"{ratios[0]:.0f}x as fast as a Transformer's with plain attention, {ratios[1]:.0f}x as fast as one with fused "
+        f"attention, and {ratios[2]:.1f}x as fast as MEGA-chunk."
     )
     quality = (
-        "**Quality.** Small variants of the paper's experiments: shorter sequences, narrower models, a few epochs on "
-        "two CPU cores. They are not comparable with the paper's numbers; nothing has been run at full size."
+        "**Quality.** These are small variants of the paper's experiments: shorter sequences, narrower models, and a "
+        "few epochs on two CPU cores. The scores are not comparable with the paper's; nothing has been run at full size."
     )
     paragraphs = [textwrap.fill(speed, 118), picture, textwrap.fill(quality, 118), "\n".join(table(records))]
     return "\n\n".join(paragraphs) + "\n\n"
