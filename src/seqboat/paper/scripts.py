@@ -287,7 +287,7 @@ class Difference(NamedTuple):
     """what to type for another choice"""
 
 
-_SILENT = "not said"
+_SILENT = "not stated"
 DIFFERENCES: tuple[Difference, ...] = (
     Difference(
         "weight decay", _SILENT, "all parameters",
@@ -314,12 +314,12 @@ DIFFERENCES: tuple[Difference, ...] = (
     ),
     Difference(
         "bias tables", _SILENT, "2,002 (ListOps) and 4,002 (Text, Retrieval) positions",
-        "the same; in the compressed sequence, the 257 distances of the working memory, which are those that the "
-        "script uses of its 767",
+        "the same; in the compressed sequence, the 257 distances within the working memory, which are the ones that "
+        "the script uses out of its 767",
         "`--model.mixer.gau.max_positions=N`",
     ),
     Difference(
-        "lengths in a batch", _SILENT, "batches are not sorted by length", "not sorted; small recipes are",
+        "lengths in a batch", _SILENT, "batches are not sorted by length", "not sorted, except in small recipes",
         "`--training.bucketing=true`: faster, another order of the data",
     ),
     Difference(
@@ -328,8 +328,8 @@ DIFFERENCES: tuple[Difference, ...] = (
     ),
     Difference(
         "Speech: split", _SILENT, "random, 70/15/15 within each word",
-        "random in the same way, with other clips in each part; processed data of the published implementation bring "
-        "their own split",
+        "random in the same way, with other clips in each part; the processed data of the published implementation "
+        "come with their own split",
         "`--data.parts=speaker`: no speaker in two parts",
     ),
     Difference(
@@ -350,28 +350,29 @@ DIFFERENCES: tuple[Difference, ...] = (
     Difference(
         "Sigmoid router (ablation)", "a sigmoid instead of the tempered softmax",
         "a sigmoid with the learned temperature",
-        "as the script at the paper's scale; without temperature in small recipes",
+        "as in the script at the paper's scale; without temperature in small recipes",
         "`--model.mixer.router.temperature_scale=none` or a number",
     ),
     Difference(
         "S4D (ablation)", "S4D in place of the moving average",
         "16 states, half inverse and half linear, bilinear, cut after 1,024 taps, B learned",
-        "as the script at the paper's scale, with B = 1, which C absorbs; S4D-LegS with 64 states in small recipes",
+        "as in the script at the paper's scale, with B = 1, which C absorbs; S4D-LegS with 64 states in small "
+        "recipes",
         "`--model.mixer.ssm.init`, `.rule`, `.d_state`, `.truncation`",
     ),
     Difference(
         "Gumbel router (ablation)", "temperature max(2 * 0.999995^T, 0.5)", "2 to 0.5 over half of the steps",
-        "as the paper", "`--model.mixer.router.decay=0.9999846`: the script's for Image",
+        "as in the paper", "`--model.mixer.router.decay=0.9999846`: the script's value for Image",
     ),
     Difference(
-        "fully active sequences", "one rule for all", "change how their whole batch is computed",
-        "as the paper: no sequence depends on its batch", "none",
+        "fully active sequences", "treated like all others", "change how their whole batch is computed",
+        "as in the paper: no sequence depends on its batch", "none",
     ),
 )  # fmt: skip
-"""Every place that we know of."""
+"""Every difference that we know of."""
 
 
 def differences_table() -> list[str]:
     """The table of docs/differences.md."""
     rows = [f"| {' | '.join(difference)} |" for difference in DIFFERENCES]
-    return ["| | paper | published scripts | ours | switch |", "|---|---|---|---|---|", *rows]
+    return ["| | paper | published scripts | our recipes | switch |", "|---|---|---|---|---|", *rows]
