@@ -12,8 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from seqboat.cli import main
+from seqboat.ops.positions import RelativeBias
+from seqboat.tasks import TASKS
+from seqboat.training.config import override
+from small_runs import ToyConfig, small_run
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 
@@ -121,3 +126,23 @@ def test_the_page_on_long_sequences_runs(tmp_path: Path, monkeypatch: pytest.Mon
     for words in others:
         assert words[:2] == ["$", "seqboat"] and main(words[2:]) == 0, words
     assert (tmp_path / "answers.csv").read_text().count("\n") == 41
+
+
+def test_blind_queries_are_those_of_the_measures(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Softmax has none. Squared ReLU with biases far below zero leaves every query without a key."""
+    blind = load("blind_queries", monkeypatch)
+    monkeypatch.setitem(TASKS, "toy", ToyConfig)
+    config = small_run()
+    assert [seen.step for seen in blind.watch(config, 4, 2)] == [0, 2, 4]
+    assert all(value in (0.0, None) for seen in blind.watch(config, 1, 1) for value in seen.blind)
+    config = override(config, ["--model.mixer.gau.attention=relu2", "--model.mixer.router=always-active"])
+    monkeypatch.setattr(
+        RelativeBias, "reset_parameters", lambda self: torch.nn.init.constant_(self.table, -9.0)
+    )
+    (start,) = blind.watch(config, 0, 1)
+    assert set(start.active) == set(start.blind) == {1.0} and start.loss is None
+    monkeypatch.setattr(blind, "find_recipe", lambda name: lambda: config)
+    blind.main(["toy", "--steps=0"])
+    assert capsys.readouterr().out.splitlines()[1].startswith("0  -  100.0")
