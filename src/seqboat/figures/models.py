@@ -18,6 +18,7 @@ from seqboat.figures.style import (
     line_style,
     new_figure,
     panels_figure,
+    plain_log_ticks,
     style_of,
 )
 
@@ -323,7 +324,7 @@ def lines_figure(
     rows = -(-len(panels) // columns)
     figure = new_figure(3.9 * columns, 2.9 * rows + 0.5, style)
     names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
-    looks = {name: {**line_style(style, i), "ms": 4.5} for i, name in enumerate(names)}
+    looks = {name: line_style(style, i) for i, name in enumerate(names)}
     handles: dict[str, Any] = {}
     for i, (title, lines) in enumerate(panels.items()):
         axes = figure.add_subplot(rows, columns, i + 1)
@@ -336,8 +337,10 @@ def lines_figure(
             axes.plot(*drawn.T, color=looks[name]["color"], ls=looks[name]["ls"], lw=1.2)
         if log in ("x", "both"):
             axes.set_xscale("log")
+            plain_log_ticks(axes.xaxis)
         if log in ("y", "both"):
             axes.set_yscale("log")
+            plain_log_ticks(axes.yaxis)
         axes.set_title(title, fontsize=10)
         axes.set_xlabel(x)
         axes.set_ylabel(y)

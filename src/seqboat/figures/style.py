@@ -13,6 +13,7 @@ from seqboat.checks import check_choice, require
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 Theme = Literal["light", "dark"]
@@ -42,7 +43,11 @@ STYLES: dict[Theme, Style] = {
         ("#56b4e9", "#ff8c42", "#2fc79a", "#e5a3cb", "#a5d8f3", "#f0e442", "#bdbdbd", "#b995e0"),
     ),
 }
+LEAST_RANGE = 0.2
+"""Of an axis of scores above chance."""
 _MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")
+_MARK_SIZES = {"^": 6.5, "v": 6.5, "P": 7.0, "X": 7.0, "*": 9.5}
+"""Points; other marks fill their square better and look as large at 5.5."""
 _STROKES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 2)))
 
 
@@ -53,14 +58,15 @@ def style_of(theme: Theme) -> Style:
 
 def line_style(style: Style, number: int) -> dict[str, Any]:
     """Color, marker and dashes of the line with this number; all three differ from its neighbors."""
+    mark = _MARKS[number % len(_MARKS)]
     return {
         "color": style.lines[number % len(style.lines)],
-        "marker": _MARKS[number % len(_MARKS)],
+        "marker": mark,
         "ls": _STROKES[number % len(_STROKES)],
         "lw": 1.6,
-        "ms": 5.5,
+        "ms": _MARK_SIZES.get(mark, 5.5),
         "mec": style.paper,
-        "mew": 0.6,
+        "mew": 0.4,
     }
 
 
@@ -113,7 +119,7 @@ def panels_figure(style: Style, titles: Sequence[str], width: float = 4.6, heigh
 
 
 def draw_chance(axes: Axes, style: Style, score: float) -> None:
-    """The score of guessing as a dotted line; the axis begins below it."""
+    """The score of guessing as a dotted line; the axis begins below it and ends at least a fifth above it."""
     axes.axhline(score, color=style.ink, lw=0.9, ls=(0, (1, 2)))
     axes.annotate(
         "chance",
@@ -127,7 +133,17 @@ def draw_chance(axes: Axes, style: Style, score: float) -> None:
         color=style.ink,
     )
     low, high = axes.get_ylim()
+    high = max(high, score + LEAST_RANGE)  # scores near chance should look like chance
     axes.set_ylim(min(low, score - 0.1 * (high - score)), high)
+
+
+def plain_log_ticks(axis: Axis) -> None:
+    """Label a logarithmic axis with plain numbers: 1, 2, 5, 10, ..., 1k, ..., 1M."""
+    from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(EngFormatter(sep=""))
+    axis.set_minor_formatter(NullFormatter())
 
 
 _DIRECTIONS = (90, 270, 0, 180, 45, 135, 225, 315)

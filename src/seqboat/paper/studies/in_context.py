@@ -204,7 +204,7 @@ def _by_state(study: Study, found: dict[str, Record]) -> Callable[[Any], Any] | 
 
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for trial in study.trials:
-        if trial.name in found:
+        if trial.name in found and trial.task in WITH_SIZES:
             record = found[trial.name]
             name = trial.title.partition(",")[0]
             lines = panels.setdefault(TESTS[trial.task].title, {})
