@@ -219,11 +219,13 @@ class Layers(nn.Module):
 
 MODELS: dict[str, Callable[[int, bool], nn.Module]] = {
     "seqboat": lambda d, causal: Layers(SeqBoatConfig(causal=causal, gau=GAUConfig(max_positions=128)), d),
+    "rotary": lambda d, causal: Layers(SeqBoatConfig(causal=causal, gau=GAUConfig(positions="rotary")), d),
     "encoder": Encoder,
     "gru": GRU,
     "s4d": lambda d, causal: Layers(S4DLayerConfig(causal=causal, ssm=S4DConfig()), d),
 }
-"""Stacks by name: SeqBoat with its defaults (and a table of positions for short sequences), and the others."""
+"""Stacks by name: SeqBoat with its defaults (and a table of positions for short sequences), SeqBoat with rotary
+positions, and the others."""
 
 
 class Model(nn.Module):
@@ -251,10 +253,13 @@ def count(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
+@cache
 def matched_width(task: Contact, name: str) -> int:
     """The width at which a model has about as many parameters as the encoder of width 32."""
+    if name == "encoder":
+        return 32
     target = count(Model(task, "encoder", 32))
-    return min(range(8, 97, 4), key=lambda width: abs(count(Model(task, name, width)) - target))
+    return min(range(8, 97, 2), key=lambda width: abs(count(Model(task, name, width)) - target))
 
 
 def loss_of(task: Contact, out: Tensor, targets: Tensor) -> Tensor:
@@ -312,7 +317,13 @@ def spread(values: list[float]) -> str:
     return f"{statistics.mean(values):.3f} ± {statistics.pstdev(values):.3f}"
 
 
-NAMES = {"seqboat": "SeqBoat", "encoder": "encoder layer", "gru": "GRU", "s4d": "S4D"}
+NAMES = {
+    "seqboat": "SeqBoat",
+    "rotary": "SeqBoat, rotary",
+    "encoder": "encoder layer",
+    "gru": "GRU",
+    "s4d": "S4D",
+}
 
 
 def is_solved(task: str, value: float) -> bool:

@@ -18,6 +18,7 @@ from seqboat.mixers import MIXERS
 from seqboat.mixers.seqboat.ablations import SeqBoatThenFFNConfig
 from seqboat.mixers.seqboat.layer import SeqBoat, SeqBoatConfig
 from seqboat.mixers.ssm import SSMS
+from seqboat.mixers.ssm.ema import EMA
 from seqboat.models.backbone import MixerConfig
 from seqboat.recipes import RECIPES
 from seqboat.recipes.your_data import classify, lm
@@ -95,7 +96,9 @@ def test_scaled_weights_keep_the_size_of_the_signal(ssm: str) -> None:
     attention: Any = layer.sma.units["gau"]
     assert attention.base.weight.std().item() == pytest.approx(64**-0.5 * 0.88, rel=0.1)
     assert (layer.ssm.skip == 1).all()
-    assert (attention.gamma == 3).all()
+    assert (attention.gamma == 1).all()
+    if isinstance(layer.ssm, EMA):
+        assert layer.ssm.gamma.std().item() == pytest.approx(0.1 * 0.88, rel=0.1)
     assert SeqBoatThenFFNConfig().build(64).ffn.hidden.weight.std() > 0.1
     assert SeqBoatThenFFNConfig(init="paper").build(64).ffn.hidden.weight.std() < 0.02
 

@@ -194,19 +194,19 @@ class SeqBoat(RecurrentMixer):
         warm-up and tens of thousands of steps make up for it, a user's first few hundred do not.
 
         linear maps                      N(0, 1 / inputs)
-        gamma of queries and keys        3: products are of the size of 1, and similar tokens attend to each other
+        gamma of queries and keys        1: similar tokens attend to each other, but a token not to itself alone
         skip of the state-space layer    1: a token starts out as itself
-        gamma of the moving average      N(0, 0.3)
+        gamma of the moving average      N(0, 0.1): it adds little of the neighbors to a token at first
         router                           every token active
         """
         gau = self.sma.units["gau"]
         assert isinstance(gau, GAU)
         for part in (self.linear, *self.sma.units.values()):
             init_linear(part, scaled=True)
-        nn.init.constant_(gau.gamma, 3.0)
+        nn.init.ones_(gau.gamma)
         nn.init.ones_(self.ssm.skip)
         if isinstance(self.ssm, EMA):
-            self.ssm.gamma.mul_(0.3)
+            self.ssm.gamma.mul_(0.1)
 
     def closing_norm(self) -> nn.Module | None:
         return make_norm(self.config.norm, self.d_model) if self.config.prenorm else None
