@@ -51,9 +51,10 @@ test-kernels: $(KERNELS)/.ready
 kernel-gate: $(KERNELS)/.ready
 	$(KERNELS)/$(SCRIPTS)/python tools/kernel_gate.py --page docs/gpu.md
 
-# launches and traffic of a training step, counted, and what they allow a GPU; both tables go to docs/gpu.md
+# launches and traffic of a training step and of decoding, counted, and what they allow a GPU; tables of docs/gpu.md
 launches: $(KERNELS)/.ready
 	TRITON_INTERPRET=1 $(KERNELS)/$(SCRIPTS)/python tools/launches.py --page docs/gpu.md
+	TRITON_INTERPRET=1 $(KERNELS)/$(SCRIPTS)/python tools/launches.py --decode --page docs/gpu.md
 	TRITON_INTERPRET=1 $(KERNELS)/$(SCRIPTS)/python tools/roofline.py --page docs/gpu.md
 
 # parts of the suite under other instruction sets, threads, users, locales and paths; continues where it was stopped

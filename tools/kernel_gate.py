@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -228,7 +229,35 @@ def record_joins() -> list[Launch]:
     return launches
 
 
-RECORDS = (record_scans, record_attention, record_pointwise, record_joins)
+def record_decoding() -> list[Launch]:
+    """A step of the enwik8 layer, and of layers with other kernels, positions, functions and norms."""
+    from launches import enwik8_layer
+    from seqboat import EMAConfig, GAUConfig, S4DConfig, SeqBoat, SeqBoatConfig
+    from seqboat.inference.device import DeviceSeqBoat
+    from seqboat.ops.kernels.decode.launch import decode
+    from seqboat.ops.kernels.registry import IMPLEMENTATIONS
+
+    width, enwik8 = enwik8_layer()
+    chunk = GAUConfig(window=128, span="chunk", positions="original", attention="relu2")
+    memory = GAUConfig(window=256, positions="compressed", attention="laplace")
+    layers = [
+        (width, enwik8),
+        (width, replace(enwik8, ssm=EMAConfig(truncation=2048), norm="rms")),
+        (256, SeqBoatConfig(causal=True, gau=chunk, ssm=S4DConfig(d_state=64), norm="batch")),
+        (128, SeqBoatConfig(causal=True, gau=memory, norm="scale")),
+    ]
+    launches: list[Launch] = []
+    (found,) = IMPLEMENTATIONS["decode"]
+    with recording(launches), torch.no_grad():
+        for dim, config in layers:
+            for dtype in (torch.float32, torch.bfloat16):
+                layer = SeqBoat(dim, config).to(dtype)
+                step = DeviceSeqBoat(layer, layer.sma.units["gau"], found, 2).step
+                decode(step, torch.zeros(2, dim, dtype=dtype))
+    return launches
+
+
+RECORDS = (record_scans, record_attention, record_pointwise, record_joins, record_decoding)
 
 
 def table(results: list[Measured]) -> str:

@@ -11,6 +11,7 @@ once per launch. Needs Triton (`make launches` has an environment with it).
 from __future__ import annotations
 
 import argparse
+import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -30,7 +31,13 @@ from pages import replace_part
 from seqboat import SeqBoat, SeqBoatConfig, using_kernels
 from seqboat.core.policy import Policy
 from seqboat.core.sma import Routing
+from seqboat.inference.base import Token
+from seqboat.inference.device import DeviceSeqBoat
+from seqboat.inference.lean import LeanSeqBoat, lean_layer
+from seqboat.mixers.seqboat.gau import GAU
+from seqboat.mixers.seqboat.layer import SeqBoatState
 from seqboat.ops import band
+from seqboat.ops.kernels.registry import IMPLEMENTATIONS
 from seqboat.ops.kernels.tuning import Launch, recording
 from seqboat.recipes.enwik8 import enwik8
 from seqboat.recipes.lra import text
@@ -91,9 +98,9 @@ class Count(TorchDispatchMode):
                 return OPDEFS[f"seqboat::{name.partition('.')[0]}"]._init_fn(*args, **kwargs)
         result = function(*args, **kwargs)
         short = name.partition(".")[0]
-        if short in ("_local_scalar_dense", "item"):
-            self.waits += 1
-        elif not function.is_view and short not in FREE:
+        # the host has to know how many there are
+        self.waits += short in ("_local_scalar_dense", "item", "nonzero")
+        if short not in ("_local_scalar_dense", "item") and not function.is_view and short not in FREE:
             operands = list(
                 {id(part): part for part in tree_leaves((args, kwargs)) if isinstance(part, Tensor)}.values()
             )
@@ -209,18 +216,92 @@ def count(layer: SeqBoat, batch: int, time: int, triton: bool, dtype: torch.dtyp
 def count_step(layer: SeqBoat, active: bool) -> Cost:
     """Count one step of decoding, of one sequence whose memory is full."""
     layer.eval()
-    window = layer.config.gau.window
     mode = Count()
-    with torch.no_grad(), as_on_a_gpu(), layer.sma.override(active=True):
-        state = layer(torch.randn(1, window + 1, layer.d_model)).state
+    state = full_memory(layer)
     flags = torch.full((1, 1), active)
+    x = torch.randn(1, layer.d_model)
     with torch.no_grad(), as_on_a_gpu(), deciding(flags):
-        state = layer.step(
-            torch.randn(1, layer.d_model), state
-        ).state  # what depends on weights alone is kept
+        # what depends on weights alone is kept
+        state = layer.step(x, state).state
         with mode:
-            layer.step(torch.randn(1, layer.d_model), state)
+            layer.step(x, state)
     return Cost(mode.steps, 1, mode.waits)
+
+
+def full_memory(layer: SeqBoat) -> SeqBoatState:
+    """A state after so many active tokens that no place is free."""
+    with torch.no_grad(), as_on_a_gpu(), layer.sma.override(active=True):
+        state: SeqBoatState = layer(torch.randn(1, layer.config.gau.window + 1, layer.d_model)).state
+    return state
+
+
+def count_lean_step(layer: SeqBoat, active: bool) -> Cost:
+    """The same for the lean step in torch."""
+    made = lean_layer(layer.eval(), 1)
+    assert isinstance(made, LeanSeqBoat) and made.folded is not None
+    made.put(0, full_memory(layer), 0)
+    made.folded.border = [-math.inf if active else math.inf]
+    x, mode = torch.randn(1, layer.d_model), Count()
+    seen = [layer.config.gau.window + 1]
+
+    def tolist(self: Tensor) -> Any:
+        mode.waits += 1
+        return with_numbers(self)
+
+    with_numbers = Tensor.tolist
+    with torch.no_grad():
+        made(x, Token(seen, x.dtype, x.device))
+        with patch.object(Tensor, "tolist", tolist), mode:
+            made(x, Token(seen, x.dtype, x.device))
+    return Cost(mode.steps, 1, mode.waits)
+
+
+def count_kernel_step(layer: SeqBoat, active: bool) -> Cost:
+    """The same for the kernels, which are the same launches for an inactive token but read less."""
+    from seqboat.ops.kernels.decode.launch import decode
+
+    gau = layer.eval().sma.units["gau"]
+    assert isinstance(gau, GAU)
+    launches: list[Launch] = []
+    mode = Count()
+    with torch.no_grad():
+        step = DeviceSeqBoat(layer, gau, IMPLEMENTATIONS["decode"][0], 1).step
+        x = torch.randn(1, layer.d_model)
+        with recording(launches), mode:
+            decode(step, x)
+    # in float32: weights, biases and outputs of the attention's products
+    unread = {
+        "project": step.base.numel() + 2 * step.base_bias.numel(),
+        "leave": step.out.numel() + step.out_bias.numel() + step.values.shape[2],
+    }
+    steps = []
+    for launch in launches:
+        name, size = launch.kernel.__name__, launch.bytes
+        if not active:
+            size = 0 if name in ("score", "recall") else size - 4 * unread.get(name, 0)
+        steps.append(Step(f"triton {name}", size, 0))
+    return Cost(mode.steps + steps, 1, mode.waits)
+
+
+def decode_table() -> str:
+    """A Markdown table of one step of decoding of the enwik8 layer."""
+    torch.manual_seed(0)
+    d_model, config = enwik8_layer()
+    layer = SeqBoat(d_model, config)
+    lines = ["| step | token | launches | MB | waits |", "|---|---|---|---|---|"]
+    counts = {
+        "general, torch": count_step,
+        "lean, torch": count_lean_step,
+        "lean, triton": count_kernel_step,
+    }
+    for name, number in counts.items():
+        for active in (True, False):
+            found = number(layer, active)
+            lines.append(
+                f"| {name} | {'active' if active else 'inactive'} | {found.launches} | "
+                f"{found.bytes / 1e6:.1f} | {found.waits} |"
+            )
+    return "\n".join(lines)
 
 
 def flops_of(launch: Launch) -> int:
@@ -295,16 +376,10 @@ def main() -> None:
     parser.add_argument(
         "--autocast", action="store_const", const=torch.bfloat16, help="count under bf16 autocast"
     )
-    parser.add_argument("--decode", action="store_true", help="count a step of decoding of the enwik8 layer")
+    parser.add_argument(
+        "--decode", action="store_true", help="count a step of decoding of the enwik8 layer instead"
+    )
     arguments = parser.parse_args()
-    if arguments.decode:
-        d_model, config = enwik8_layer()
-        layer = SeqBoat(d_model, config)
-        for active in (True, False):
-            found = count_step(layer, active)
-            kind = "active" if active else "inactive"
-            print(f"{kind} token: {found.launches} launches, {found.bytes / 1e6:.2f} MB, {found.waits} waits")
-        return
     if arguments.operators:
         d_model, config = text_layer()
         for triton in (False, True):
@@ -316,10 +391,10 @@ def main() -> None:
             for name, size in moved.most_common():
                 print(f"  {number[name]:4} {name:28} {size / found.tokens:9.0f} bytes per token")
         return
-    made = table()
+    made = decode_table() if arguments.decode else table()
     print(made)
     if arguments.page:
-        replace_part(arguments.page, "launches", made)
+        replace_part(arguments.page, "decode" if arguments.decode else "launches", made)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ inputs are compared.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,6 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqboat.core.padding import Aligned
+from seqboat.inference.base import Token
+from seqboat.inference.lean import lean_layer
+from seqboat.mixers.seqboat.gau import GAUConfig
+from seqboat.mixers.seqboat.layer import SeqBoat, SeqBoatConfig
 from seqboat.mixers.ssm.base import DiagonalSSM
 from seqboat.mixers.ssm.ema import EMA, EMAConfig, make_coefficients
 from seqboat.mixers.ssm.s4d import S4D, S4DConfig
@@ -27,6 +32,7 @@ from seqboat.ops.fused import combine, gates, kernel_gates, norm_of_silu, scale_
 from seqboat.ops.gated import gated_attention
 from seqboat.ops.kernels.function import run_kernel
 from seqboat.ops.kernels.layer import kernel_scatter, plain_route
+from seqboat.reference import layer as reference_layer
 
 BOUNDS = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 """Largest relative RMS error by type."""
@@ -80,6 +86,8 @@ def _differentiate(call: Call, inputs: dict[str, Tensor]) -> tuple[list[Tensor],
     weights = [torch.randn(out.shape, generator=generator).bfloat16() for out in outputs]
     products = [(out * w.to(out.device, out.dtype)).sum() for out, w in zip(outputs, weights, strict=True)]
     total = torch.stack([part.double() for part in products]).sum()
+    if not total.requires_grad:
+        return list(outputs), []
     leaves = [value for value in inputs.values() if value.requires_grad]
     grads = torch.autograd.grad(total, leaves, allow_unused=True)
     filled = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, grads, strict=True)]
@@ -107,6 +115,7 @@ def cases() -> Iterator[Case]:
     yield from _scans()
     yield from _attentions()
     yield from _token_operations()
+    yield from _decodes()
 
 
 class _Random:
@@ -453,3 +462,50 @@ def _obvious_combine(
     out = x + h @ weight.T + bias
     rows = active.nonzero().squeeze(1)
     return (out.index_put((rows,), y * probs[rows, None], accumulate=True),)
+
+
+# decoding
+
+DECODES: tuple[tuple[int, dict[str, Any], dict[str, Any]], ...] = (
+    (688, {"positions": "rotary", "window": 3}, {"prenorm": True}),
+    (461, {"positions": "original", "attention": "relu2", "window": 4, "max_positions": 6}, {"norm": "rms"}),
+    (633, {"positions": "compressed", "attention": "laplace", "span": "chunk", "window": 3}, {}),
+)
+"""Seed, attention and layer. No token of these seeds is near the border between active and inactive."""
+
+
+def _decodes() -> Iterator[Case]:
+    for seed, attention, settings in DECODES:
+        gau = GAUConfig(d_z=4, d_v=6, **attention)
+        config = SeqBoatConfig(causal=True, ssm=EMAConfig(d_state=3), gau=gau, init="paper", **settings)
+        draw, layer = _Random(seed), config.build(5).double().eval()
+        weights = {name: 0.7 * draw(*part.shape) for name, part in layer.named_parameters()}
+        inputs = {"x": draw(2, 11, 5)} | weights
+        name = f"{gau.attention}, {gau.positions} positions, span {gau.span}"
+        yield Case("decode", name, inputs, _decode(layer), _obvious_decode(config))
+
+
+def _decode(layer: SeqBoat) -> Call:
+    @torch.no_grad()
+    def run(x: Tensor, **weights: Tensor) -> tuple[Tensor, ...]:
+        made = copy.deepcopy(layer).to(x.device, x.dtype)
+        made.load_state_dict(weights, strict=False)
+        lean = lean_layer(made, len(x))
+        state, outputs = made.init_state(len(x)), []
+        for time in range(x.shape[1]):
+            if lean is None:
+                y, state, _ = made.step(x[:, time], state)
+            else:
+                y = lean(x[:, time], Token([time] * len(x), x.dtype, x.device))
+            outputs.append(y.clone())
+        return (torch.stack(outputs, dim=1),)
+
+    return run
+
+
+def _obvious_decode(config: SeqBoatConfig) -> Call:
+    @torch.no_grad()
+    def run(x: Tensor, **weights: Tensor) -> tuple[Tensor, ...]:
+        return (torch.stack([reference_layer(one, weights, config).y for one in x]),)
+
+    return run

@@ -47,6 +47,12 @@ class Places:
             return range(total)
         return range(total - total % self.window if self.chunk else max(0, total - self.window), total)
 
+    def convert(self, total: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Where the slots that the next token may see are kept: here, and in the unit's own memory."""
+        kept = self.kept(total)
+        slots = torch.arange(kept.start, kept.stop, device=device)
+        return slots % self.size, self.span.place(slots)
+
 
 def fits(gau: nn.Module) -> bool:
     """Whether attention has a lean form."""
@@ -282,7 +288,7 @@ class LeanAttention:
         total = int(state.total[source])
         self.total[row] = total
         self._grow(total)
-        ours, theirs = self._convert(total)
+        ours, theirs = self.places.convert(total, self.keys.device)
         for mine, other in (
             (self.keys, state.keys),
             (self.values, state.values),
@@ -293,19 +299,13 @@ class LeanAttention:
         self.hidden[row] = HIDDEN
         self.hidden[row, ours] = 0
 
-    def _convert(self, total: int) -> tuple[Tensor, Tensor]:
-        """Where the slots that the next token may see are kept: here, and in the unit's own memory."""
-        kept = self.places.kept(total)
-        slots = torch.arange(kept.start, kept.stop, device=self.keys.device)
-        return slots % self.places.size, self.places.span.place(slots)
-
     def get(self, rows: list[int]) -> WorkingMemory:
         """The memory of these rows, as the unit itself has it."""
         totals = torch.tensor([self.total[row] for row in rows], device=self.keys.device)
         state = self.places.span.make_state(len(rows), self.d_z, self.d_v, self.keys.dtype, self.keys.device)
         state = self.places.span.make_room(state, totals)
         for i, row in enumerate(rows):
-            ours, theirs = self._convert(self.total[row])
+            ours, theirs = self.places.convert(self.total[row], self.keys.device)
             state.keys[i, theirs] = self.keys[row, ours]
             state.values[i, theirs] = self.values[row, ours]
             at = torch.tensor(self.at[row], dtype=torch.int64, device=ours.device)

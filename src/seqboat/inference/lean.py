@@ -11,6 +11,9 @@ costs. Here weights are folded once, the router is a row of a product that is ne
 in place, and what all layers need is computed once per token. The general step remains the reference: both give the
 same numbers up to rounding (`tests/test_lean.py`).
 
+Where kernels for a whole layer are chosen (`seqboat.inference.device`), they take its place. In torch there is no
+lean step in bf16 or fp16.
+
 Weights are copied when they are folded: a change of the model afterwards has no effect on a lean step. Overrides and
 hooks do (`LeanModel.applies`).
 """
@@ -19,7 +22,6 @@ from __future__ import annotations
 
 import copy
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,17 +32,11 @@ from torch import Tensor, nn
 from seqboat.checks import check_positive, require
 from seqboat.core.nn import EPS, LayerNorm, Norm
 from seqboat.core.policy import Policy, policies
-from seqboat.core.routers import (
-    AlwaysActive,
-    GumbelSoftmax,
-    Router,
-    SigmoidRouter,
-    TemperedSoftmax,
-    ThresholdRouter,
-    TopKCapacity,
-)
+from seqboat.core.routers import AlwaysActive
 from seqboat.core.sma import PackedModule
-from seqboat.inference.attention import LeanAttention, fits, turns
+from seqboat.inference.attention import LeanAttention, fits
+from seqboat.inference.base import Decision, LeanLayer, Token, fold_router, is_plain_router
+from seqboat.inference.device import DeviceSeqBoat, device_layer
 from seqboat.inference.products import Product, is_plain, make_head, make_product
 from seqboat.inference.ssm import LeanKernel, lean_kernel
 from seqboat.mixers.seqboat.ablations import SeqBoatThenFFN
@@ -50,46 +46,7 @@ from seqboat.mixers.ssm.base import StateSpace
 from seqboat.mixers.ssm.layer import SSMLayer
 from seqboat.models.backbone import Backbone, BackboneState
 from seqboat.models.heads import LanguageModel
-from seqboat.ops.positions import frequencies, sinusoids
-
-Decision = tuple[list[int], list[float]]
-"""The rows that activate a module, and what its output is multiplied by for each."""
-
-
-class Token:
-    """What all layers know about the tokens of a step."""
-
-    def __init__(self, seen: list[int], dtype: torch.dtype, device: torch.device) -> None:
-        self.seen, self._dtype, self._device = seen, dtype, device
-        self._turns: dict[int, Tensor] = {}
-
-    def turn(self, d_z: int) -> Tensor:
-        """(rows, d_z / 2) complex: the rotations at the positions of all rows, computed once."""
-        found = self._turns.get(d_z)
-        if found is None:
-            found = turns(frequencies(d_z, self._device), self.seen, self._dtype)
-            self._turns[d_z] = found
-        return found
-
-
-class LeanLayer(ABC):
-    """A layer on one token of each of the first rows."""
-
-    @abstractmethod
-    def __call__(self, x: Tensor, token: Token) -> Tensor:
-        """(rows, d_model) to (rows, d_model)."""
-
-    @abstractmethod
-    def put(self, row: int, state: Any, source: int) -> None:
-        """Take over the state of one sequence of a batch."""
-
-    @abstractmethod
-    def get(self, rows: list[int], seen: Tensor) -> Any:
-        """The state of these rows, which have read (rows,) tokens, as the layer itself has it."""
-
-    @abstractmethod
-    def move(self, source: int, target: int) -> None:
-        """Let the state of one row replace that of another."""
+from seqboat.ops.positions import sinusoids
 
 
 def lean_norm(norm: Norm) -> Callable[[Tensor], Tensor]:
@@ -125,62 +82,6 @@ class LeanSSMLayer(LeanLayer):
 
     def move(self, source: int, target: int) -> None:
         self.kernel.move(source, target)
-
-
-class Folded:
-    """A router that compares one number per module with a border; None for other routers.
-
-    Attributes:
-        weight, bias: (modules, d_model) and (modules,), of the log-odds.
-        border: above which a module is active.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor, border: list[float]) -> None:
-        self.weight, self.bias, self.border = weight, bias, border
-
-    def decide(self, logits: list[list[float]]) -> list[Decision]:
-        """The rows of each module, from the log-odds of all rows."""
-        found: list[Decision] = []
-        for module, border in enumerate(self.border):
-            rows, weights = [], []
-            for row, values in enumerate(logits):
-                logit = values[module]
-                # a token that is not finite has a logit that is not finite, and activates nothing
-                if border < logit < math.inf:
-                    rows.append(row)
-                    weights.append(1 / (1 + math.exp(-logit)) if logit > -700 else 0.0)
-            found.append((rows, weights))
-        return found
-
-
-def is_plain_router(router: Router) -> bool:
-    """Whether the logits of a router may be folded; routers without a single linear layer are called as they are."""
-    logits = getattr(router, "logits", None)
-    return logits is None or is_plain(logits)
-
-
-def fold_router(policy: Policy) -> Folded | None:
-    """A router, and what steers it toward a target, as one row per module; None for other kinds of routers."""
-    router = policy.router
-    kind = type(router)
-    if kind not in (TemperedSoftmax, GumbelSoftmax, SigmoidRouter, ThresholdRouter, TopKCapacity):
-        return None
-    assert isinstance(router.logits, nn.Linear)
-    weight, bias = router.logits.weight.double(), router.logits.bias.double()
-    border = [0.0] * router.modules_count
-    if isinstance(router, TemperedSoftmax | GumbelSoftmax):
-        # softmax over two is a sigmoid of their difference
-        temperature = router.temperature.double().expand(router.modules_count)
-        weight = (weight[1::2] - weight[0::2]) / temperature[:, None]
-        bias = (bias[1::2] - bias[0::2]) / temperature
-    elif isinstance(router, ThresholdRouter):
-        border = [router.border] * router.modules_count
-    elif isinstance(router, TopKCapacity):
-        border = router.border.double().tolist()
-    if policy.steered:
-        border = [place - shift for place, shift in zip(border, policy.shift.tolist(), strict=True)]
-    dtype = router.logits.weight.dtype
-    return Folded(weight.to(dtype), bias.to(dtype), border)
 
 
 class LeanSeqBoat(LeanLayer):
@@ -285,7 +186,7 @@ class LeanSeqBoat(LeanLayer):
 class LeanThenFFN(LeanLayer):
     """A SeqBoat layer and a feed-forward block after it."""
 
-    def __init__(self, layer: SeqBoatThenFFN, inner: LeanSeqBoat) -> None:
+    def __init__(self, layer: SeqBoatThenFFN, inner: LeanSeqBoat | DeviceSeqBoat) -> None:
         self.inner, self.close = inner, layer.close
 
     def __call__(self, x: Tensor, token: Token) -> Tensor:
@@ -305,7 +206,7 @@ def lean_layer(layer: nn.Module, capacity: int) -> LeanLayer | None:
     """A layer in lean steps; None for kinds that have no such form."""
     if isinstance(layer, SeqBoatThenFFN):
         inner = lean_layer(layer.layer, capacity)
-        return LeanThenFFN(layer, inner) if isinstance(inner, LeanSeqBoat) else None
+        return LeanThenFFN(layer, inner) if isinstance(inner, LeanSeqBoat | DeviceSeqBoat) else None
     if type(layer) not in (SeqBoat, SSMLayer):
         return None
     assert isinstance(layer, SeqBoat | SSMLayer)
@@ -318,7 +219,12 @@ def lean_layer(layer: nn.Module, capacity: int) -> LeanLayer | None:
             return None
         if sma.combine != "sum" or sma.straight_through or not all(fits(part) for part in parts):
             return None
+        found = device_layer(layer, capacity)
+        if found is not None:
+            return found
     elif not is_plain(layer.out):
+        return None
+    if layer.ssm.skip.dtype not in (torch.float32, torch.float64):
         return None
     kernel = lean_kernel(layer.ssm, capacity) if isinstance(layer.ssm, StateSpace) else None
     if kernel is None:
@@ -458,8 +364,6 @@ def _reason(backbone: Backbone) -> str | None:
         return "it is in training mode"
     if torch.is_autocast_enabled(backbone.embedding.weight.device.type):
         return "autocast is on"
-    if backbone.embedding.weight.dtype not in (torch.float32, torch.float64):
-        return "its weights are neither float32 nor float64"
     if not is_plain(backbone.embedding):
         return "its embedding is not a plain one"
     if any(part._forward_hooks or part._forward_pre_hooks for part in backbone.modules()):

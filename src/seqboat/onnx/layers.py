@@ -17,7 +17,7 @@ from seqboat.core.routers import (
     TemperedSigmoid,
     XMoE,
 )
-from seqboat.inference.lean import fold_router
+from seqboat.inference.base import fold_router
 from seqboat.mixers.attention.transformer import FeedForward
 from seqboat.mixers.seqboat.ablations import SeqBoatThenFFN
 from seqboat.mixers.seqboat.gau import GAU

@@ -56,6 +56,7 @@ OPERATIONS = {
     "gather": "active tokens of a batch as one packed array",
     "scatter": "residual sum, with packed outputs added at the places of their tokens",
     "scatter_backward": "its gradients",
+    "decode": "one token through a SeqBoat layer, with its states",
 }
 """Heavy operations and what they compute."""
 
@@ -143,6 +144,14 @@ def _refuse_attention(**call: Any) -> str | None:
     return refuse_for_triton(**call)
 
 
+def _refuse_decode(**call: Any) -> str | None:
+    if call["unfit"] is not None:
+        return str(call["unfit"])
+    if call["d_model"] > 8192 or call["places"] > 8192:
+        return f"width {call['d_model']} or memory {call['places']}, at most 8,192 fit into registers"
+    return _refuse_scan(**call) or _refuse_attention(**call, dropout=0.0)
+
+
 def _triton(run: str, refuse: Callable[..., str | None] = refuse_for_triton) -> Implementation:
     return Implementation("triton", f"seqboat.ops.kernels.{run}", triton_missing, refuse, experimental=True)
 
@@ -184,6 +193,7 @@ for _operation, _function in (
     for _suffix in ("", "_backward"):
         _where = f"triton_{_function}{_suffix}"
         IMPLEMENTATIONS[f"{_operation}{_suffix}"] = [_triton(_where)]
+IMPLEMENTATIONS["decode"] = [_triton("decode.launch:decode", _refuse_decode)]
 IMPLEMENTATIONS["attention_backward"] = [_triton("triton_band_launch:attention_backward", _refuse_attention)]
 
 

@@ -68,6 +68,14 @@ CONFIGS: dict[str, tuple[Config, ...]] = {
     "route_backward": (Config({"ROWS": 4}, 8),),
     "scatter": (Config({"ROWS": 4}, 4),),
     "scatter_backward": (Config({"ROWS": 4}, 8),),
+    # a step of decoding: channels, outputs and inputs of a product, places and columns of the memory
+    "enter": _channels((64, 2), (32, 1)),
+    "enter:wide": _channels((32, 4)),
+    "project": (Config({"OUT": 8, "IN": 256}, 4), Config({"OUT": 16, "IN": 128}, 4)),
+    "score": (Config({"KEYS": 16}, 4), Config({"KEYS": 32}, 4)),
+    "recall": (Config({"KEYS": 32, "VALUES": 32}, 4), Config({"KEYS": 64, "VALUES": 32}, 8)),
+    "leave": (Config({"OUT": 8, "IN": 256}, 4), Config({"OUT": 16, "IN": 128}, 4)),
+    "close": (Config({}, 4),),
     "table_by_step": (Config({}, 4),),
     "table_by_position": (Config({}, 4),),
 }
