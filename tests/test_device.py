@@ -22,8 +22,8 @@ from seqboat.mixers.ssm.s4d import S4DConfig
 from seqboat.mixers.ssm.s5 import S5Config
 from seqboat.models.backbone import BackboneConfig
 from seqboat.models.heads import LanguageModel
+from seqboat.ops.decode import LayerStep
 from seqboat.ops.kernels import registry
-from seqboat.ops.kernels.decode.step import LayerStep
 from seqboat.ops.kernels.registry import IMPLEMENTATIONS, Implementation, using_kernels
 
 HERE = sys.modules[__name__]

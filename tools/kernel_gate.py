@@ -234,8 +234,8 @@ def record_decoding() -> list[Launch]:
     from launches import enwik8_layer
     from seqboat import EMAConfig, GAUConfig, S4DConfig, SeqBoat, SeqBoatConfig
     from seqboat.inference.device import DeviceSeqBoat
-    from seqboat.ops.kernels.decode.launch import decode
     from seqboat.ops.kernels.registry import IMPLEMENTATIONS
+    from seqboat.ops.kernels.triton_decode.launch import decode
 
     width, enwik8 = enwik8_layer()
     chunk = GAUConfig(window=128, span="chunk", positions="original", attention="relu2")

@@ -229,7 +229,7 @@ def count_step(layer: SeqBoat, active: bool) -> Cost:
 
 
 def full_memory(layer: SeqBoat) -> SeqBoatState:
-    """A state after so many active tokens that no place is free."""
+    """A state whose memory has no place left."""
     with torch.no_grad(), as_on_a_gpu(), layer.sma.override(active=True):
         state: SeqBoatState = layer(torch.randn(1, layer.config.gau.window + 1, layer.d_model)).state
     return state
@@ -258,7 +258,7 @@ def count_lean_step(layer: SeqBoat, active: bool) -> Cost:
 
 def count_kernel_step(layer: SeqBoat, active: bool) -> Cost:
     """The same for the kernels, which are the same launches for an inactive token but read less."""
-    from seqboat.ops.kernels.decode.launch import decode
+    from seqboat.ops.kernels.triton_decode.launch import decode
 
     gau = layer.eval().sma.units["gau"]
     assert isinstance(gau, GAU)

@@ -1,8 +1,9 @@
 """A SeqBoat layer in single steps on a GPU: a handful of kernels per token, and no question to the host.
 
-A lean layer in torch asks the router on the host, at 40 to 80 launches per layer. Here the decision, the states, the
-memory and all counters stay on the device (`seqboat.ops.kernels.decode`): five launches per layer, six if the norm
-comes last, the same for active and inactive tokens. A step can therefore be captured in a CUDA graph.
+A lean layer in torch asks the router on the host, and launches 10 kernels for an inactive token and 28 for an active
+one (`tools/launches.py --decode`). Here the decision, the states, the memory and all counters stay on the device: five
+launches per layer, six if the norm comes last, whatever the router decides (`seqboat.ops.kernels.triton_decode`).
+Nothing depends on the host, so a step could be captured in a CUDA graph.
 
 Experimental, as all Triton kernels are: `use_kernels("triton")` or `use_kernels("triton", "decode")` chooses it, and
 torch runs where it does not fit or fails on a first trial.
@@ -26,7 +27,7 @@ from seqboat.mixers.seqboat.layer import SeqBoat, SeqBoatState
 from seqboat.mixers.ssm.base import DiagonalSSM, SSMState, TruncatedState, complex_like
 from seqboat.mixers.ssm.ema import EMA
 from seqboat.mixers.ssm.s4d import S4D
-from seqboat.ops.kernels.decode.step import LayerStep
+from seqboat.ops.decode import LayerStep
 from seqboat.ops.kernels.registry import SEAM, Implementation, attempt, pick, using_kernels
 from seqboat.ops.positions import CompressedBias, OriginalBias, frequencies
 

@@ -193,7 +193,7 @@ for _operation, _function in (
     for _suffix in ("", "_backward"):
         _where = f"triton_{_function}{_suffix}"
         IMPLEMENTATIONS[f"{_operation}{_suffix}"] = [_triton(_where)]
-IMPLEMENTATIONS["decode"] = [_triton("decode.launch:decode", _refuse_decode)]
+IMPLEMENTATIONS["decode"] = [_triton("triton_decode.launch:decode", _refuse_decode)]
 IMPLEMENTATIONS["attention_backward"] = [_triton("triton_band_launch:attention_backward", _refuse_attention)]
 
 

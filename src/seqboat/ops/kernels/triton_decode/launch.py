@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from seqboat.ops.kernels.decode import kernels
-from seqboat.ops.kernels.decode.step import BIASES, FUNCTIONS, NORMS, LayerStep
+from seqboat.ops.decode import BIASES, FUNCTIONS, NORMS, LayerStep
+from seqboat.ops.kernels.triton_decode import kernels
 from seqboat.ops.kernels.tuning import launch, power, scratch
 
 
