@@ -53,7 +53,6 @@ kernel-gate: $(KERNELS)/.ready
 
 # launches and traffic of a training step and of decoding, counted, and what they allow a GPU; tables of docs/gpu.md
 launches: $(KERNELS)/.ready
-	TRITON_INTERPRET=1 $(KERNELS)/$(SCRIPTS)/python tools/launches.py --page docs/gpu.md
 	TRITON_INTERPRET=1 $(KERNELS)/$(SCRIPTS)/python tools/launches.py --decode --page docs/gpu.md
 	TRITON_INTERPRET=1 $(KERNELS)/$(SCRIPTS)/python tools/roofline.py --page docs/gpu.md
 

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -345,20 +346,25 @@ def flops_of(launch: Launch) -> int:
     return 0
 
 
+@cache
+def cost_of(name: str, triton: bool, dtype: torch.dtype | None) -> Cost:
+    """The count of one of LAYERS."""
+    make, batch, time = LAYERS[name]
+    d_model, config = make()
+    return count(SeqBoat(d_model, config), batch, time, triton, dtype)
+
+
 def table() -> str:
     """A Markdown table of all layers."""
     lines = [
         "| layer | type | implementation | launches | KB per token | launches, ratio | bytes, ratio |",
         "|---|---|---|---|---|---|---|",
     ]
-    for name, (make, batch, time) in LAYERS.items():
-        d_model, config = make()
-        layer = SeqBoat(d_model, config)
-        first: Cost | None = None
+    for name in LAYERS:
+        first = cost_of(name, False, None)
         for dtype in (None, torch.bfloat16):
             for triton in (False, True):
-                found = count(layer, batch, time, triton, dtype)
-                first = first or found
+                found = cost_of(name, triton, dtype)
                 lines.append(
                     f"| {name} | {'float32' if dtype is None else 'bf16 autocast'} | "
                     f"{'triton' if triton else 'torch'} | {found.launches} | {found.bytes / 1e3:.1f} | "

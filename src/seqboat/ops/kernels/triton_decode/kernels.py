@@ -230,9 +230,9 @@ def recall(
         summed = 1.0
         if FUNCTION == SOFTMAX:
             every = tl.arange(0, SIZE)
-            found = tl.load(scores + line + every, mask=every < count, other=HIDDEN)
-            largest = tl.max(found, axis=0)
-            summed = tl.sum(tl.where(every < count, tl.exp(found - largest), 0.0), axis=0)
+            known = tl.load(scores + line + every, mask=every < count, other=HIDDEN)
+            largest = tl.max(known, axis=0)
+            summed = tl.sum(tl.where(every < count, tl.exp(known - largest), 0.0), axis=0)
         sums = tl.zeros((KEYS, VALUES), dtype=tl.float32)
         for begin in range(0, count, KEYS):
             at = begin + tl.arange(0, KEYS)
@@ -245,8 +245,8 @@ def recall(
             else:
                 weights = 0.5 + 0.5 * tl.erf((found - LAPLACE_MU) / (LAPLACE_SIGMA * ROOT_2))
             weights = tl.where(at < count, weights, 0.0)
-            known = (at[:, None] < count) & (column[None, :] < d_v)
-            tile = tl.load(values + (line + at[:, None]) * d_v + column[None, :], mask=known, other=0.0)
+            inside = (at[:, None] < count) & (column[None, :] < d_v)
+            tile = tl.load(values + (line + at[:, None]) * d_v + column[None, :], mask=inside, other=0.0)
             own = (at == place)[:, None]
             tile = tl.where(own, value[None, :].to(tl.float32), tile.to(tl.float32))
             sums += weights[:, None] * tile
