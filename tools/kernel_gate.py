@@ -234,6 +234,7 @@ def record_decoding() -> list[Launch]:
     from launches import enwik8_layer
     from seqboat import EMAConfig, GAUConfig, S4DConfig, SeqBoat, SeqBoatConfig
     from seqboat.inference.device import DeviceSeqBoat
+    from seqboat.mixers.seqboat.gau import GAU
     from seqboat.ops.kernels.registry import IMPLEMENTATIONS
     from seqboat.ops.kernels.triton_decode.launch import decode
 
@@ -252,7 +253,9 @@ def record_decoding() -> list[Launch]:
         for dim, config in layers:
             for dtype in (torch.float32, torch.bfloat16):
                 layer = SeqBoat(dim, config).to(dtype)
-                step = DeviceSeqBoat(layer, layer.sma.units["gau"], found, 2).step
+                gau = layer.sma.units["gau"]
+                assert isinstance(gau, GAU)
+                step = DeviceSeqBoat(layer, gau, found, 2).step
                 decode(step, torch.zeros(2, dim, dtype=dtype))
     return launches
 

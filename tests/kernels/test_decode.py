@@ -109,6 +109,7 @@ def test_steps_equal_the_general_step(name: str) -> None:
         x = torch.randn(batch, dim)
         expected = wide.step(x.double(), state)
         state = expected.state
+        assert expected.routing is not None
         several.add(int(expected.routing.active.sum()))
         assert difference(call(made, x), expected.y) < TOLERANCE, time
     found = made.get(list(range(batch)), made.step.seen[:batch])
