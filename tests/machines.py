@@ -8,6 +8,7 @@ The last commit is cloned to an empty folder, and each variant runs there with a
 environment: other instruction sets and numbers of threads for the tests that compute, other users, homes, locales
 and paths for those that read and write files. Two variants run at a time. What has passed at this commit is not run
 again, so a second call continues where the first was stopped; --missing keeps what passed at another commit, too.
+--page keeps the rows of variants without a result here: each row names its commit.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ import tempfile
 import threading
 import time
 import xml.etree.ElementTree as ET
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -69,6 +71,7 @@ NUMBERS = [
         "bigbird",
     ),
     *("luna", "linformer", "transformer", "transformer_xl", "adaptive_span", "theorems", "optim", "generate"),
+    *("ngrams", "int8"),
     "contract.py::test_copies_and_saved_weights",
     "contract.py::test_padding_changes_nothing_in_single_precision",
 ]
@@ -88,7 +91,7 @@ FILES = [
         "report",
         "figures",
     ),
-    *("generate", "scoring", "explain", "intervene", "shipped"),
+    *("generate", "scoring", "explain", "intervene", "shipped", "tables"),
 ]
 """Tests that read, write and print: a user, a home, a locale or a path could change their result."""
 
@@ -221,18 +224,24 @@ def as_nobody(command: list[str], scratch: Path) -> list[str]:
     return ["unshare", "--mount", "sh", "-c", "\n".join([*lines, 'exec "$@"']), "sh", *command]
 
 
+def look(variant: Variant, scratch: Path, folder: Path, environment: dict[str, str]) -> tuple[str, bytes]:
+    """What `probe` finds in a variant, and what it wrote to standard error."""
+    script = "import sys; sys.path.insert(0, 'tests'); import machines; print(machines.probe())"
+    command = [sys.executable, "-c", script]
+    if other_user(variant):
+        command = as_nobody(command, scratch)
+    found = subprocess.run(command, cwd=folder, env=environment, capture_output=True, check=False)
+    return found.stdout.decode().strip(), found.stderr
+
+
 def run(variant: Variant, scratch: Path, tests: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the tests of a variant, or these, and count them."""
     folder = clone(variant, scratch)
     environment = environment_of(variant, folder, scratch)
+    bits, trouble = look(variant, scratch, folder, environment)
     report = Path(environment["TMPDIR"]) / "tests.xml"
     tests = tests or [
         f"tests/test_{name}" if "::" in name else f"tests/test_{name}.py" for name in PARTS[variant.part]
-    ]
-    look = [
-        sys.executable,
-        "-c",
-        "import sys; sys.path.insert(0, 'tests'); import machines; print(machines.probe())",
     ]
     pytest = [
         sys.executable,
@@ -249,17 +258,17 @@ def run(variant: Variant, scratch: Path, tests: Sequence[str] | None = None) -> 
     ]
     command = [*pytest, f"--junit-xml={report}", *tests]
     if other_user(variant):
-        look, command = as_nobody(look, scratch), as_nobody(command, scratch)
-    settings: dict[str, Any] = {"cwd": folder, "env": environment, "capture_output": True}
-    found = subprocess.run(look, **settings, check=False)
+        command = as_nobody(command, scratch)
     start = time.perf_counter()
     try:
-        output = subprocess.run(command, **settings, check=False, timeout=LIMIT).stdout
+        output = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, check=False, timeout=LIMIT
+        ).stdout
     except subprocess.TimeoutExpired as error:
         output = error.stdout or b""
     minutes = (time.perf_counter() - start) / 60
-    (RESULTS / f"{variant.name}.log").write_bytes(found.stderr + output)
-    return count(report) | {"minutes": round(minutes, 1), "bits": found.stdout.decode().strip()}
+    (RESULTS / f"{variant.name}.log").write_bytes(trouble + output)
+    return count(report) | {"minutes": round(minutes, 1), "bits": bits}
 
 
 def count(report: Path) -> dict[str, int]:
@@ -278,15 +287,23 @@ def count(report: Path) -> dict[str, int]:
     }
 
 
-def table(results: dict[str, dict[str, Any]]) -> str:
-    """The results as Markdown."""
-    plain = results.get(VARIANTS[0].name, {}).get("bits")
+def table(
+    results: dict[str, dict[str, Any]], plain: str, rows: Mapping[str, str] = MappingProxyType({})
+) -> str:
+    """The results as Markdown.
+
+    Args:
+        results: outcomes by the variant's name.
+        plain: what `probe` finds on this machine as it is.
+        rows: earlier rows by the variant's name, for variants without a result.
+    """
     lines = [
         "| variant | settings | tests | passed | skipped | failed | minutes | last bits of a product | commit |",
         "|---|---|---|---:|---:|---:|---:|---|---|",
     ]
     for variant in VARIANTS:
         if variant.name not in results:
+            lines += [rows[variant.name]] if variant.name in rows else []
             continue
         found = results[variant.name]
         settings = " ".join(f"`{name}={value}`" for name, value in variant.environment.items())
@@ -311,12 +328,14 @@ def processor() -> str:
     return f"{name}, {capability}, {os.cpu_count()} cores, torch {torch.__version__}"
 
 
-def write(page: Path, results: dict[str, dict[str, Any]]) -> None:
-    """Replace the table of a page."""
+def write(page: Path, results: dict[str, dict[str, Any]], plain: str) -> None:
+    """Replace the rows of a page that have results; the others stay."""
     text = page.read_text(encoding="utf-8")
     before, rest = text.split(BEGIN)
-    after = rest.split(END)[1]
-    page.write_text(f"{before}{BEGIN}\n{processor()}.\n\n{table(results)}\n{END}{after}", encoding="utf-8")
+    old, after = rest.split(END)
+    rows = {line.split("|")[1].strip(): line for line in old.splitlines() if line.startswith("| ")}
+    new = f"{processor()}.\n\n{table(results, plain, rows)}"
+    page.write_text(f"{before}{BEGIN}\n{new}\n{END}{after}", encoding="utf-8")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -369,6 +388,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     open_ones = [variant for variant in wanted if stale(variant)]
     try:
+        plain, _ = look(VARIANTS[0], scratch, ROOT, environment_of(VARIANTS[0], ROOT, scratch))
         with lock:
             for variant in open_ones:
                 clone(variant, scratch)
@@ -379,9 +399,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 finish(variant)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    print(table(results))
+    print(table(results, plain))
     if options.page and not options.tests:
-        write(options.page, results)
+        write(options.page, results, plain)
     return int(any(results[variant.name]["failed"] for variant in wanted))
 
 
