@@ -50,6 +50,27 @@ def make_store(root: Path, rows: int = 3) -> ArrayStore:
     return ArrayStore.find(root, "thing")
 
 
+def file_pages() -> int:
+    """Bytes of mapped files that this process has read and still holds."""
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssFile"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+def test_reading_row_by_row_takes_little_memory(tmp_path: Path) -> None:
+    """5,000 rows, each in a page of 4 kB of the file; an array that somebody holds stays readable."""
+    rows = 5000
+    with Staging(tmp_path, "thing") as staging:
+        staging.put("train.rows", np.ones((rows, 4096), np.uint8))
+        staging.finish("a test", Prepared({"train": rows}))
+    store = ArrayStore.find(tmp_path, "thing")
+    first, before = store["train.rows"], file_pages()
+    assert sum(int(store["train.rows"][row, 0]) for row in range(rows)) == rows
+    # without mapping anew: all of it
+    assert file_pages() - before < 0.9 * rows * 4096
+    assert int(first[rows - 1].sum()) == 4096
+
+
 def test_arrays_grow_by_rows_and_are_plain_npy_files(tmp_path: Path) -> None:
     writer = ArrayWriter(tmp_path / "a.npy", np.int16, (2,))
     for part in (np.ones((3, 2)), np.zeros((0, 2)), np.full((1, 2), 7)):

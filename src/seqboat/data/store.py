@@ -279,14 +279,23 @@ class Arrays(Protocol):
     def __getitem__(self, name: str, /) -> NDArray[Any]: ...
 
 
+READS = 2048
+"""Reads of an `ArrayStore` after which it unmaps its arrays. Each may map 64 kB around what it reads."""
+
+
 class ArrayStore:
-    """Prepared arrays, opened on first use; cheap to pickle."""
+    """Prepared arrays, opened on first use; cheap to pickle.
+
+    They are mapped into memory, and what was read of them counts as memory of this process. So they are mapped anew
+    from time to time: reading all of a large table row by row takes little memory.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Open a prepared folder that `find` has checked."""
         self.folder = folder
         self.manifest: dict[str, Any] = _read_manifest(folder)
         self._open: dict[str, NDArray[np.generic]] = {}
+        self._reads = 0
 
     @classmethod
     def find(cls, root: str | Path, name: str) -> ArrayStore:
@@ -306,9 +315,12 @@ class ArrayStore:
         return cls(folder)
 
     def __getstate__(self) -> dict[str, object]:
-        return {"folder": self.folder, "manifest": self.manifest, "_open": {}}
+        return {"folder": self.folder, "manifest": self.manifest, "_open": {}, "_reads": 0}
 
     def __getitem__(self, name: str) -> NDArray[Any]:
+        self._reads += 1
+        if self._reads > READS:
+            self.release()
         if name not in self._open:
             require(name in self.manifest["arrays"], f"{self.folder} has no array {name!r}")
             array = np.load(self.folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
@@ -324,8 +336,9 @@ class ArrayStore:
         return name in self.manifest["arrays"]
 
     def release(self) -> None:
-        """Unmap the arrays until their next use: what was read of them counts as memory of this process."""
+        """Unmap the arrays until their next use; an array that somebody holds stays."""
         self._open.clear()
+        self._reads = 0
 
     def verify(self) -> None:
         """Compare every array with its sha256."""

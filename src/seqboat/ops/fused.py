@@ -338,7 +338,7 @@ def scale_by_rms(x: Tensor, weight: Tensor, eps: float, activate: bool = False) 
         eps: added to the mean square.
         activate: whether to apply SiLU first.
     """
-    if transformed():
+    if transformed() or torch.compiler.is_compiling():
         return _plain_scale_by_rms(x, weight, eps, activate)
     if SEAM.open:
         return run_kernel("norm", _plain_norm, x, weight, None, eps, activate)
@@ -387,7 +387,7 @@ def norm_of_silu(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         weight, bias: (dim,).
         eps: added to the variance.
     """
-    if transformed():
+    if transformed() or torch.compiler.is_compiling():
         return _plain_norm_of_silu(x, weight, bias, eps)
     if SEAM.open:
         return run_kernel("norm", _plain_norm, x, weight, bias, eps, True)

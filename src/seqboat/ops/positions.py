@@ -173,7 +173,8 @@ def rotate(x: Tensor, position: Tensor) -> Tensor:
 def frequencies(dim: int, device: torch.device) -> Tensor:
     """(dim / 2,), float64: angle by which each pair of channels turns per position."""
     key = dim, device
-    if key in _known_frequencies and not torch.compiler.is_compiling():
+    # asked first: a lookup in a dictionary that grows later would have the compiler compile again
+    if not torch.compiler.is_compiling() and key in _known_frequencies:
         return _known_frequencies[key]
     # never an inference tensor, even if first needed in inference mode: training uses it too
     with torch.inference_mode(False):
