@@ -279,7 +279,7 @@ class Arrays(Protocol):
     def __getitem__(self, name: str, /) -> NDArray[Any]: ...
 
 
-READS = 2048
+READS = 512
 """Reads of an `ArrayStore` after which it unmaps its arrays. Each may map 64 kB around what it reads."""
 
 
