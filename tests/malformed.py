@@ -2,9 +2,10 @@
 
     python tests/malformed.py --count 2000 --seed 0 --seconds 1500
 
-Small whole files are made once: tables, texts, archives, configurations, trained runs, saved states, masks. Every
-trial damages one of them (bytes, numbers, structure, or the kind of file) and runs a command on it in a process of
-its own, forked from this one so that torch is imported once. A trial passes if the command
+Small whole files are made once: tables, texts, archives, configurations, trained runs, saved states, masks, models
+with int8 weights, plug-ins, results, retrofits. Every trial damages one of them (bytes, numbers, structure, or the
+kind of file) and runs a command on it in a process of its own, forked from this one so that torch is imported once. A
+trial passes if the command
 
 - ends within ten seconds of processor time (a minute on the clock), in less than 1 GB of memory,
 - prints no traceback and exits with 0, 1, 2 or 3, and
@@ -17,9 +18,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fnmatch
 import gzip
 import hashlib
 import io
+import itertools
 import json
 import os
 import random
@@ -37,6 +40,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
+
+import torch
+from torch import nn
 
 from rights import respect_permissions
 
@@ -275,7 +281,7 @@ def child(arguments: list[str], folder: Path, out: Path) -> None:
 
     code = 1
     try:
-        code = main(arguments) or 0
+        code = (load_retrofit(Path(arguments[1])) if arguments[0] == RETROFIT else main(arguments)) or 0
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 1
     except BaseException:
@@ -286,6 +292,26 @@ def child(arguments: list[str], folder: Path, out: Path) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
+
+
+RETROFIT = "load_retrofit"
+"""No command reads the files of a retrofit: this name stands for the function."""
+
+
+def small_network() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+
+def load_retrofit(folder: Path) -> int:
+    """Load a retrofit as a script would; says what a `ValueError` says, as commands do."""
+    from seqboat.retrofitting import model as retrofitting
+
+    try:
+        retrofitting.load_retrofit(small_network(), folder)
+    except ValueError as error:
+        print(error)
+        return 2
+    return 0
 
 
 def run(arguments: list[str], folder: Path, patience: float = PATIENCE) -> Outcome:
@@ -369,6 +395,145 @@ def write_sources(home: Path) -> None:
             member = tarfile.TarInfo(f"cifar-10-batches-bin/{name}")
             member.size = len(record) * 4
             archive.addfile(member, io.BytesIO(record * 4))
+
+
+PLUGIN = "seqboat_brackets"
+NGRAMS = ["--model.ngrams=2,3", "--model.ngram_buckets=64"]
+EVERY = ("config.yaml", "run.json", "metrics.jsonl", "step-2/*", "latest", "best")
+FACTS = ("config.yaml", "step-2/state.json")
+
+
+def write_results(home: Path) -> None:
+    """Records as studies and reproduced tables leave them."""
+    records = []
+    for row, seed in itertools.product(("seqboat", "s4d"), range(2)):
+        name = {"study": "tables", "trial": f"listops-{row}", "row": row, "task": "listops", "seed": seed}
+        rest = {
+            "budget": 90.0,
+            "command": "seqboat train lra.listops-small",
+            "parameters": 170770,
+            "lr": 0.01,
+        }
+        scores = {"sweep": [[0.001, 2.29], [0.01, 2.11]], "batch": 32, "steps": 968, "metric": "accuracy"}
+        scores |= {"better": "higher", "test": 0.53, "test_loss": 1.27, "examples": 2000}
+        curves = {"activation": [0.004, 0.0], "curve": [[17.49, 323, 0.42], [52.43, 968, 0.54]]}
+        curves |= {"losses": [[48, 1.9], [968, 1.57]], "training_seconds": 52.4, "step_seconds": 0.054}
+        about = {
+            "tokens_per_second": 75626.0,
+            "processor_seconds": 57.4,
+            "step_memory_mb": None,
+            "threads": 1,
+        }
+        about |= {"state_bytes": None, "versions": {"torch": "2.13.0+cpu"}, "commit": "36879d2"}
+        records.append(name | rest | scores | curves | about)
+    (home / "evidence.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
+    page = Path(__file__).parents[1] / "docs" / "results.json"
+    some = json.loads(page.read_text(encoding="utf-8"))[::12]
+    (home / "results.json").write_text(json.dumps(some, indent=1), encoding="utf-8")
+
+
+def make_more_subjects(home: Path) -> list[Subject]:
+    """Models in other forms, plug-ins, the files of retrofits, and results."""
+    from seqboat.retrofitting import model as retrofitting
+
+    retrofitting.retrofit(small_network(), {"1": "tokens"}, d_model=8).save(home / "retrofit")
+    write_results(home)
+    brackets = ["train", "brackets", "--import", PLUGIN, *TINY, "--task.train_size=8", "--task.eval_size=4"]
+    for arguments in (
+        [
+            "train",
+            "lm",
+            f"--data.text={home}/text.txt",
+            "--data.segment=32",
+            *TINY,
+            *NGRAMS,
+            f"--out={home}/ngrams",
+        ],
+        ["quantize", f"{home}/ngrams", f"{home}/int8", "--no-score"],
+        [*brackets, f"--out={home}/plugin"],
+    ):
+        made = run(arguments, home, patience=600)
+        assert made.code == 0, made.output
+    text = f"{home}/text.txt"
+    table = f"{home}/table.csv"
+    in_run: dict[str, tuple[Path, Callable[[Path], list[str]]]] = {
+        "predict": (home / "classify", lambda run: ["predict", str(run), table]),
+        "predict, plug-in": (
+            home / "plugin",
+            lambda run: ["predict", str(run), "--text", "(())", "--import", PLUGIN],
+        ),
+        "intervene": (home / "classify", lambda run: ["intervene", str(run)]),
+        "export-onnx": (
+            home / "ngrams",
+            lambda run: ["export-onnx", str(run), "--out", "onnx", "--form", "step"],
+        ),
+        "export-published": (home / "lm", lambda run: ["export-published", str(run), "checkpoint.pt"]),
+        "quantize": (home / "ngrams", lambda run: ["quantize", str(run), "int8-weights", "--no-score"]),
+        "score, n-grams": (home / "ngrams", lambda run: ["score", str(run), text]),
+        "generate, int8": (
+            home / "int8",
+            lambda run: ["generate", str(run), "--prompt", "It", "--max-new-bytes", "2"],
+        ),
+    }
+    subjects = [
+        Subject(
+            "predict table", home / "table.csv", (), lambda path: ["predict", f"{home}/classify", str(path)]
+        ),
+        Subject("load_retrofit", home / "retrofit", ("*",), lambda path: [RETROFIT, str(path)]),
+        Subject(
+            "load_retrofit, facts",
+            home / "retrofit",
+            ("retrofit.json",),
+            lambda path: [RETROFIT, str(path)],
+            text=True,
+        ),
+        Subject(
+            "reproduce STUDY --rewrite",
+            home / "evidence.jsonl",
+            (),
+            lambda path: ["reproduce", "tables", "--rewrite", "--page", str(path.with_suffix(".md"))],
+            text=True,
+        ),
+        Subject(
+            "reproduce STUDY --dry-run",
+            home / "evidence.jsonl",
+            (),
+            lambda path: ["reproduce", "tables", "--dry-run", "--page", str(path.with_suffix(".md"))],
+            text=True,
+        ),
+        Subject(
+            "reproduce --rewrite",
+            home / "results.json",
+            (),
+            lambda path: ["reproduce", "--rewrite", "--page", str(path.with_suffix(".md"))],
+            text=True,
+        ),
+        Subject(
+            "reproduce merge",
+            home / "results.json",
+            (),
+            lambda path: [
+                "reproduce",
+                "merge",
+                str(path),
+                f"{home}/results.json",
+                "--keep=first",
+                "--page=all.md",
+            ],
+            text=True,
+        ),
+    ]
+    return subjects + subjects_in_runs(in_run)
+
+
+def subjects_in_runs(commands: dict[str, tuple[Path, Callable[[Path], list[str]]]]) -> list[Subject]:
+    """Commands that read a run: any of its files is damaged, or what they say, or what they say and seal."""
+    subjects = []
+    for name, (source, command) in commands.items():
+        subjects.append(Subject(f"{name} RUN", source, EVERY, command))
+        subjects.append(Subject(f"{name} RUN, facts", source, FACTS, command, text=True))
+        subjects.append(Subject(f"{name} RUN, resealed", source, FACTS, command, reseal=True, text=True))
+    return subjects
 
 
 def make_subjects(home: Path) -> list[Subject]:
@@ -472,13 +637,7 @@ def make_subjects(home: Path) -> list[Subject]:
             lambda run: ["generate", str(run), "--prompt", "It", "--max-new-bytes", "2"],
         ),
     }
-    for name, (source, command) in in_run.items():
-        every = ("config.yaml", "run.json", "metrics.jsonl", "step-2/*", "latest", "best")
-        subjects.append(Subject(f"{name} RUN", source, every, command))
-        facts = ("config.yaml", "step-2/state.json")
-        subjects.append(Subject(f"{name} RUN, facts", source, facts, command, text=True))
-        subjects.append(Subject(f"{name} RUN, resealed", source, facts, command, reseal=True, text=True))
-    return subjects
+    return subjects + subjects_in_runs(in_run) + make_more_subjects(home)
 
 
 def trials(subjects: list[Subject], count: int, seed: int) -> Iterator[tuple[int, Subject, random.Random]]:
@@ -518,15 +677,19 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=1800, help="stop after this time")
     parser.add_argument("--only", help="a trial by its number, with its output")
+    parser.add_argument("--subjects", default="*", metavar="NAME", help="only subjects whose name matches")
     given = parser.parse_args()
-    import torch
-
     torch.set_num_threads(1)
+    sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "plugin" / "src"))
     for name in (
         "seqboat.training.loop",
         "seqboat.text.generate",
         "seqboat.report.run",
         "seqboat.hf.export",
+        "seqboat.onnx.export",
+        "seqboat.commands.reproduce",
+        "seqboat.paper.studies.page",
+        "seqboat.paper.results",
         "yaml",
         "rich.console",
     ):
@@ -537,7 +700,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder) / "whole"
         home.mkdir()
-        subjects = make_subjects(home)
+        subjects = [s for s in make_subjects(home) if fnmatch.fnmatchcase(s.name, given.subjects)]
         for number, subject, rng in trials(subjects, given.count, given.seed):
             if given.only is not None and number != int(given.only):
                 continue

@@ -527,6 +527,38 @@ def test_save_and_load(tmp_path: Path) -> None:
         load_retrofit(make("llama"), tmp_path / "nothing")
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"d_model": 10**9}, "d_model is 1000000000, which no saved tensor has"),
+        ({"d_model": "8"}, "d_model must be an integer"),
+        ({"kinds": {"7": "tokens"}}, "no module of the model is called '7'"),
+        ({"kinds": 3}, "TypeError"),
+        ({"router": {"name": "x-moe", "d_route": 10**9}}, "larger than its weights"),
+        ({"router": {"name": "x-moe"}}, "size mismatch|Missing key"),
+        ({"rates": {"1": 7}}, r"must be in \(0, 1\], got 7"),
+        ({"rates": {}}, "KeyError: '1'"),
+    ],
+)
+def test_files_that_do_not_fit_are_named_and_change_nothing(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    def network() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+
+    retrofit(network(), {"1": "tokens"}, d_model=8).save(tmp_path)
+    file = tmp_path / "retrofit.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    model = network()
+    with pytest.raises(ValueError, match=message) as caught:
+        load_retrofit(model, tmp_path)
+    assert str(file) in str(caught.value)
+    assert [name for name, _ in model.named_modules()] == ["", "0", "1"]
+    (tmp_path / "retrofit.safetensors").write_bytes(b"nonsense")
+    with pytest.raises(ValueError, match=r"retrofit\.safetensors cannot be read"):
+        load_retrofit(model, tmp_path)
+
+
 def test_what_is_found() -> None:
     assert find_modules(make("gpt2"), ("mlp",)) == {
         "transformer.h.0.mlp": "tokens",

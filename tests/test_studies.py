@@ -334,3 +334,33 @@ def test_a_page_of_every_study_is_written_from_records(tmp_path: Path) -> None:
     assert "SeqBoat is at or above **MEGA-chunk** on 0 of 1 tasks" in text
     assert "Not run: " in text and "not run" in text and "abc" in text
     assert len(list((tmp_path / "images").glob("evidence-*.svg"))) == 2 * 4
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"study": "toys", "trial": "toy", "budget": "much", "seed": 0}',
+        '{"study": "toys", "trial": [1], "budget": 1, "seed": 0}',
+        '{"study": "toys", "trial": "toy", "budget": 1, "seed": null}',
+        '{"a":' * 100_000,
+        "7",
+    ],
+    ids=["budget", "trial", "seed", "nested", "number"],
+)
+def test_damaged_records_are_refused_with_their_line(line: str, tmp_path: Path) -> None:
+    page = tmp_path / "evidence.md"
+    append_records(page, [{"study": "toys", "trial": "toy", "budget": 1.0, "seed": 0}])
+    with page.with_suffix(".jsonl").open("a") as file:
+        file.write(line + "\n")
+    with pytest.raises(ValueError, match=r"evidence\.jsonl:2 does not hold a record"):
+        read_records(page)
+    page.with_suffix(".jsonl").write_bytes(b"\xff\n")
+    with pytest.raises(ValueError, match=r"evidence\.jsonl cannot be read"):
+        read_records(page)
+
+
+def test_a_record_that_cannot_be_shown_names_its_file(study: Study, tmp_path: Path) -> None:
+    page = tmp_path / "evidence.md"
+    append_records(page, [{"study": "toys", "trial": "toy", "budget": 1.0, "seed": 0, "test": "high"}])
+    with pytest.raises(ValueError, match=r"evidence\.jsonl: a record cannot be shown: ValueError"):
+        page_module.write_page(page)

@@ -328,6 +328,7 @@ def _merge(options: argparse.Namespace) -> int:
     """Join the results of several machines."""
     from seqboat.paper.merge import merge
     from seqboat.paper.results import write_records
+    from seqboat.paper.tables import showing
 
     pages = [Path(name) for name in options.target[1:]]
     if not pages:
@@ -337,13 +338,15 @@ def _merge(options: argparse.Namespace) -> int:
     page = _page(options)
     _check_page(page)
     merged = merge(pages, options.keep or "first")
-    for conflict in merged.conflicts:
-        print(f"conflict: {conflict.describe()}", file=sys.stderr)
+    with showing(*pages):
+        for conflict in merged.conflicts:
+            print(f"conflict: {conflict.describe()}", file=sys.stderr)
     if merged.conflicts and options.keep is None:
         raise ValueError(
             f"{len(merged.conflicts)} runs have several results; --keep first or --keep last decides"
         )
-    write_records(page, merged.records)
+    with showing(*pages):
+        write_records(page, merged.records)
     print(f"wrote {page} from {len(merged.records)} records of {len(pages)} pages")
     return 0
 

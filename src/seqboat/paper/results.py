@@ -11,8 +11,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import get_args
 
-from seqboat.data.files import taking_turns, write_text
-from seqboat.paper.tables import Pictures, Record, on_accelerator
+from seqboat.data.files import read_json, taking_turns, write_text
+from seqboat.paper.tables import Pictures, Record, on_accelerator, showing
 from seqboat.paper.targets import TARGETS
 from seqboat.paper.targets.base import Target
 from seqboat.paper.trials import Scale, Trial
@@ -30,15 +30,11 @@ def read_records(page: Path) -> list[Record]:
     path = page.with_suffix(".json")
     if not path.exists():
         return []
-    try:
-        records = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(records, list) or not all(
-            isinstance(r, dict) and {*_KEY} <= r.keys() for r in records
-        ):
-            raise ValueError("not a list of records")
-    except ValueError as error:
-        raise ValueError(f"{path} does not hold results: {error}") from error
-    return [_modernize(record) for record in records]
+    records = read_json(path)
+    if not isinstance(records, list) or not all(isinstance(r, dict) and {*_KEY} <= r.keys() for r in records):
+        raise ValueError(f"{path} does not hold results: not a list of records")
+    with showing(path):
+        return [_modernize(record) for record in records]
 
 
 _RENAMED = {"contender": "candidate", "floor_ratio": "lower_bound_ratio"}
@@ -81,11 +77,13 @@ def rewrite(page: Path) -> list[Record]:
 def _write(page: Path, records: Sequence[Record], changed: Collection[tuple[str, Scale]]) -> list[Record]:
     found = {record_key(r): r for r in records}
     order = {name: i for i, name in enumerate(TARGETS)}
-    ordered = sorted(
-        found.values(), key=lambda r: (order.get(r["target"], len(order)), r["scale"], r["trial"], r["seed"])
-    )
-    write_text(page.with_suffix(".json"), _compact(ordered))
-    write_page(page, ordered, changed)
+    with showing(page.with_suffix(".json")):
+        ordered = sorted(
+            found.values(),
+            key=lambda r: (order.get(r["target"], len(order)), r["scale"], r["trial"], r["seed"]),
+        )
+        write_text(page.with_suffix(".json"), _compact(ordered))
+        write_page(page, ordered, changed)
     return ordered
 
 

@@ -6,7 +6,8 @@ import html
 import importlib.util
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,6 +21,19 @@ Records = Mapping[str, Sequence[Record]]
 """Records of a target by the name of their trial."""
 Make = Callable[["Theme"], "Figure"]
 """Draws a figure in a theme."""
+
+
+@contextmanager
+def showing(*files: Path) -> Iterator[None]:
+    """Name the files behind a page if their records cannot be shown.
+
+    A record that was edited or damaged may lack any field, or have a value of another kind.
+    """
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        names = ", ".join(map(str, files))
+        raise ValueError(f"{names}: a record cannot be shown: {type(error).__name__}: {error}") from error
 
 
 class Pictures(NamedTuple):

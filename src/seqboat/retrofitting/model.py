@@ -36,6 +36,7 @@ from seqboat.core.routers import RouterConfig, SigmoidConfig
 from seqboat.core.settings import Settings
 from seqboat.core.sma import Routing
 from seqboat.data.files import read_json, replacing, write_json
+from seqboat.models.limits import build_within
 from seqboat.retrofitting.fitting import fit_skipped
 from seqboat.retrofitting.unit import Call, Kind, SparseUnit
 from seqboat.training.config import part_from_dict, to_dict
@@ -464,29 +465,56 @@ def load_retrofit(model: nn.Module, folder: str | Path) -> Retrofit:
     ...     load_retrofit(other, folder).rates().keys()
     dict_keys(['1'])
     """
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     folder = Path(folder)
-    file = folder / "retrofit.json"
+    file, weights = folder / "retrofit.json", folder / "retrofit.safetensors"
     require(file.is_file(), f"{folder} holds no retrofit.json")
+    require(weights.is_file(), f"{folder} holds no retrofit.safetensors")
     about = read_json(file)
+    require(isinstance(about, dict), f"{file} does not describe a retrofit")
     require(about.get("format") == FORMAT, f"{file} has format {about.get('format')!r}, expected {FORMAT}")
-    router = part_from_dict(RouterConfig, about["router"], "router")
-    made = retrofit(
-        model,
-        about["kinds"],
-        d_model=about["d_model"],
-        router=router,
-        budget=about["budget"],
-        skipped=about.get("skipped", "nothing"),  # files of earlier versions
-    )
-    tensors = load_file(folder / "retrofit.safetensors")
-    for name, unit in made.units.items():
-        own = {
-            key.removeprefix(f"{name}."): value
-            for key, value in tensors.items()
-            if key.startswith(f"{name}.")
-        }
-        unit.load_state_dict(own)
-        unit.rate = about["rates"][name]
+    try:
+        tensors = load_file(weights)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{weights} cannot be read: {error}") from error
+    made = None
+    try:
+        router = part_from_dict(RouterConfig, about["router"], "router")
+        _check_size(about, router, tensors)
+        made = retrofit(
+            model,
+            about["kinds"],
+            d_model=about["d_model"],
+            router=router,
+            budget=about["budget"],
+            skipped=about.get("skipped", "nothing"),  # files of earlier versions
+        )
+        for name, unit in made.units.items():
+            own = {
+                key.removeprefix(f"{name}."): value
+                for key, value in tensors.items()
+                if key.startswith(f"{name}.")
+            }
+            unit.load_state_dict(own)
+            check_fraction(f"rates[{name!r}]", about["rates"][name])
+            unit.rate = about["rates"][name]
+    except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        if made is not None:
+            made.undo()
+        raise ValueError(f"{file} and {weights.name} do not fit: {type(error).__name__}: {error}") from error
     return made
+
+
+def _check_size(about: Mapping[str, Any], router: RouterConfig, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse a retrofit far larger than the tensors that were saved of it, before anything of it is made."""
+    d_model, skipped = about["d_model"], about.get("skipped")
+    check_positive("d_model", d_model)
+    least = 2 if skipped == "linear" else 1  # a map from d_model to d_model
+    require(
+        any(tuple(part.shape).count(d_model) >= least for part in tensors.values()),
+        f"d_model is {d_model}, which no saved tensor has",
+    )
+    elements = sum(part.numel() for part in tensors.values())
+    build_within(lambda: router.build(d_model), elements, 0, len(tensors), "the router")

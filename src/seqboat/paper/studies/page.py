@@ -9,7 +9,7 @@ from seqboat.data.files import write_text
 from seqboat.paper.studies import STUDIES
 from seqboat.paper.studies.store import read_records, records_path
 from seqboat.paper.studies.study import Study
-from seqboat.paper.tables import Pictures, Record
+from seqboat.paper.tables import Pictures, Record, showing
 
 
 def write_page(page: Path) -> list[Record]:
@@ -24,10 +24,11 @@ def write_page(page: Path) -> list[Record]:
         "practice is in [choosing.md](choosing.md).",
         "",
     ]
-    for study in STUDIES.values():
-        mine = [r for r in records if r["study"] == study.name]
-        pictures = Pictures(page.parent, True, f"evidence-{study.name}", study.title)
-        lines += _section(study, mine, pictures)
+    with showing(records_path(page)):
+        for study in STUDIES.values():
+            mine = [r for r in records if r["study"] == study.name]
+            pictures = Pictures(page.parent, True, f"evidence-{study.name}", study.title)
+            lines += _section(study, mine, pictures)
     page.parent.mkdir(parents=True, exist_ok=True)
     write_text(page, "\n".join(lines).rstrip() + "\n")
     return records

@@ -8,10 +8,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from seqboat.data.files import taking_turns
+from seqboat.checks import require, short
+from seqboat.data.files import open_regular, taking_turns
 from seqboat.paper.tables import Record
 
-KEY = ("study", "trial", "budget", "seed")
+KEY: dict[str, Any] = {"study": str, "trial": str, "budget": float | int, "seed": int}
+"""Fields that say what a record is of, and their types."""
 
 
 def record_key(record: Record) -> tuple[Any, ...]:
@@ -29,12 +31,19 @@ def read_records(page: Path) -> list[Record]:
     path = records_path(page)
     if not path.exists():
         return []
+    try:
+        with open_regular(path) as file:
+            lines = file.read().decode().split("\n")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
     found: dict[tuple[Any, ...], Record] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(lines[:-1] if not lines[-1] else lines, 1):
         try:
             record = json.loads(line)
+            for key, kind in KEY.items():
+                require(isinstance(record[key], kind), f"{key} is {short(record[key])}")
             found[record_key(record)] = record
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{path}:{number} does not hold a record of a study: {error}") from error
     return list(found.values())
 
