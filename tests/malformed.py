@@ -39,7 +39,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -407,25 +407,26 @@ def write_results(home: Path) -> None:
     """Records as studies and reproduced tables leave them."""
     records = []
     for row, seed in itertools.product(("seqboat", "s4d"), range(2)):
-        name = {"study": "tables", "trial": f"listops-{row}", "row": row, "task": "listops", "seed": seed}
-        rest = {
-            "budget": 90.0,
-            "command": "seqboat train lra.listops-small",
+        record: dict[str, Any] = {"study": "tables", "trial": f"listops-{row}", "row": row, "task": "listops"}
+        record |= {"seed": seed, "budget": 90.0, "command": "seqboat train lra.listops-small", "lr": 0.01}
+        record |= {"sweep": [[0.001, 2.29], [0.01, 2.11]], "batch": 32, "steps": 968, "metric": "accuracy"}
+        record |= {
+            "better": "higher",
+            "test": 0.53,
+            "test_loss": 1.27,
+            "examples": 2000,
             "parameters": 170770,
-            "lr": 0.01,
         }
-        scores = {"sweep": [[0.001, 2.29], [0.01, 2.11]], "batch": 32, "steps": 968, "metric": "accuracy"}
-        scores |= {"better": "higher", "test": 0.53, "test_loss": 1.27, "examples": 2000}
-        curves = {"activation": [0.004, 0.0], "curve": [[17.49, 323, 0.42], [52.43, 968, 0.54]]}
-        curves |= {"losses": [[48, 1.9], [968, 1.57]], "training_seconds": 52.4, "step_seconds": 0.054}
-        about = {
-            "tokens_per_second": 75626.0,
-            "processor_seconds": 57.4,
-            "step_memory_mb": None,
+        record |= {"activation": [0.004, 0.0], "curve": [[17.49, 323, 0.42], [52.43, 968, 0.54]]}
+        record |= {"losses": [[48, 1.9], [968, 1.57]], "training_seconds": 52.4, "step_seconds": 0.054}
+        record |= {"tokens_per_second": 75626.0, "processor_seconds": 57.4, "step_memory_mb": None}
+        record |= {
+            "state_bytes": None,
+            "versions": {"torch": "2.13.0+cpu"},
+            "commit": "36879d2",
             "threads": 1,
         }
-        about |= {"state_bytes": None, "versions": {"torch": "2.13.0+cpu"}, "commit": "36879d2"}
-        records.append(name | rest | scores | curves | about)
+        records.append(record)
     (home / "evidence.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
     page = Path(__file__).parents[1] / "docs" / "results.json"
     some = json.loads(page.read_text(encoding="utf-8"))[::12]
