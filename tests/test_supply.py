@@ -12,7 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import pins
-from dist import repack
+from dist import left_out, repack
 
 ROOT = Path(__file__).parents[1]
 CUDA = re.compile(r"nvidia-|cuda-|triton")
@@ -109,3 +109,12 @@ def test_archives_carry_neither_time_nor_user(tmp_path: Path) -> None:
     assert contents[0] == contents[1]
     with tarfile.open(tmp_path / "archive.tar.gz") as archive:
         assert [(m.name, m.mtime, m.uname) for m in archive.getmembers()] == [("a", 0, ""), ("b", 0, "")]
+
+
+def test_files_that_a_source_archive_leaves_out_are_named() -> None:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+        for name in ("seqboat-1", "seqboat-1/README.md", "seqboat-1/tests/test_a.py"):
+            archive.addfile(tarfile.TarInfo(name))
+    files = ["README.md", "tests/test_a.py", "tests/conftest.py", "Makefile"]
+    assert left_out(packed.getvalue(), files) == ["Makefile", "tests/conftest.py"]

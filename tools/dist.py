@@ -3,7 +3,8 @@
     python tools/dist.py [FOLDER]    # dist/ unless named; needs the packages of requirements-build.txt
 
 Times in both archives are that of the commit (SOURCE_DATE_EPOCH, unless it is set already). setuptools writes the
-time of the build and the user's name into source archives, so they are packed again without them.
+time of the build and the user's name into source archives, so they are packed again without them. The source archive
+must hold every file of the commit: without the files that tests read, its tests would fail where it is unpacked.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -56,6 +58,13 @@ def build(folder: Path, epoch: int) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted((folder / "out").iterdir())}
 
 
+def left_out(archive: bytes, files: Iterable[str]) -> list[str]:
+    """Which of these files a source archive does not hold, below its one folder."""
+    with tarfile.open(fileobj=io.BytesIO(archive)) as members:
+        held = {member.name.partition("/")[2] for member in members.getmembers()}
+    return sorted(set(files) - held)
+
+
 def main() -> int:
     target = Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "dist")
     epoch = int(os.environ.get("SOURCE_DATE_EPOCH") or git("log", "-1", "--format=%ct"))
@@ -64,6 +73,10 @@ def main() -> int:
     differ = [name for name in first.keys() | second.keys() if first.get(name) != second.get(name)]
     if differ:
         print(f"two builds differ in {', '.join(sorted(differ))}", file=sys.stderr)
+        return 1
+    (source,) = (content for name, content in first.items() if name.endswith(".tar.gz"))
+    if missing := left_out(source, git("ls-files", "-z").decode().strip("\0").split("\0")):
+        print(f"MANIFEST.in leaves out {', '.join(missing)}", file=sys.stderr)
         return 1
     target.mkdir(parents=True, exist_ok=True)
     for name, content in first.items():
