@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -132,3 +133,16 @@ def test_choices_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
         registry._read_environment()
         assert SEAM.choice["attention"] == "flex"
         assert SEAM.choice["scan"] == SEAM.choice["scan_backward"] == "torch"
+
+
+def test_a_user_that_the_system_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container with `--user 12345`: neither a name nor a home."""
+    pwd = pytest.importorskip("pwd")
+
+    def unknown(number: int) -> NoReturn:
+        raise KeyError(f"uid not found: {number}")
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    for name in ("HOME", "LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    assert machine.anonymous("read /srv/data/a.txt") == "read <path>"

@@ -125,5 +125,7 @@ def _names() -> list[str]:
         user = getpass.getuser()
     except (KeyError, OSError):
         user = os.environ.get("USER", "")
-    found = {user, Path.home().name, socket.gethostname()}
+    # stays "~" without a home: containers run as users that the system does not know
+    home = Path(os.path.expanduser("~"))
+    found = {user, home.name, socket.gethostname()}
     return [name for name in found if len(name) > 2 and name not in ("root", "user", "home", "localhost")]
