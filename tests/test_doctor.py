@@ -99,6 +99,10 @@ def test_a_kernel_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert "no kernel image at <path>" in text and "somebody" not in text
 
 
+def test_every_operation_is_right_in_every_type_here() -> None:
+    assert [found for found in examine.examine(CPU) if found.wrong is not None] == []
+
+
 def test_a_wrong_scan_in_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     right = operations._scan
 

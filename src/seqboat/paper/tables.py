@@ -31,7 +31,7 @@ def showing(*files: Path) -> Iterator[None]:
     """
     try:
         yield
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, StopIteration, TypeError, ValueError) as error:
         names = ", ".join(map(str, files))
         raise ValueError(f"{names}: a record cannot be shown: {type(error).__name__}: {error}") from error
 
