@@ -4,7 +4,7 @@
 
 Small whole files are made once: tables, texts, archives, configurations, trained runs, saved states, masks, models
 with int8 weights, plug-ins, results, retrofits. Every trial damages one of them (bytes, numbers, structure, or the
-kind of file) and runs a command on it in a process of its own, forked from this one so that torch is imported once. A
+kind of file) and runs a command on it in a separate process, forked from this one so that torch is imported once. A
 trial passes if the command
 
 - ends within ten seconds of processor time (a minute on the clock), in less than 1 GB of memory,
