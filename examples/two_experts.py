@@ -1,4 +1,4 @@
-"""Two experts of different size under a budget: they exclude each other, and the large one is expensive."""
+"""Two experts of different size under a budget: each token uses at most one, and the large one is expensive."""
 
 import torch
 from torch import nn

@@ -236,7 +236,7 @@ def test_the_rate_of_a_run(
     assert f"rate {mean:.3f} as in" in capsys.readouterr().out
     assert all(row["rate"] == mean for row in json.loads((tmp_path / "out.json").read_text())["rows"])
     assert main([*arguments, "--rates", "0.5"]) == 2
-    assert "--rates and --like-run exclude each other" in capsys.readouterr().err
+    assert "--rates and --like-run cannot be combined" in capsys.readouterr().err
     (tmp_path / "run" / "metrics.jsonl").write_text("")
     with pytest.raises(ValueError, match="has no measured activation"):
         recorded_activation(tmp_path / "run")
@@ -603,20 +603,20 @@ def test_routers_meet_a_rate() -> None:
         (["--lengths", "0"], "--lengths must be at least 1"),
         (["--rounds", "0"], "--rounds must be at least 1, got 0"),
         (["--json", "no/such/folder/x.json"], "cannot write to the folder no/such/folder"),
-        (["--contexts", "8"], "go with 'decode'"),
-        (["decode", "--plot", "x.png"], "--plot does not go with 'decode'"),
+        (["--contexts", "8"], "--contexts and --steps need 'decode'"),
+        (["decode", "--plot", "x.png"], "--plot cannot be used with 'decode'"),
         (["decode", "--rates", "0.1", "0.2"], "one window, one rate and one length"),
-        (["decode", "--lengths", "8"], "--lengths does not go with 'decode'"),
-        (["profile", "--plot", "x.png"], "--plot does not go with 'profile'"),
+        (["decode", "--lengths", "8"], "--lengths cannot be used with 'decode'"),
+        (["profile", "--plot", "x.png"], "--plot cannot be used with 'profile'"),
         (["profile", "--lengths", "8", "16"], "one window, one rate and one length"),
-        (["profile", "--steps", "8"], "go with 'decode'"),
+        (["profile", "--steps", "8"], "--contexts and --steps need 'decode'"),
         (["profile", "--mixers", "floor"], "leave it out"),
         (["profile", "--mixers", "seqboat:compiled=True"], "have no parts to profile"),
-        (["decode", "--mixers", "seqboat:compiled=True"], "steps of decoding are not compiled here"),
-        (["decode-lm", "--mixers", "seqboat"], "--mixers does not go with 'decode-lm'"),
+        (["decode", "--mixers", "seqboat:compiled=True"], "decoding steps cannot be compiled here"),
+        (["decode-lm", "--mixers", "seqboat"], "--mixers cannot be used with 'decode-lm'"),
         (["decode-lm", "--dtype", "float64"], "on the CPU in float32"),
         (["decode-lm", "--contexts", "8", "9"], "takes one context"),
-        (["--mixers", "seqboat", "seqboat"], "the same candidate twice"),
+        (["--mixers", "seqboat", "seqboat"], "the same candidate is given twice"),
         (["--mixers", "seqboat", "transformer:heads=7"], "multiple of heads = 7"),
         (["--dtype", "float33"], "dtype must be a torch type"),
     ],
@@ -669,7 +669,7 @@ def test_without_the_repository_the_published_algorithm_is_left_out(
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(candidates, "PUBLISHED_SOURCE", tmp_path / "published.py")
     assert main(["bench"]) == 0
-    line = "without 'published', which can be measured in a clone of the repository only\n"
+    line = "skipping 'published', which needs a clone of the repository\n"
     assert capsys.readouterr().err == line
     (whole, _), (rest, _) = asked
     assert "published" in whole and rest == [label for label in whole if label != "published"]

@@ -648,7 +648,7 @@ def test_some_layers_of_a_model() -> None:
     assert out[0].active.equal(free[0].active) and out[1].active.equal(free[1].active)
     assert out[2].active[..., 1].all()
     assert len(policies(model)) == 3 and all(isinstance(p, Policy) for p in policies(model))
-    with pytest.raises(ValueError, match=r"layers must lie in 0..2, got 3"), override_activation(model, [3]):
+    with pytest.raises(ValueError, match=r"layers must be in 0..2, got 3"), override_activation(model, [3]):
         pass
 
 

@@ -231,7 +231,7 @@ def test_a_file_over_a_recipe_changes_only_what_it_says(tmp_path: Path) -> None:
             lambda: TrainingConfig(batch_size=2, accumulation=3),
             "must not exceed training.batch_size, got 3 and 2",
         ),
-        (lambda: TrainingConfig(carry_state=True, bucketing=True), "exclude each other"),
+        (lambda: TrainingConfig(carry_state=True, bucketing=True), "cannot be combined"),
         (lambda: EvaluationConfig(patience=0), "evaluation.patience must be an integer >= 1, got 0"),
         (lambda: EvaluationConfig(split="dev"), "evaluation.split must be one of train, val, test"),  # type: ignore[arg-type]
     ],

@@ -308,7 +308,7 @@ def test_a_run_scores_as_it_did_in_training(run: Path) -> None:
 def test_what_is_no_run_is_named(tmp_path: Path, run: Path) -> None:
     with pytest.raises(ValueError, match="nowhere is not the folder of a run"):
         _ = Run(tmp_path / "nowhere").model
-    with pytest.raises(ValueError, match="holds no whole checkpoint"):
+    with pytest.raises(ValueError, match="contains no complete checkpoint"):
         _ = Run(tmp_path).model
 
 
@@ -409,19 +409,19 @@ def test_the_printed_configuration_runs_again(tmp_path: Path, capsys: pytest.Cap
     ("arguments", "message"),
     [
         (["train", "recal"], "recipe 'recal' is unknown; did you mean recall?"),
-        (["train"], "name a recipe (seqboat list recipes), or give --config FILE"),
+        (["train"], "give a recipe (seqboat list recipes), --config FILE"),
         (["train", "recall", "--model.depth=2"], "--model.depth is not a field of this configuration"),
         (["train", "recall", "--config", "nowhere.yaml"], "cannot read the configuration nowhere.yaml"),
         (["eval", "nowhere"], "nowhere is not the folder of a run"),
         (["eval", "nowhere", "--limit", "0"], "--limit must be an integer >= 1, got 0"),
-        (["eval", "nowhere", "--window", "9"], "--window goes with --mode windows, got no --mode"),
+        (["eval", "nowhere", "--window", "9"], "--window works only with --mode windows, got no --mode"),
         (
             ["eval", "x", "--mode", "stream", "--context", "9"],
-            "--context goes with --mode windows, got --mode stream",
+            "--context works only with --mode windows, got --mode stream",
         ),
         (
             ["eval", "x", "--mode", "windows", "--chunk", "9"],
-            "--chunk goes with --mode stream, got --mode windows",
+            "--chunk works only with --mode stream, got --mode windows",
         ),
         (
             ["eval", "x", "--mode", "windows", "--window", "9"],

@@ -169,7 +169,7 @@ def test_an_image_and_its_confidences(tmp_path: Path, capsys: Any) -> None:
     assert "half.png: the image must be 16 x 16 pixels, got 8 x 16" in message
     (tmp_path / "no.png").write_bytes(b"\x89PNG nonsense")
     assert "not an image" in refused(capsys, "explain", str(run), "--image", str(tmp_path / "no.png"))
-    assert "reads no text but images" in refused(capsys, "explain", str(run), "--text", "abc")
+    assert "reads images, not text" in refused(capsys, "explain", str(run), "--text", "abc")
 
 
 def test_large_images_are_shown_in_squares(tmp_path: Path) -> None:
@@ -220,7 +220,7 @@ def test_the_data_may_be_elsewhere(flag: str, tmp_path: Path, capsys: Any, monke
     prepare("listops", "generate", tmp_path / "data", counts=(2, 2, 2), workers=1)
     there = [flag, str(tmp_path / "data")]
     for words in (["eval", run], ["report", run, "--json"], ["intervene", run, "--thresholds", ""]):
-        assert "holds no prepared data" in refused(capsys, *words)
+        assert "contains no prepared data" in refused(capsys, *words)
         assert main([*words, *there]) == 0
         capsys.readouterr()
     # a given input needs the data only for facts about all of it
@@ -291,7 +291,7 @@ def test_a_model_that_diverged(tmp_path: Path, capsys: Any) -> None:
         (["--text", "a b"], "must be numbers from 0 to 7"),
         (["--file", "nowhere"], "--file nowhere cannot be read: No such file or directory"),
         (["--file", "/dev/null"], "--file /dev/null is empty"),
-        (["--wav", __file__], "reads no sound but text"),
+        (["--wav", __file__], "not sound"),
         (["--text", "1", "--layer", "3"], "--layer must be layers from 1 to 2"),
         (["--text", "1", "--layer", "two"], "--layer must be layers from 1 to 2"),
         (["--text", "1", "--off", "0"], "--off must be layers from 1 to 2"),

@@ -298,7 +298,7 @@ def test_a_cache_under_the_library_operations() -> None:
     for (_, got), (_, was) in zip(tensors(cache.state.layers), tensors(before.layers), strict=True):
         assert torch.equal(got, was[[2, 0]])
     assert cache.get_max_length() == -1 and cache.get_mask_sizes(5, 0) == (16, 0)
-    with pytest.raises(ValueError, match="cannot go back"):
+    with pytest.raises(ValueError, match="cannot be rolled back"):
         cache.crop(1)
     with pytest.raises(ValueError, match="has 1 layers, the model 2"):
         SeqBoatCache(1).put(before, 1)

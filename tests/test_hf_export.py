@@ -142,7 +142,7 @@ def test_runs_that_cannot_be_exported(tmp_path: Path, capsys: pytest.CaptureFixt
     )
     assert "is not the folder of a run" in refusal(capsys, tmp_path / "nowhere", out)
     (tmp_path / "empty").mkdir()
-    assert "holds no whole checkpoint" in refusal(capsys, tmp_path / "empty", out)
+    assert "contains no complete checkpoint" in refusal(capsys, tmp_path / "empty", out)
     assert not out.exists()
 
 

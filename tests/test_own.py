@@ -733,10 +733,10 @@ def test_what_cannot_be_predicted_says_so(
             ["enwik8-small", "x.csv"],
             "must be a run of a task with labels, numbers or tags to predict, got the language model",
         ),
-        ([str(classifier)], "name a file, a folder or - to predict from, or give --text"),
+        ([str(classifier)], "give a file, a folder or - to predict from, or --text"),
         ([str(classifier), str(tmp_path / "none.csv")], "none.csv does not exist: expected a table"),
         ([str(classifier), "--text=a", "--batch-size=0"], "batch_size must be an integer >= 1, got 0"),
-        ([str(tmp_path), "--text=a"], "holds no whole checkpoint"),
+        ([str(tmp_path), "--text=a"], "contains no complete checkpoint"),
     ):
         capsys.readouterr()
         assert main(["predict", *arguments]) == 2

@@ -384,7 +384,7 @@ def test_published_images_are_read_from_a_folder_and_an_archive(tmp_path: Path) 
 
 def test_images_of_another_size_and_pickled_metadata_are_refused(tmp_path: Path) -> None:
     folder = published(tmp_path / "lra_release")
-    with pytest.raises(ValueError, match="holds no pathfinder128 images"):
+    with pytest.raises(ValueError, match="contains no pathfinder128 images"):
         prepare("pathx", str(folder), tmp_path / "data")
     buffer = io.BytesIO()
     np.save(buffer, np.array([{"a": 1}], dtype=object), allow_pickle=True)

@@ -272,13 +272,15 @@ def broken(tmp_path: Path) -> None:
 
 
 def test_a_broken_plugin_breaks_nothing_else(broken: None, capsys: pytest.CaptureFixture[str]) -> None:
-    left_out = "the plug-in broken_parts of seqboat-broken is left out: broken_parts cannot be imported: RuntimeError"
+    left_out = (
+        "the plug-in broken_parts of seqboat-broken is skipped: broken_parts cannot be imported: RuntimeError"
+    )
     with pytest.warns(UserWarning, match=left_out):
         assert main(["list", "tasks"]) == 0
     assert capsys.readouterr().out.startswith("listops ")
     assert main(["list", "plugins"]) == 0  # the warning comes once per process
     assert capsys.readouterr().out.startswith(
-        "broken_parts  left out: broken_parts cannot be imported: Runtime"
+        "broken_parts  skipped: broken_parts cannot be imported: Runtime"
     )
     record = {"name": "x", "plugin": {"module": "broken_parts", "package": "seqboat-broken"}}
     with pytest.raises(

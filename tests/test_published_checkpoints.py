@@ -252,7 +252,7 @@ REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"encoder_layers": 10**9}, r"a\.pt: the configuration asks for 1,000,000,000 layers"),
     ({"rel_pos_bias": "t5"}, "rel_pos_bias must be one of simple, rotary"),
     ({"encoder_layers": 4}, r"missing \['encoder.encoder.layers.3"),
-    ({"arch": "slag_lra_new"}, "architecture 'slag_lra_new' does not tell the task: name a recipe"),
+    ({"arch": "slag_lra_new"}, "architecture 'slag_lra_new' does not identify the task: choose a recipe"),
     (
         {"arch": "slag_lra_pf32"},
         "a classifier of 10 classes, which is not what the recipe lra.pathfinder needs",
@@ -279,7 +279,7 @@ def test_what_an_import_needs(
     _, file, data = language_model
     out = str(tmp_path / "run")
     assert main(["import-published", str(file), out]) == 2
-    assert "is a pickle: name --unpickle to have it read" in capsys.readouterr().err
+    assert "is a pickle: pass --unpickle to read it" in capsys.readouterr().err
     assert main(["import-published", str(file), out, "--unpickle"]) == 2
     assert "reads token ids: name the folder of its data" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"has no dictionary: expected src-bin/dict\.txt or dict\.txt"):
@@ -481,11 +481,11 @@ def test_other_files(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for cut in (200, len(whole) // 2, len(whole) - 10):
         path.write_bytes(whole[:cut])
-        with pytest.raises(ValueError, match="is damaged or cut short"):
+        with pytest.raises(ValueError, match="is damaged or truncated"):
             read_checkpoint(path)
     place = whole.index(case.params["classifier.0.weight"].numpy().tobytes())
     path.write_bytes(whole[:place] + b"\xff" + whole[place + 1 :])
-    with pytest.raises(ValueError, match="is damaged or cut short: Bad CRC-32"):
+    with pytest.raises(ValueError, match="is damaged or truncated: Bad CRC-32"):
         read_checkpoint(path)
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data.pkl", bytes(1 << 20))

@@ -400,8 +400,8 @@ def test_cut_files(form: str, tmp_path: Path) -> None:
     [
         (b"a 1\nb\n", "line 2: expected a symbol and a count, got 'b'"),
         (b"a 1\n\n", "line 2: expected a symbol and a count, got ''"),
-        (b"a 1\na 2\n", "line 2: 'a' is there twice"),
-        (b"<pad> 2\n", "line 1: '<pad>' is there twice"),
+        (b"a 1\na 2\n", "line 2: 'a' occurs twice"),
+        (b"<pad> 2\n", "line 1: '<pad>' occurs twice"),
         (b"a x\n", "line 1: expected a symbol and a count"),
         (b"\xff 1\n", "not UTF-8 at byte 0"),
     ],
@@ -474,7 +474,7 @@ def test_bad_records_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[s
             lambda lines: [*lines[:2], "1 " * 9000 + "\n", *lines[3:]],
             r"train\.src, line 3: more than 1,024 pixels",
         ),
-        (lambda lines: lines[:-1], "must have as many lines: one ends at 12"),
+        (lambda lines: lines[:-1], "must have the same number of lines: one ends at 12"),
     ],
     ids=["few", "words", "large", "long", "lines"],
 )

@@ -523,7 +523,7 @@ def test_save_and_load(tmp_path: Path) -> None:
     (tmp_path / "retrofit.json").write_text(json.dumps(about | {"format": 99}))
     with pytest.raises(ValueError, match="has format 99, expected 1"):
         load_retrofit(make("llama"), tmp_path)
-    with pytest.raises(ValueError, match=r"holds no retrofit\.json"):
+    with pytest.raises(ValueError, match=r"contains no retrofit\.json"):
         load_retrofit(make("llama"), tmp_path / "nothing")
 
 

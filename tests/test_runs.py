@@ -65,7 +65,7 @@ def test_nothing_is_read_before_it_is_asked_for(run: Path, tmp_path: Path) -> No
     assert empty.steps == [] and empty.metrics == [] and empty.about == {}
     (tmp_path / "run" / "run.json").symlink_to("/dev/zero")
     assert Run(tmp_path / "run").about == {}
-    with pytest.raises(ValueError, match="run holds no whole checkpoint"):
+    with pytest.raises(ValueError, match="run contains no complete checkpoint"):
         _ = empty.config
     with pytest.raises(ValueError, match="which must be one of best, latest; got 'first'"):
         Run(run, "first")

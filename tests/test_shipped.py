@@ -73,7 +73,7 @@ def test_the_package_s_own_model_is_the_default(
     monkeypatch.setattr(runs, "MODELS", tmp_path / "models")
     assert shipped_models() == {}
     assert main(["generate", "--prompt", "a"]) == 2
-    assert "name the folder of a run: this installation comes without a model" in capsys.readouterr().err
+    assert "give the folder of a run: this installation has no bundled model" in capsys.readouterr().err
     folder = Run(run).pack(tmp_path / "models" / "toy")
     assert shipped_models() == {"toy": folder}
     assert find_run(None) == find_run("toy") == folder and find_run(str(run)) == run

@@ -171,9 +171,9 @@ def test_rows_must_be_whole_numbers() -> None:
         select_rows(state, torch.tensor([True, False, True]))
     with pytest.raises(ValueError, match=r"rows must be .* of shape \(1, 2\)"):
         select_rows(state, torch.tensor([[0, 1]]))
-    with pytest.raises(ValueError, match=r"rows must lie in 0\.\.2, got \[3\]"):
+    with pytest.raises(ValueError, match=r"rows must be in 0\.\.2, got \[3\]"):
         select_rows(state, torch.tensor([0, 3]))
-    with pytest.raises(ValueError, match=r"rows must lie in 0\.\.2, got \[-1\]"):
+    with pytest.raises(ValueError, match=r"rows must be in 0\.\.2, got \[-1\]"):
         select_rows(state, torch.tensor([-1]))
     with pytest.raises(ValueError, match="times must be an integer >= 1, got 0"):
         repeat_rows(state, 0)

@@ -164,7 +164,7 @@ def test_the_command_runs_shows_and_rewrites(
     ("words", "message"),
     [
         (["toys", "--budget", "0"], "--budget must be positive, got 0"),
-        (["lra", "--budget", "5"], "--budget goes with a study"),
+        (["lra", "--budget", "5"], "--budget works only with a study"),
         (["toys", "lra"], "run other targets separately"),
         (["toys", "--scale", "paper"], "nothing to run at --scale paper"),
         (["toys", "--rows", "mega"], "fits nothing; there are"),

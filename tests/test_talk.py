@@ -63,7 +63,7 @@ def test_a_run_says_what_it_learns_from(told: tuple[Path, list[str]]) -> None:
     for part in (
         "data        soups.csv (",
         "rows        73 train, 8 val",
-        "left out    3 records: 2 expected 2 fields, 1 empty text; the first: soups.csv, line",
+        "skipped     3 records: 2 expected 2 fields, 1 empty text; the first: soups.csv, line",
         "warning     'good' (",
         "and 'Good' (1) look alike but are different classes",
         "1 class has fewer than 20 training rows, too few to learn well: 'Good' (1)",

@@ -345,7 +345,7 @@ def test_listops_is_read_as_published(root: Path, tmp_path: Path, capsys: pytest
     assert main(words) == 0
     assert "basic_train.tsv, line 18" in capsys.readouterr().err
     (folder / "basic_val.tsv").unlink()
-    with pytest.raises(ValueError, match=r"holds no expressions for val: expected basic_val.tsv"):
+    with pytest.raises(ValueError, match=r"contains no expressions for val: expected basic_val.tsv"):
         prepare("listops", str(folder), tmp_path / "data", force=True)
     # the failed attempts have not touched what was there
     assert ArrayStore.find(tmp_path / "data", "listops").manifest["counts"]["train"] == 16
@@ -397,7 +397,7 @@ def test_bad_reviews_are_left_out_and_named(tmp_path: Path) -> None:
         (folder / "train" / "neg" / f"{i}_7.txt").write_bytes(b"")
     with pytest.raises(ValueError, match=r"14 of 120 records are bad \(.*\); the first"):
         prepare("text", str(folder), tmp_path / "data", force=True)
-    with pytest.raises(ValueError, match="holds no train reviews: expected aclImdb/train/pos"):
+    with pytest.raises(ValueError, match="contains no train reviews: expected aclImdb/train/pos"):
         prepare("text", str(tmp_path / "data"), tmp_path / "other")
 
 
@@ -424,7 +424,7 @@ def test_bad_pairs_are_left_out_and_named(tmp_path: Path) -> None:
     assert reasons == ["label must be 0 or 1, got b'2.0'", "empty text"]
     (folder / "new_aan_pairs.eval.tsv").write_text("only two\tfields\n" * 20)
     with pytest.raises(
-        ValueError, match=r"holds no val pairs.*; 22 records were left out, the first: .*line 1: "
+        ValueError, match=r"contains no val pairs.*; 22 records were skipped, the first: .*line 1: "
     ):
         prepare("retrieval", str(folder), tmp_path / "data", force=True)
 
@@ -518,7 +518,7 @@ def test_damaged_arrays_of_images_are_named(tmp_path: Path) -> None:
             {"train_images": b"<html>404</html>"},
             "train_images.npy is not an array of numbers in NumPy's format",
         ),
-        ({"train_images": packed[:100]}, "train_images.npy is damaged or cut short"),
+        ({"train_images": packed[:100]}, "train_images.npy is damaged or truncated"),
     ):
         write(**changes)
         with pytest.raises(ValueError, match=message):
@@ -572,7 +572,7 @@ def test_folders_and_archives_of_sounds_give_the_same(root: Path, tmp_path: Path
         (wav(np.zeros(SAMPLES), channels=2), "expected one channel, got 2"),
         (wav(np.zeros(SAMPLES), width=1), "expected 16 bit samples, got 8"),
         (wav(np.zeros(0)), "no samples"),
-        (wav(np.zeros(SAMPLES))[:9000], "cut short"),
+        (wav(np.zeros(SAMPLES))[:9000], "truncated"),
         (b"RIFF", "not a WAV file"),
         (b"", "not a WAV file"),
     ],
@@ -657,7 +657,7 @@ def test_noise_stands_between_pairs_and_is_never_asked_for() -> None:
         assert [memory[key] for key in inputs[asked].tolist()] == targets[asked].tolist()
         assert len(asked) == 4 and (inputs[26:] <= 10).all()
     assert len(places) > 20
-    with pytest.raises(ValueError, match=r"noise must lie in \[0, 1\], got 2"):
+    with pytest.raises(ValueError, match=r"noise must be in \[0, 1\], got 2"):
         RecallTaskConfig(noise=2)
     with pytest.raises(ValueError, match="vocab must be at least 13 for 4 different keys, got 12"):
         RecallTaskConfig(pairs=4, vocab=12, noise=0.1)
@@ -903,7 +903,7 @@ def test_what_is_wrong_with_held_out_rows_is_said_before_training(
         assert not run.exists()
     other.write_text("text,label\nx,1\n")
     assert main(command) == 0
-    told = "left out    1 record: 1 empty text; the first: rows.csv, line 3: empty text"
+    told = "skipped     1 record: 1 empty text; the first: rows.csv, line 3: empty text"
     assert told in capsys.readouterr().out.splitlines()
 
 

@@ -20,7 +20,7 @@ TIME = 6
 
 @pytest.fixture(autouse=True)
 def plain_attention() -> Iterator[None]:
-    """PyTorch's fused attention knows first derivatives only, and says so; its plain form knows all."""
+    """PyTorch's fused attention supports only first derivatives, and says so; its plain form supports all."""
     with sdpa_kernel(SDPBackend.MATH):
         yield
 
@@ -125,7 +125,7 @@ def test_gradients_per_example(case: Case) -> None:
 def test_a_reversible_layer_refuses_second_derivatives() -> None:
     layer = ReformerConfig(reversible=True, prenorm=True, heads=2).build(D_MODEL).double()
     x = inputs().requires_grad_()
-    with pytest.raises(RuntimeError, match="first derivatives only: build it with reversible=False"):
+    with pytest.raises(RuntimeError, match="only first derivatives: build it with reversible=False"):
         torch.autograd.grad(layer(x).y.sum(), x, create_graph=True)
 
 

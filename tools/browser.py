@@ -68,7 +68,7 @@ def write_page(folder: Path, run: str) -> None:
             shutil.copy(path, stage / path.name)
         if folder.exists():
             if not (folder / "page.js").is_file():
-                raise ValueError(f"{folder} is something else: name a folder that does not exist yet")
+                raise ValueError(f"{folder} is something else: choose a folder that does not exist yet")
             shutil.rmtree(folder)
         os.rename(stage, folder)
     finally:

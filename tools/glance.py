@@ -122,14 +122,15 @@ def region(records: list[Record]) -> str:
         'src="docs/images/glance.svg"></picture>'
     )
     speed = (
-        f"**Speed.** One layer of width 128 with {100 * rate:.0f} % of the tokens active, against layers with the same "
-        f"number of parameters, on two CPU cores. At {LENGTHS[-1]:,} tokens, a SeqBoat training step is "
-        f"{ratios[0]:.0f}x as fast as a Transformer's with plain attention, {ratios[1]:.0f}x as fast as one with fused "
-        f"attention, and {ratios[2]:.1f}x as fast as MEGA-chunk."
+        f"**Speed.** One layer of width 128 with {100 * rate:.0f} % of the tokens active, against layers with the "
+        f"same number of parameters, on two CPU cores. At {LENGTHS[-1]:,} tokens, a SeqBoat training step is "
+        f"{ratios[0]:.0f}x as fast as a Transformer's with plain attention, {ratios[1]:.0f}x as fast as one with "
+        f"fused attention, and {ratios[2]:.1f}x as fast as MEGA-chunk."
     )
     quality = (
         "**Quality.** These are small variants of the paper's experiments: shorter sequences, narrower models, and a "
-        "few epochs on two CPU cores. The scores are not comparable with the paper's; nothing has been run at full size."
+        "few epochs on two CPU cores. The scores are not comparable with the paper's; nothing has been run at full "
+        "size."
     )
     paragraphs = [textwrap.fill(speed, 118), picture, textwrap.fill(quality, 118), "\n".join(table(records))]
     return "\n\n".join(paragraphs) + "\n\n"

@@ -25,47 +25,53 @@ COMMANDS = {
         "train a small ListOps model in a few minutes and show what it learned",
     ),
     "data": ("seqboat.commands.data", "list, prepare, verify and show data sets"),
-    "train": ("seqboat.commands.train", "train a recipe, with any of its settings changed"),
+    "train": ("seqboat.commands.train", "train a model from a recipe; any setting can be changed"),
     "eval": ("seqboat.commands.eval", "score a trained run on held-out data"),
-    "predict": ("seqboat.commands.predict", "answer new inputs with a trained run"),
+    "predict": ("seqboat.commands.predict", "predict labels, numbers or tags for new inputs"),
     "report": (
         "seqboat.commands.report",
-        "write an HTML page: what a run did, token by token, or a comparison of runs",
+        "write an HTML page about a run, token by token, or comparing several runs",
     ),
-    "explain": ("seqboat.commands.explain", "show what a run makes of one input, and which tokens attended"),
+    "explain": (
+        "seqboat.commands.explain",
+        "show what a model predicts for one input, and which tokens attend",
+    ),
     "intervene": (
         "seqboat.commands.intervene",
-        "score a run with attention switched off layer by layer, or at other thresholds",
+        "measure what attention contributes: switch it off layer by layer, or move thresholds",
     ),
     "reproduce": (
         "seqboat.commands.reproduce",
-        "run the paper's experiments and write the results beside its numbers",
+        "run the paper's experiments and write the results next to its numbers",
     ),
-    "generate": ("seqboat.commands.generate", "stream text from a trained language model"),
+    "generate": ("seqboat.commands.generate", "generate text with a language model"),
     "score": (
         "seqboat.commands.score",
-        "measure bits per byte of files, or of every byte, with a language model",
+        "measure bits per byte of files with a language model",
     ),
-    "quantize": ("seqboat.commands.convert.quantize", "write a language model with int8 weights"),
-    "export-hf": ("seqboat.commands.convert.export_hf", "write a trained run for Hugging Face transformers"),
+    "quantize": ("seqboat.commands.convert.quantize", "convert a language model to int8 weights"),
+    "export-hf": ("seqboat.commands.convert.export_hf", "export a run to Hugging Face transformers"),
     "export-onnx": (
         "seqboat.commands.convert.export_onnx",
-        "write a trained run for onnxruntime and browsers",
+        "export a run to ONNX, for onnxruntime and browsers",
     ),
     "import-published": (
         "seqboat.commands.convert.import_published",
-        "make a run of a checkpoint of the published implementation",
+        "turn a checkpoint of the published implementation into a run",
     ),
     "export-published": (
         "seqboat.commands.convert.export_published",
-        "write a run as a checkpoint of the published implementation",
+        "export a run as a checkpoint of the published implementation",
     ),
-    "list": ("seqboat.commands.list", "list recipes, mixers, tasks, routers, ablations or plugins"),
+    "list": (
+        "seqboat.commands.list",
+        "list recipes, rows, ablations, mixers, tasks, routers, SSMs or plug-ins",
+    ),
     "doctor": (
         "seqboat.commands.device.doctor",
         "check versions, kernels and every heavy operation on this machine",
     ),
-    "bench": ("seqboat.commands.bench", "measure time and memory of mixers, side by side"),
+    "bench": ("seqboat.commands.bench", "compare the time and memory of mixers"),
 }
 """Name, module and one line of help of every command, in the order of the help text."""
 
@@ -105,7 +111,7 @@ def _add_import(parser: argparse.ArgumentParser) -> None:
             action="append",
             default=[],
             metavar="MODULE",
-            help="load a plug-in of yours first; those of installed packages are loaded anyway",
+            help="also load the plug-in in this module (installed plug-ins load by themselves)",
         )
 
 

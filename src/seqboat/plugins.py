@@ -117,7 +117,7 @@ def _load_entry(entry: EntryPoint) -> None:
         _load(entry.module, package, version)
     except ValueError as error:
         _state.failed[entry.module] = str(error)
-        warnings.warn(f"the plug-in {entry.module} of {package} is left out: {error}", stacklevel=3)
+        warnings.warn(f"the plug-in {entry.module} of {package} is skipped: {error}", stacklevel=3)
 
 
 def load_plugin(module: str) -> Plugin:

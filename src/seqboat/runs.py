@@ -66,10 +66,10 @@ def shipped_models() -> dict[str, Path]:
 
 
 def find_run(run: Path | str | None) -> Path:
-    """The folder a user means: a run's, a shipped model's by its name, or for None the first shipped model's."""
+    """Find the folder of a run or, by its name, of a bundled model; for None, of the first bundled model."""
     shipped = shipped_models()
     if run is None:
-        require(len(shipped) > 0, "name the folder of a run: this installation comes without a model")
+        require(len(shipped) > 0, "give the folder of a run: this installation has no bundled model")
         return next(iter(shipped.values()))
     return shipped[str(run)] if str(run) in shipped and not Path(run).exists() else Path(run)
 
@@ -173,7 +173,7 @@ class Run:
             return verify(self.path)
         found = store.best() if self.which == "best" else store.newest()
         if found is None:
-            raise ValueError(f"{self.path} holds no whole checkpoint")
+            raise ValueError(f"{self.path} contains no complete checkpoint")
         return found
 
     @property

@@ -117,7 +117,7 @@ def run_decode(
         )
         require(
             not candidate.overrides.get("compiled"),
-            f"{candidate.label}: steps of decoding are not compiled here",
+            f"{candidate.label}: decoding steps cannot be compiled here",
         )
     decoders: dict[tuple[str, int], Decoder] = {}
     for context in contexts:

@@ -162,7 +162,7 @@ def run_profile(
     """
     require(
         all(c.name != LOWER_BOUND for c in candidates),
-        f"layers are compared with the {LOWER_BOUND} anyway: leave it out",
+        f"layers are always compared with the {LOWER_BOUND}: leave it out",
     )
     for candidate in candidates:
         require(

@@ -47,18 +47,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         choices=("layer", "profile", "decode", "decode-lm"),
         default="layer",
-        help="a training step and inference of single layers (default), where their time goes, single tokens of "
-        "single layers, or single tokens of a language model",
+        help="what to measure: layer (training step and inference of a layer; default), profile (where the time "
+        "goes), decode (token by token, one layer) or decode-lm (token by token, a language model)",
     )
     parser.add_argument(
         "--mixers",
         nargs="+",
         metavar="NAME[:FIELD=VALUE,...]",
-        help="candidates; the others are compared with the first: names of mixers, 'published' for the paper's "
-        "algorithm, 'lower-bound' for nothing but the matrix products of our layer; all mixers have the fields "
-        "d_model (a separate width) and compiled (by torch.compile)",
+        help="candidates, compared with the first one: names of mixers, 'published' for the paper's algorithm, or "
+        "'lower-bound' for the matrix products of our layer alone; besides its own fields, every mixer has d_model "
+        "(its width) and compiled (use torch.compile)",
     )
-    parser.add_argument("--preset", choices=("text", "enwik8"), default="text", help="sizes of the layer")
+    parser.add_argument(
+        "--preset", choices=("text", "enwik8"), default="text", help="layer sizes (default: text)"
+    )
     parser.add_argument("--lengths", nargs="+", type=int, metavar="N", help="tokens per sequence")
     parser.add_argument("--windows", nargs="+", type=int, metavar="W", help="sizes of the working memory")
     parser.add_argument(
@@ -66,15 +68,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         type=_rate,
         metavar="R",
-        help="fractions of tokens that routers must activate, or 'natural' for what they decide",
+        help="fractions of tokens to activate, or 'natural' to let the routers decide",
     )
     parser.add_argument(
         "--like-run",
         metavar="RUN",
-        help="take the rate from a trained run: the mean over its layers on held-out data",
+        help="use the activation rate of a trained run: the mean over its layers on held-out data",
     )
     parser.add_argument(
-        "--batch", type=int, help="sequences; by default as many as keep the number of tokens"
+        "--batch", type=int, help="sequences per batch (default: keeps the number of tokens constant)"
     )
     parser.add_argument("--modes", nargs="+", choices=("training", "inference"), help="default: both")
     parser.add_argument("--contexts", nargs="+", type=int, metavar="N", help="decode: tokens of context")
@@ -88,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-memory", action="store_true", help="do not measure memory")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all measurements to a file")
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE.png", help="draw time and memory against what is swept"
+        "--plot", type=Path, metavar="FILE.png", help="plot time and memory against the swept quantity"
     )
 
 
@@ -147,7 +149,7 @@ def _check(options: argparse.Namespace) -> None:
     if options.plot is not None:
         check_installed("matplotlib", "--plot")
     if options.like_run and options.rates:
-        raise UsageError("--rates and --like-run exclude each other")
+        raise UsageError("--rates and --like-run cannot be combined")
     refused = {
         "layer": (),
         "profile": ("plot",),
@@ -156,11 +158,11 @@ def _check(options: argparse.Namespace) -> None:
     }
     for name in refused[options.what]:
         if getattr(options, name):
-            raise UsageError(f"--{name} does not go with '{options.what}'")
+            raise UsageError(f"--{name} cannot be used with '{options.what}'")
     if options.what != "layer" and any(len(getattr(options, name) or ()) > 1 for name in _SWEPT):
         raise UsageError(f"'{options.what}' takes one window, one rate and one length")
     if options.what in ("layer", "profile") and (options.contexts or options.steps):
-        raise UsageError("--contexts and --steps go with 'decode' and 'decode-lm'")
+        raise UsageError("--contexts and --steps need 'decode' or 'decode-lm'")
 
 
 def _setting(preset: LayerSetting, options: argparse.Namespace) -> LayerSetting:
@@ -189,7 +191,7 @@ def _default_layers() -> Sequence[str]:
 
     if candidates.PUBLISHED_SOURCE.is_file():
         return LAYERS
-    print("without 'published', which can be measured in a clone of the repository only", file=sys.stderr)
+    print("skipping 'published', which needs a clone of the repository", file=sys.stderr)
     return tuple(name for name in LAYERS if name != candidates.PUBLISHED)
 
 
@@ -203,7 +205,7 @@ def _layers(options: argparse.Namespace, setting: LayerSetting) -> dict[str, Any
 
     candidates = [parse_candidate(text) for text in options.mixers or _default_layers()]
     if len({candidate.label for candidate in candidates}) < len(candidates):
-        raise UsageError("--mixers: the same candidate twice")
+        raise UsageError("--mixers: the same candidate is given twice")
     settings = sweep(
         setting,
         options.lengths or [setting.length],
@@ -228,7 +230,7 @@ def _layers(options: argparse.Namespace, setting: LayerSetting) -> dict[str, Any
         from seqboat.bench.plot import plot
 
         plot(rows, options.plot)
-        print(f"drew {options.plot}")
+        print(f"wrote {options.plot}")
     return as_record(rows, setting, what="layer", rounds=options.rounds)
 
 
@@ -292,7 +294,7 @@ def _decode_lm(options: argparse.Namespace, setting: LayerSetting) -> dict[str, 
     from seqboat.bench.measure import as_record
 
     if options.mixers:
-        raise UsageError("--mixers does not go with 'decode-lm'")
+        raise UsageError("--mixers cannot be used with 'decode-lm'")
     if options.device != "cpu" or options.dtype != "float32" or options.batch not in (None, 1):
         raise UsageError("'decode-lm' runs on the CPU in float32 with batch 1")
     if len(options.contexts or ()) > 1:

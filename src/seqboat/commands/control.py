@@ -37,11 +37,13 @@ MAX_MASK = 64 << 20
 def add_control_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments as a group."""
     group = parser.add_argument_group("override the routers")
-    group.add_argument("--off", metavar="LAYERS", help="no token attends there: numbers such as 1,3, or all")
-    group.add_argument("--on", metavar="LAYERS", help="every token attends there")
-    group.add_argument("--threshold", type=float, metavar="P", help="attend above this probability")
     group.add_argument(
-        "--cap", type=float, metavar="FRACTION", help="at most this fraction of a sequence attends"
+        "--off", metavar="LAYERS", help="no token attends in these layers: such as 1,3, or all"
+    )
+    group.add_argument("--on", metavar="LAYERS", help="every token attends in these layers")
+    group.add_argument("--threshold", type=float, metavar="P", help="tokens attend above this probability")
+    group.add_argument(
+        "--cap", type=float, metavar="FRACTION", help="at most this fraction of each sequence attends"
     )
     group.add_argument(
         "--mask", metavar="FILE", help="which positions attend: .npy or JSON, (time,) or (layers, time)"

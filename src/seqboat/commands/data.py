@@ -20,29 +20,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
 
     shown = verbs.add_parser("list", help="what is there, what is missing, sizes and licenses")
-    shown.add_argument("--json", action="store_true", help="for programs")
+    shown.add_argument("--json", action="store_true", help="print JSON")
 
     made = verbs.add_parser("prepare", help="make a data set ready for training")
-    made.add_argument("names", nargs="+", metavar="NAME", help="data sets, as `seqboat data list` names them")
+    made.add_argument("names", nargs="+", metavar="NAME", help="data sets (seqboat data list)")
     made.add_argument(
         "--from",
         dest="origin",
         metavar="PATH|download|generate",
-        help="a file or folder as distributed, or a folder that holds it; "
-        "by default generate where that is possible, else download",
+        help="a file or folder as distributed, or a folder that contains it "
+        "(default: generate if possible, otherwise download)",
     )
     made.add_argument("--count", metavar="TRAIN,VAL,TEST", help="examples to generate")
-    made.add_argument("--seed", type=int, default=0, help="of what is generated (default: 0)")
-    made.add_argument("--workers", type=int, help="processes that generate (default: all cores)")
-    made.add_argument("--strict", action="store_true", help="refuse bad records instead of leaving them out")
+    made.add_argument("--seed", type=int, default=0, help="seed of generated data (default: 0)")
+    made.add_argument("--workers", type=int, help="processes that generate data (default: all cores)")
+    made.add_argument("--strict", action="store_true", help="fail on bad records instead of skipping them")
     made.add_argument(
         "--unpickle",
         action="store_true",
-        help="read data that are pickles of tensors (processed speech); nothing in them is run",
+        help="allow data stored as pickles of tensors (processed speech); no code in them is run",
     )
-    made.add_argument("--force", action="store_true", help="make it again if it is already there")
+    made.add_argument("--force", action="store_true", help="prepare again even if the data is already there")
 
-    checked = verbs.add_parser("verify", help="compare prepared data with its hashes")
+    checked = verbs.add_parser("verify", help="compare prepared data with its recorded hashes")
     checked.add_argument("names", nargs="*", metavar="NAME", help="data sets (default: all that are there)")
 
     looked = verbs.add_parser("show", help="print one example")
@@ -109,7 +109,7 @@ def _list(options: argparse.Namespace) -> int:
             print(f"{'':38} get {row['get']}")
             print(f"{'':38} then: seqboat data prepare {row['name']}{_how(row['name'])}")
     downloads = Path(options.data_dir) / DOWNLOADS
-    print(f"\nPrepared data is in {Path(options.data_dir)}, files that were downloaded are in {downloads}.")
+    print(f"\nPrepared data is in {Path(options.data_dir)}, downloaded files are in {downloads}.")
     return 0
 
 
@@ -150,13 +150,13 @@ def _prepare(options: argparse.Namespace) -> int:
         manifest = store.manifest
         counted = _counted(manifest["counts"])
         if before is not None and not options.force:
-            print(f"{store.folder} is already there ({counted}); --force makes it again")
+            print(f"{store.folder} already exists ({counted}); --force prepares it again")
             continue
         print(f"{store.folder}: {counted}; {format_bytes(store.bytes)}")
         for note in manifest.get("notes", ()):
             print(printable(note), file=sys.stderr)
         if manifest["skipped"]:
-            print(f"{manifest['skipped']} records were left out:", file=sys.stderr)
+            print(f"{manifest['skipped']} records were skipped:", file=sys.stderr)
             for skip in manifest["skipped_records"]:
                 print(printable("  {file}, {record}: {reason}".format(**skip)), file=sys.stderr)
     return 0
@@ -171,9 +171,9 @@ def _verify(options: argparse.Namespace) -> int:
     names = options.names or [n for n in DATASETS if (Path(options.data_dir) / n).exists()]
     for name in names:
         ArrayStore.find(options.data_dir, name).verify()
-        print(f"{name}: as prepared")
+        print(f"{name}: unchanged since it was prepared")
     if not names:
-        print(f"{options.data_dir} holds no prepared data")
+        print(f"{options.data_dir} contains no prepared data")
     return 0
 
 

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--minutes",
         type=float,
         default=4.0,
-        help="time to train for at most; a slow machine takes fewer steps (default: %(default)s)",
+        help="maximum training time; a slow machine takes fewer steps (default: %(default)s)",
     )
     parser.add_argument(
         "--seed", type=int, default=0, help="seed of the expressions and the model (default: %(default)s)"
@@ -42,7 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=Path("demo"),
         help="folder for the run, the picture and the numbers (default: %(default)s)",
     )
-    parser.add_argument("--quick", action="store_true", help="a run of a few seconds, to see that it works")
+    parser.add_argument(
+        "--quick", action="store_true", help="run for a few seconds, just to see that it works"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -60,12 +62,12 @@ def run(options: argparse.Namespace) -> int:
     test: Any = task.dataset("test")
     example = min((test[i] for i in range(50)), key=lambda e: len(e.inputs))
     count = sum(p.numel() for p in wanted.build_model(task).parameters())
-    print("ListOps: nested operations on digits, and the digit that each expression is worth")
+    print("ListOps: nested operations on digits; every expression evaluates to a digit")
     print(f"  {task.show(example)}")
     print(
         f"model: {wanted.model.num_layers} SeqBoat layers of width {wanted.model.d_model}, {count:,} parameters"
     )
-    print("drawing expressions and timing a few steps", flush=True)
+    print("generating expressions and timing a few steps", flush=True)
     with one_thread():
         config = pace_reports(fit_minutes(wanted, options.minutes))
         steps = config.schedule.steps
@@ -192,7 +194,7 @@ def measure(run: Any) -> DemoResult:
 def print_result(result: DemoResult) -> None:
     """Say how good the model is and where it attends."""
     print()
-    print(f"test accuracy        {result.accuracy:.3f}   on {result.examples:,} expressions it has not seen")
+    print(f"test accuracy        {result.accuracy:.3f}   on {result.examples:,} new expressions")
     print(f"  most common value  {result.majority:.3f}")
     print(f"  chance             {1 / 10:.3f}")
     print("activation           fraction of tokens that attend, and the router's mean confidence in them")

@@ -21,9 +21,9 @@ TAKES_FIELDS = True
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
-    parser.epilog = "Settings of the data can be changed: seqboat eval runs/classify --data.test new.csv"
+    parser.epilog = "To change settings of the data: seqboat eval runs/classify --data.test new.csv"
     parser.add_argument(
-        "run", help="folder of a run, one checkpoint (step-N) in it, or a shipped model: enwik8-small"
+        "run", help="folder of a run, one checkpoint (step-N) in it, or a bundled model: enwik8-small"
     )
     parser.add_argument(
         "--split", choices=("train", "val", "test"), default="test", help="what to score (default: test)"
@@ -183,7 +183,7 @@ def make_reading(options: argparse.Namespace) -> Windows | Streaming | None:
     for mode, (_, names) in kinds.items():
         for name in names:
             if getattr(options, name) is not None and options.mode != mode:
-                raise ValueError(f"--{name} goes with --mode {mode}, got {_mode_text(options.mode)}")
+                raise ValueError(f"--{name} works only with --mode {mode}, got {_mode_text(options.mode)}")
     if options.mode is None:
         return None
     kind, names = kinds[options.mode]

@@ -38,15 +38,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     parser.add_argument(
-        "run", nargs="?", help="folder of a run, or one checkpoint in it (default: the model of this package)"
+        "run", nargs="?", help="folder of a run, or one checkpoint in it (default: the bundled model)"
     )
     parser.add_argument("--text", action="append", default=[], help="the input: text, or tokens of the task")
     parser.add_argument(
         "--file", action="append", default=[], help="the input: a text file; - is standard input"
     )
     parser.add_argument("--image", action="append", default=[], metavar="PNG", help="the input: an image")
-    parser.add_argument("--wav", action="append", default=[], help="the input: sound")
-    parser.add_argument("--layer", metavar="LAYERS", help="show only these: numbers such as 2 or 1,3")
+    parser.add_argument("--wav", action="append", default=[], help="the input: a sound file")
+    parser.add_argument("--layer", metavar="LAYERS", help="show only these layers, such as 2 or 1,3")
     parser.add_argument(
         "--which", choices=("best", "latest"), default="best", help="which checkpoint (default: best)"
     )
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--data-dir", "--data_dir", metavar="FOLDER", help="where the prepared data is (default: the run's)"
     )
     parser.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="default: auto")
-    parser.add_argument("--html", metavar="FILE", help="write a page to look into it, too")
+    parser.add_argument("--html", metavar="FILE", help="also write an interactive page")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_control_arguments(parser)
 

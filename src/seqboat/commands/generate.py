@@ -10,8 +10,7 @@ from typing import Any
 from seqboat.data.console import printable, typed_bytes
 
 EPILOG = """\
-The text is streamed; the prompt is not repeated unless --echo is given. Without --prompt the prompt is read from
-standard input:
+The text is streamed. The prompt is printed only with --echo. Without --prompt, it is read from standard input:
 
   seqboat generate RUN --prompt "The history of" --max-new-bytes 500 --temperature 0.8 --seed 0
   seqboat generate RUN < book.txt
@@ -27,16 +26,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     parser.add_argument(
-        "run", nargs="?", help="folder of a run, or one checkpoint in it (default: the shipped model)"
+        "run", nargs="?", help="folder of a run, or one checkpoint in it (default: the bundled model)"
     )
     parser.add_argument("--which", choices=("best", "latest"), default="best", help="which checkpoint")
     parser.add_argument("--prompt", metavar="TEXT", help="text to continue; - reads standard input")
     parser.add_argument(
         "--max-new-bytes", type=int, default=256, metavar="N", help="bytes to generate (default: 256)"
     )
-    parser.add_argument("--greedy", action="store_true", help="always take the most probable byte")
+    parser.add_argument("--greedy", action="store_true", help="always choose the most probable byte")
     parser.add_argument(
-        "--temperature", type=float, metavar="X", help="below 1 favors probable bytes (default: 1)"
+        "--temperature", type=float, metavar="X", help="values below 1 favor probable bytes (default: 1)"
     )
     parser.add_argument("--top-k", type=int, metavar="K", help="sample from the K most probable bytes")
     parser.add_argument(
@@ -55,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--repetition-penalty",
         type=float,
         metavar="X",
-        help="above 1 makes bytes that have occurred less likely (default: 1)",
+        help="values above 1 make bytes that have occurred less likely (default: 1)",
     )
     parser.add_argument("--seed", type=int, help="seed that makes sampling repeatable")
     parser.add_argument(
@@ -70,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="texts to generate, after reading the prompt once; the likeliest is printed first",
+        help="number of texts to generate from one reading of the prompt; the likeliest is printed first",
     )
     parser.add_argument("--echo", action="store_true", help="print the prompt first")
     parser.add_argument("--save-state", metavar="FILE", help="save the state at the end")

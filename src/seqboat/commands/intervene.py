@@ -17,10 +17,10 @@ TAKES_FIELDS = True
 """Arguments that argparse does not know change the data of the run."""
 
 EPILOG = """\
-The run is scored as it is, with the attention of each layer switched off in turn, with only that of one layer left,
-with all off (state-space layers alone) and all on (every token attends within its working memory), and with other
-thresholds of the probability. All on the same examples. Errors are standard errors over the examples; that of a
-change is smaller than that of a score where both models err on the same examples.
+Scores the run unchanged, without the attention of each layer in turn, with the attention of only one layer, with all
+attention off (state-space layers alone), with all on (every token attends within its working memory), and with other
+probability thresholds, all on the same examples. Errors are standard errors over the examples. The error of a change
+is smaller than that of a score if both models are wrong on the same examples.
 
   seqboat intervene runs/listops --limit 500 --plot listops.svg
 """
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     parser.add_argument(
-        "run", nargs="?", help="folder of a run, or one checkpoint in it (default: the model of this package)"
+        "run", nargs="?", help="folder of a run, or one checkpoint in it (default: the bundled model)"
     )
     parser.add_argument(
         "--split", choices=("train", "val", "test"), default="test", help="what to score (default: test)"
@@ -44,13 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--batch-size", "--batch_size", metavar="N", type=int, help="examples at a time (default: the run's)"
     )
     parser.add_argument(
-        "--thresholds", metavar="P,P", help="to try; an empty text for none (default: 0.1,0.2 up to 0.9)"
+        "--thresholds", metavar="P,P", help="thresholds to try; '' for none (default: 0.1,0.2 up to 0.9)"
     )
     parser.add_argument(
         "--data-dir", "--data_dir", metavar="FOLDER", help="where the prepared data is (default: the run's)"
     )
     parser.add_argument("--device", default="auto", help="auto (default), cpu or cuda")
-    parser.add_argument("--plot", metavar="FILE", help="draw it: .svg, .pdf or .png")
+    parser.add_argument("--plot", metavar="FILE", help="draw a figure: .svg, .pdf or .png")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 

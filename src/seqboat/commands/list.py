@@ -37,9 +37,11 @@ def _plugins() -> int:
         parts = "; ".join(f"{table.lower()}: {', '.join(names)}" for table, names in plugin.parts.items())
         print(f"{plugin.title}  {parts}")
     for module, reason in failed_plugins().items():
-        print(f"{module}  left out: {reason}")
+        print(f"{module}  skipped: {reason}")
     if not loaded_plugins() and not failed_plugins():
-        print(f"none: no installed package has an entry point in the group {GROUP}, and --import names none")
+        print(
+            f"no plug-ins: no installed package has an entry point in the group {GROUP}, and --import was not given"
+        )
     return 0
 
 

@@ -23,8 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   printf 'one text\\nanother\\n' | seqboat predict runs/classify -
   seqboat predict runs/classify new.csv --data.text_column=body
 
-Rows that cannot be read keep their place in the output, with the reason as their error."""
-    parser.add_argument("run", help="folder of a run, or one checkpoint in it; not of a language model")
+Rows that cannot be read keep their place in the output; the column `error` gives the reason."""
+    parser.add_argument("run", help="folder of a run, or one checkpoint in it (not a language model)")
     parser.add_argument(
         "file", nargs="?", help="table or folder of inputs; - reads one text per line from standard input"
     )
@@ -33,10 +33,14 @@ Rows that cannot be read keep their place in the output, with the reason as thei
     )
     parser.add_argument("--out", metavar="FILE", help="where to write (default: standard output)")
     parser.add_argument(
-        "--format", choices=("csv", "jsonl"), help="of the output (default: by the name of --out, else csv)"
+        "--format",
+        choices=("csv", "jsonl"),
+        help="output format (default: from the name of --out, otherwise csv)",
     )
     parser.add_argument(
-        "--probabilities", action="store_true", help="write the probability of every label, not only the best"
+        "--probabilities",
+        action="store_true",
+        help="write the probability of every label, not just the best one",
     )
     parser.add_argument(
         "--activation", action="store_true", help="write the fraction of tokens that attended"
@@ -57,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
     from seqboat.training.parallel import choose_device
 
     if (options.file is None) == (not options.text):
-        raise ValueError("name a file, a folder or - to predict from, or give --text")
+        raise ValueError("give a file, a folder or - to predict from, or --text")
     device = choose_device(options.device, what="--device")
     predictor = Predictor(
         options.run, options.which, batch_size=options.batch_size, device=device, fields=options.fields

@@ -13,34 +13,40 @@ TAKES_FIELDS = True
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
-    parser.epilog = "Settings of the data can be changed: seqboat report runs/classify --data.test new.csv"
+    parser.epilog = "To change settings of the data: seqboat report runs/classify --data.test new.csv"
     parser.add_argument(
         "run",
         nargs="+",
-        help="folder of a run, one checkpoint (step-N) in it, or a model of this package: enwik8-small",
+        help="folder of a run, one checkpoint (step-N) in it, or a bundled model: enwik8-small",
     )
     parser.add_argument(
-        "--compare", action="store_true", help="several runs on one page, from what training recorded"
+        "--compare",
+        action="store_true",
+        help="compare several runs on one page, using what training recorded",
     )
     parser.add_argument(
-        "--out", metavar="FILE", help="page to write (default: report.html in the run's folder; compare.html)"
+        "--out",
+        metavar="FILE",
+        help="page to write (default: report.html in the run's folder, or compare.html)",
     )
     parser.add_argument(
         "--split",
         choices=("train", "val", "test"),
-        help="what to look at (default: test; with --compare: the recorded scores)",
+        help="split to analyze (default: test; with --compare: the recorded scores)",
     )
     parser.add_argument(
         "--which", choices=("best", "latest"), default="best", help="which checkpoint (default: best)"
     )
     parser.add_argument("--samples", type=int, help="examples in the explorer (default: 20)")
-    parser.add_argument("--limit", type=int, help="measure at most this many examples")
+    parser.add_argument("--limit", type=int, help="analyze at most this many examples")
     parser.add_argument(
         "--data-dir", "--data_dir", metavar="FOLDER", help="where the prepared data is (default: the run's)"
     )
     parser.add_argument("--device", default="auto", help="auto (default), cpu or cuda")
     parser.add_argument(
-        "--json", action="store_true", help="print the numbers as one JSON object; a page only with --out"
+        "--json",
+        action="store_true",
+        help="print the numbers as one JSON object; writes a page only with --out",
     )
 
 
@@ -63,9 +69,9 @@ def run(options: argparse.Namespace) -> int:
     if options.compare and len(options.run) < 2:
         raise ValueError(f"--compare needs at least two runs, got {len(options.run)}")
     if options.compare and options.samples is not None:
-        raise ValueError("--samples does not go with --compare: there is no explorer on that page")
+        raise ValueError("--samples cannot be used with --compare: there is no explorer on that page")
     if options.compare and options.limit is not None and options.split is None:
-        raise ValueError("--limit goes with --split when runs are compared: recorded scores are whole")
+        raise ValueError("--limit needs --split when runs are compared: recorded scores cover a whole split")
     runs = [find_run(name) for name in options.run]
     wants_page = not options.json or options.out is not None
     page = Path(options.out) if options.out is not None else default_page(runs)
@@ -127,4 +133,4 @@ def check_page_path(page: Path, runs: list[Path]) -> None:
             raise ValueError(f"{path} is not the folder of a run")
     check_output("--out", page)
     if page.parent.name.startswith("step-"):
-        raise ValueError(f"{page}: a checkpoint's folder must stay as it is; choose another --out")
+        raise ValueError(f"{page}: a checkpoint's folder must not change; choose another --out")

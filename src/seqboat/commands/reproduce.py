@@ -25,16 +25,16 @@ SURVIVES_OUTPUT = True
 EPILOG = """\
   seqboat reproduce                                      every target and its progress
   seqboat reproduce tables --scale paper --dry-run       every row of tables 1 to 3: size, memory, what is missing
-  seqboat reproduce tables --scale small --budget 60     the same rows as small variants, a minute of a core for each
+  seqboat reproduce tables --scale small --budget 60     the same rows as small variants, one minute of a core each
   seqboat reproduce tables --scale paper --rows seqboat,s5 --tasks image,text --device cuda --precision bf16
   seqboat reproduce merge a/results.json b/results.json --page results.md
 
-Studies compare models at equal processor time: `tables` at --scale small, and others that the list names. They write
-evidence.md, and --budget sets the seconds of each run.
+Studies compare models at equal processor time: `tables` at --scale small, and others shown by `seqboat reproduce`.
+They write evidence.md, and --budget sets the seconds of each run.
 
-`tables` at --scale paper stands for lra, speech and enwik8, `figures` for activation, confidence, tradeoff and span.
-Run the same command in two terminals to divide the work: each process takes the next run that no other works on.
-Other fields of training can be set by their dotted names, as in `seqboat train`: --training.workers=4.
+At --scale paper, `tables` means lra, speech and enwik8; `figures` means activation, confidence, tradeoff and span. To
+divide the work, run the same command in several terminals: each process picks the next run that no other is working
+on. Set other training fields by their dotted names, as in `seqboat train`: --training.workers=4.
 """
 
 TAKES_FIELDS = True
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--scale",
         choices=("small", "paper"),
         default="small",
-        help="small variants (default), or the recipes as published",
+        help="small variants (default), or recipes at the paper's scale",
     )
     parser.add_argument("--rows", metavar="NAMES", help="only these models, such as seqboat,s5")
     parser.add_argument("--tasks", metavar="NAMES", help="only these tasks, such as image,text")
@@ -66,41 +66,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="only these parts of the targets (names as in --dry-run; * and ? stand for anything)",
     )
     parser.add_argument(
-        "--seeds", type=int, metavar="N", help="seeds of every run (default: each run's own number)"
+        "--seeds", type=int, metavar="N", help="number of seeds per run (default: depends on the run)"
     )
     parser.add_argument(
         "--budget",
         type=float,
         metavar="SECONDS",
-        help="of processor time for each run of a study (default: each study's own)",
+        help="processor time for each run of a study (default: depends on the study)",
     )
     parser.add_argument(
-        "--out", metavar="DIR", default="runs/reproduce", help="folder of the runs (%(default)s)"
+        "--out", metavar="DIR", default="runs/reproduce", help="folder of the runs (default: %(default)s)"
     )
     parser.add_argument(
         "--page", metavar="FILE", help="page to write (default: results.md in DIR, or evidence.md)"
     )
     machine = parser.add_argument_group("how to run them")
-    machine.add_argument("--device", help="where to train and to score: auto (default), cpu or cuda")
-    machine.add_argument("--precision", help="of training: fp32, bf16, ...")
+    machine.add_argument("--device", help="where to train and score: auto (default), cpu or cuda")
+    machine.add_argument("--precision", help="training precision: fp32, bf16, ...")
     machine.add_argument(
         "--accumulation",
         metavar="N",
-        help="micro-batches per step; auto: as many as the memory of a GPU demands",
+        help="micro-batches per step; auto: as many as needed to fit in GPU memory",
     )
     machine.add_argument(
         "--memory",
         type=float,
         default=24.0,
         metavar="GB",
-        help="of a GPU, for --accumulation auto and --dry-run (%(default)g)",
+        help="GPU memory, for --accumulation auto and --dry-run (default: %(default)g)",
     )
     machine.add_argument(
         "--processes",
         type=int,
         default=1,
         metavar="N",
-        help="processes for each run, one per GPU (%(default)s)",
+        help="processes for each run, one per GPU (default: %(default)s)",
     )
     machine.add_argument("--compile", action="store_true", help="use torch.compile")
     machine.add_argument(
@@ -111,16 +111,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--dry-run",
         action="store_true",
-        help="print what would run, its size and memory, and what is missing, and stop",
+        help="print what would run, its size and memory, and what data is missing, and stop",
     )
     what.add_argument(
-        "--again", action="store_true", help="measure again what the page already has (speed and memory)"
+        "--again",
+        action="store_true",
+        help="repeat measurements of speed and memory that are already recorded",
     )
-    what.add_argument("--collect", action="store_true", help="run nothing: record the runs that are finished")
+    what.add_argument(
+        "--collect", action="store_true", help="only record finished runs, without running anything"
+    )
     what.add_argument(
         "--rewrite",
         action="store_true",
-        help="run nothing: write the page and its figures again from the recorded results",
+        help="only rewrite the page and its figures from recorded results, without running anything",
     )
     what.add_argument(
         "--keep", choices=("first", "last"), help="which of two conflicting records merge keeps"
@@ -139,12 +143,14 @@ def run(options: argparse.Namespace) -> int:
     if options.target[:1] == ["merge"]:
         return _merge(options)
     if options.keep is not None:
-        raise ValueError("--keep goes with merge")
+        raise ValueError("--keep works only with merge")
     studies = _studies(options)
     if studies:
         return _run_studies(options, studies)
     if options.budget is not None:
-        raise ValueError("--budget goes with a study: seqboat reproduce tables --scale small --budget 60")
+        raise ValueError(
+            "--budget works only with a study: seqboat reproduce tables --scale small --budget 60"
+        )
     if options.rewrite:
         return _rewrite(options)
     machine = make_machine(options)

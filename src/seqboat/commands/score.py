@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from seqboat.text.scoring import Scores
 
 EPILOG = """\
-Prints a line of JSON for every file: its bytes, the bits that the model needs for them, bits per byte, and the
-fraction of bytes at which each layer attended. With --per-token a line for every byte comes first: its position, its
-value, its bits given all bytes before it, and which layers attended when they read it. Every file is a text of its
-own; its first byte, before which there is nothing, costs 8 bits.
+Prints a line of JSON for every file: its number of bytes, the bits that the model needs for them, bits per byte, and
+the fraction of bytes for which each layer attends. With --per-token, a line for every byte comes first: its position,
+its value, its bits given all bytes before it, and the layers that attend to it. Files are scored independently; the
+first byte of a file, which has no context, costs 8 bits.
 
   seqboat score RUN *.txt
-  seqboat score RUN --per-token log.txt | jq -c 'select(.bits > 15)'      what the model did not expect at all
-  tar c folder | seqboat score RUN -                                      how small a compressor could make it
+  seqboat score RUN --per-token log.txt | jq -c 'select(.bits > 15)'      find what surprised the model
+  tar c folder | seqboat score RUN -                                      how small could a compressor make it?
 """
 
 
@@ -28,10 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
-    parser.add_argument("run", help="folder of a run, one checkpoint in it, or the name of a shipped model")
+    parser.add_argument("run", help="folder of a run, one checkpoint in it, or the name of a bundled model")
     parser.add_argument("files", nargs="+", metavar="FILE", help="what to score; - is standard input")
     parser.add_argument("--which", choices=("best", "latest"), default="best", help="which checkpoint")
-    parser.add_argument("--per-token", action="store_true", help="a line for every byte, too")
+    parser.add_argument("--per-token", action="store_true", help="also print a line for every byte")
     parser.add_argument("--chunk", type=int, metavar="N", help="bytes to read at a time")
     parser.add_argument("--device", default="auto", help="auto (default), cpu or cuda")
 

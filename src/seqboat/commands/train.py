@@ -21,9 +21,9 @@ SURVIVES_OUTPUT = True
 """Hours of training do not depend on whether progress can be printed."""
 
 EPILOG = """\
-Any field of the configuration can be set by its dotted name, as --a.b=value or --a.b value; --print-config shows
-them all, `seqboat train RECIPE --help` with a text for each. Parts are chosen by name; another mixer keeps the
-settings of the recipe's own where it has them:
+Set any field of the configuration by its dotted name, as --a.b=value or --a.b value. `seqboat train RECIPE --help`
+describes every field; --print-config prints them all. Choose parts such as mixers and routers by name; a new mixer
+keeps the recipe's settings as far as it supports them:
 
   seqboat train lra.listops-small --seed=1 --training.batch_size=16
   seqboat train lra.image/mega-chunk                           (seqboat list rows)
@@ -38,8 +38,8 @@ settings of the recipe's own where it has them:
   seqboat train enwik8 --training.processes 8                  (eight GPUs of this machine)
   torchrun --nproc-per-node 2 -m seqboat train recall --training.distributed=fsdp
 
-Exit codes: 0 finished, 1 failure, 2 wrong usage, 3 diverged, 129, 130 and 143 stopped by SIGHUP,
-SIGINT or SIGTERM, 75 stopped by SIGUSR1 and to be queued again (a checkpoint is written first; --resume continues).
+Exit codes: 0 finished, 1 failure, 2 wrong usage, 3 diverged; 129, 130 and 143 stopped by SIGHUP, SIGINT or
+SIGTERM; 75 stopped by SIGUSR1, to be queued again. A stopped run writes a checkpoint first; --resume continues it.
 """
 
 
@@ -55,23 +55,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "recipe", nargs="?", help="name of a recipe (seqboat list recipes, rows or ablations)"
     )
     parser.add_argument(
-        "--config", metavar="FILE", help="YAML file of settings, on top of the recipe or instead of one"
+        "--config", metavar="FILE", help="YAML file of settings, in addition to a recipe or instead of one"
     )
     parser.add_argument("--out", metavar="DIR", help="folder of the run (default: runs/RECIPE)")
     parser.add_argument(
         "--from",
         dest="start",
         metavar="RUN",
-        help="start from the weights of a run or of a model that comes with the package, with a new head",
+        help="start from the weights of a run or of a bundled model, with a new head",
     )
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in --out")
     parser.add_argument(
         "--match-parameters",
         action="store_true",
-        help="give the model as many parameters as the recipe's own, by its width",
+        help="change widths until the model has as many parameters as the recipe's original model",
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="print an estimate of memory and time, and stop; reads no data"
+        "--dry-run", action="store_true", help="estimate memory and time without reading data, and stop"
     )
     parser.add_argument(
         "--fit",
@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="make micro-batches small enough for this much memory (sets training.max_micro_batch)",
     )
     parser.add_argument(
-        "--gpu", metavar="NAME", help="for --dry-run: rates and memory of this GPU (default: this machine's)"
+        "--gpu", metavar="NAME", help="for --dry-run: speed and memory of this GPU (default: this machine's)"
     )
     parser.add_argument(
         "--print-config", "--print_config", action="store_true", help="print the configuration and stop"
@@ -121,7 +121,7 @@ def run(options: argparse.Namespace) -> int:
 
         config = start_from(config, options.start)
     if config is None:
-        raise ValueError("name a recipe (seqboat list recipes), or give --config FILE, or --resume --out DIR")
+        raise ValueError("give a recipe (seqboat list recipes), --config FILE, or --resume --out DIR")
     config = override(config, options.fields, _say)
     if options.match_parameters:
         from seqboat.paper.matching import match_parameters

@@ -101,7 +101,7 @@ def import_run(
     recipe = recipe or found.recipe
     require(
         recipe is not None,
-        f"{file}: the architecture {found.settings.get('arch')!r} does not tell the task: name a recipe "
+        f"{file}: the architecture {found.settings.get('arch')!r} does not identify the task: choose a recipe "
         f"({', '.join(RECIPES)})",
     )
     assert recipe is not None
@@ -113,7 +113,7 @@ def import_run(
     if published["vocab"] is not None:
         require(
             data is not None,
-            f"{file} reads token ids: name the folder of its data, whose dictionary says what they mean",
+            f"{file} reads token ids: give the folder of its data, whose dictionary says what they mean",
         )
         assert data is not None
         params, more = _to_our_ids(params, published["kind"], task, find_dictionaries(Path(data)))
@@ -203,9 +203,7 @@ def _to_our_ids(
     order = _class_order(dictionaries.labels, len(params[scores]))
     ours[scores] = params[scores][order].clone()
     if dictionaries.labels is None:
-        notes += (
-            "there is no dictionary of labels (label-bin/dict.txt): classes are taken in their own order",
-        )
+        notes += ("there is no dictionary of labels (label-bin/dict.txt): classes keep their own order",)
     return ours, notes
 
 
@@ -245,7 +243,7 @@ def export_run(
         which: "best" or "latest" checkpoint.
     """
     file = Path(file)
-    require(not file.exists(), f"{file} is already there")
+    require(not file.exists(), f"{file} already exists")
     require(file.absolute().parent.is_dir(), f"the folder {file.parent} does not exist")
     source = Run(run, which)
     task = source.task
@@ -270,7 +268,7 @@ def export_run(
             symbols, order = read_dictionary(places.tokens), places.labels
         _to_published_ids(params, config, task, symbols, places.tokens, order)
     for path in written:
-        require(not path.exists(), f"{path} is already there")
+        require(not path.exists(), f"{path} already exists")
     write_checkpoint(file, params, config, recipe, source.step)
     for path, text in written.items():
         write_text(path, text)

@@ -46,7 +46,7 @@ class BudgetConfig(Settings):
     """Which tokens come first under a cap: the most confident ones of a sequence, or the earliest. Causal layers use
     order at inference in any case; in training, confidence compares with later tokens too."""
     per_token: int | None = None
-    """Most modules that one token may activate, the most confident ones; 1 makes the modules exclude each other."""
+    """Most modules that one token may activate, the most confident ones; 1 lets a token use only one module."""
     target: Fractions = None
     """Fraction of tokens that each module should take, on average: one for all modules, or one for each."""
     target_by: Steering = "controller"

@@ -185,7 +185,7 @@ def _check(cu_seqlens: Tensor, tokens: int, starts: Tensor) -> None:
         first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
         require(
             first == 0 and last == tokens and bool((cu_seqlens.diff() >= 0).all()),
-            f"cu_seqlens must rise from 0 to batch * time = {tokens}, got {cu_seqlens.tolist()[:8]} .. {last}",
+            f"cu_seqlens must increase from 0 to batch * time = {tokens}, got {cu_seqlens.tolist()[:8]} .. {last}",
         )
         require(
             bool(torch.isin(starts, cu_seqlens).all()),

@@ -452,7 +452,7 @@ def override_activation(
     known = policies(model)
     chosen = range(len(known)) if layers is None else layers
     for number in chosen:
-        require(0 <= number < len(known), f"layers must lie in 0..{len(known) - 1}, got {number}")
+        require(0 <= number < len(known), f"layers must be in 0..{len(known) - 1}, got {number}")
     with contextlib.ExitStack() as stack:
         for number in chosen:
             stack.enter_context(overridden(known[number], Override(**decisions)))

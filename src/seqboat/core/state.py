@@ -77,7 +77,7 @@ def _take_rows(part: Tensor, rows: Tensor) -> Tensor:
     # indices on another device are checked there: looking at them here would make the host wait
     if rows.device.type == "cpu" and rows.numel():
         last, wrong = len(part) - 1, rows[(rows < 0) | (rows >= len(part))]
-        require(wrong.numel() == 0, f"rows must lie in 0..{last}, got {wrong[:1].tolist()}")
+        require(wrong.numel() == 0, f"rows must be in 0..{last}, got {wrong[:1].tolist()}")
     return part.index_select(0, rows.to(part.device))
 
 

@@ -148,7 +148,7 @@ class Source:
         tarfile takes a damaged header for the end and stops before the checksum of a compressed file.
         """
         marked = stream.tell() >= archive.offset + tarfile.BLOCKSIZE
-        require(marked, f"{self.path} is damaged or cut short: it has no end mark")
+        require(marked, f"{self.path} is damaged or truncated: it has no end mark")
         while rest := stream.read(CHUNK):
             require(not any(rest), f"{self.path} is damaged: no member begins at byte {archive.offset:,}")
 
@@ -170,7 +170,7 @@ class Source:
         # zipfile decompresses other methods without a limit
         require(
             member.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED),
-            f"{self.path}: member {member.filename!r} is compressed by another method than deflate: pack it again",
+            f"{self.path}: member {member.filename!r} is not compressed with deflate: pack it again",
         )
         with naming(self.path), archive.open(member) as opened:
             return self._read(opened, member.file_size)
@@ -182,7 +182,8 @@ class Source:
             while part := opened.read(CHUNK):
                 content += part
                 require(
-                    len(content) <= size, f"{self.path}: a member is larger than the archive says: refused"
+                    len(content) <= size,
+                    f"{self.path}: a member is larger than the archive declares: refused",
                 )
         return bytes(content)
 
@@ -198,7 +199,7 @@ class naming:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, _BROKEN):
-            raise ValueError(f"{self.path} is damaged or cut short: {error}") from error
+            raise ValueError(f"{self.path} is damaged or truncated: {error}") from error
 
 
 def check_name(archive: object, name: str) -> None:

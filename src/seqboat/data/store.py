@@ -309,7 +309,7 @@ class ArrayStore:
             restore(Path(root), name)
         if not (folder / MANIFEST).exists():
             raise MissingData(
-                f"{folder} holds no prepared data: run `seqboat data prepare {name}`"
+                f"{folder} contains no prepared data: run `seqboat data prepare {name}`"
                 f" (`seqboat data list` says what is needed and where to get it)"
             )
         return cls(folder)

@@ -65,7 +65,9 @@ class SeqBoatCacheLayer(CacheLayerMixin):
         raise NotImplementedError("a SeqBoat cache holds states, not keys and values of all tokens")
 
     def crop(self, tokens_to_remove: int) -> None:
-        raise ValueError("a recurrent state cannot go back: keep a copy of the cache (copy.deepcopy) instead")
+        raise ValueError(
+            "a recurrent state cannot be rolled back: keep a copy of the cache (copy.deepcopy) instead"
+        )
 
     def get_seq_length(self) -> int:
         return self.cumulative_length

@@ -76,8 +76,8 @@ def export_run(run: Path | str, folder: Path | str, which: str = "best") -> Expo
     """
     folder = Path(folder)
     if folder.exists():
-        require(folder.is_dir(), f"{folder} is a file: name a folder that does not exist yet")
-        require(not any(folder.iterdir()), f"{folder} is not empty: name a folder that does not exist yet")
+        require(folder.is_dir(), f"{folder} is a file: choose a folder that does not exist yet")
+        require(not any(folder.iterdir()), f"{folder} is not empty: choose a folder that does not exist yet")
     source = Run(run, which)
     checkpoint, config, core = source.checkpoint, source.config, source.model
     name = to_dict(config)["task"]["name"]

@@ -67,7 +67,7 @@ def check_weights(folder: Path) -> WeightsSize | None:
         if path.name in expected:
             require(
                 digest_of(path) == expected[path.name],
-                f"{path} is not what was saved: its sha256 differs from the one in {sums} "
+                f"{path} was changed after saving: its sha256 differs from the one in {sums} "
                 f"(delete {sums.name} if you changed the weights on purpose)",
             )
     return WeightsSize(folder, elements, tensors) if tensors else None

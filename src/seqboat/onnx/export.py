@@ -108,17 +108,17 @@ def write_form(
         ]
     written = writer.build(form, {name: as_text(value) for name, value in about.items()})
     size = written.ByteSize()
-    require(size <= LARGEST, f"{path.name} would have {size:,} bytes, more than a file of ONNX can")
+    require(size <= LARGEST, f"{path.name} would have {size:,} bytes, more than an ONNX file can hold")
     path.write_bytes(written.SerializeToString(deterministic=True))
     return about
 
 
 def check_new(folder: Path) -> None:
     """Refuse a folder that has something in it, or cannot be made."""
-    require(not folder.is_file(), f"{folder} is a file: name a folder that does not exist yet")
+    require(not folder.is_file(), f"{folder} is a file: choose a folder that does not exist yet")
     require(
         not folder.exists() or not any(folder.iterdir()),
-        f"{folder} is not empty: name a folder that does not exist yet",
+        f"{folder} is not empty: choose a folder that does not exist yet",
     )
     parent = folder.absolute().parent
     require(parent.is_dir(), f"{folder}: the folder {parent} does not exist")

@@ -470,8 +470,8 @@ def load_retrofit(model: nn.Module, folder: str | Path) -> Retrofit:
 
     folder = Path(folder)
     file, weights = folder / "retrofit.json", folder / "retrofit.safetensors"
-    require(file.is_file(), f"{folder} holds no retrofit.json")
-    require(weights.is_file(), f"{folder} holds no retrofit.safetensors")
+    require(file.is_file(), f"{folder} contains no retrofit.json")
+    require(weights.is_file(), f"{folder} contains no retrofit.safetensors")
     about = read_json(file)
     require(isinstance(about, dict), f"{file} does not describe a retrofit")
     require(about.get("format") == FORMAT, f"{file} has format {about.get('format')!r}, expected {FORMAT}")

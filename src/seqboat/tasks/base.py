@@ -391,7 +391,7 @@ class Task(ABC):
         if self.modality == "bytes":
             return np.frombuffer(text, np.uint8).astype(np.int64)
         if self.vocab is None:
-            raise ValueError(f"the task {self.name} reads no text but {self._reads()}")
+            raise ValueError(f"the task {self.name} reads {self._reads()}, not text")
         try:
             ids = np.array([int(word) for word in text.split()], dtype=np.int64)
         except (ValueError, OverflowError):
@@ -431,11 +431,11 @@ class Task(ABC):
 
     def read_image(self, pixels: NDArray[np.uint8]) -> NDArray[Any]:
         """Inputs from a grayscale image (height, width)."""
-        raise ValueError(f"the task {self.name} reads no images but {self._reads()}")
+        raise ValueError(f"the task {self.name} reads {self._reads()}, not images")
 
     def read_wav(self, content: bytes) -> NDArray[Any]:
         """Inputs from a WAV file."""
-        raise ValueError(f"the task {self.name} reads no sound but {self._reads()}")
+        raise ValueError(f"the task {self.name} reads {self._reads()}, not sound")
 
     def _reads(self) -> str:
         return {"bytes": "text", "tokens": "text", "image": "images", "wave": "sound"}[self.modality]

@@ -88,7 +88,7 @@ def prepare(source: Source, staging: Staging, skips: Skips) -> Prepared:
         for name in ("enwik8", "enwik8.zip", "enwik8.xz", "enwik8.gz"):
             if (source.path / name).is_file():
                 return prepare(Source(source.path / name), staging, skips)
-    require(len(content) > 0, f"{source} holds no enwik8: expected the file enwik8 or enwik8.zip")
+    require(len(content) > 0, f"{source} does not contain enwik8: expected the file enwik8 or enwik8.zip")
     require(len(content) == SIZE, f"{source} has {len(content):,} bytes, expected {SIZE:,}: it is not enwik8")
     got = hashlib.sha256(content).hexdigest()
     require(got == SHA256, f"{source} is not enwik8: sha256 is {got}, expected {SHA256}")

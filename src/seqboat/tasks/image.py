@@ -181,7 +181,7 @@ def prepare(source: Source, staging: Staging, skips: Skips) -> Prepared:
             content = found[name]
             require(
                 len(content) > 0 and len(content) % RECORD == 0,
-                f"{source}: {name} has {len(content)} bytes, expected a multiple of {RECORD}: it is cut short",
+                f"{source}: {name} has {len(content)} bytes, expected a multiple of {RECORD}: it is truncated",
             )
             records = np.frombuffer(content, np.uint8).reshape(-1, RECORD)
             good = records[:, 0] < len(CLASSES)
@@ -221,7 +221,7 @@ def parse_npy(content: bytes, name: object) -> NDArray[Any]:
         return array.reshape(shape, order="F" if fortran else "C")
     except (ValueError, EOFError, KeyError, TypeError, OverflowError, RecursionError, MemoryError) as error:
         # NumPy's message advises allowing pickles
-        raise ValueError(f"{name} is not an array of numbers in NumPy's format, or cut short") from error
+        raise ValueError(f"{name} is not an array of numbers in NumPy's format, or truncated") from error
 
 
 def _prepare_gray(folder: Path, staging: Staging, skips: Skips) -> Prepared:

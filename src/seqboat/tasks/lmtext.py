@@ -157,7 +157,7 @@ def find_files(patterns: tuple[str, ...]) -> list[Path]:
         path = Path(pattern)
         if path.is_dir():
             some = [p for p in path.rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file()]
-            require(len(some) > 0, f"{path} holds no .txt or .md file")
+            require(len(some) > 0, f"{path} contains no .txt or .md file")
         else:
             some = [Path(p) for p in glob.glob(pattern, recursive=True) if Path(p).is_file()] or [path]
             require(some[0].is_file(), f"{pattern} matches no file")

@@ -128,7 +128,7 @@ def _explain(error: Exception, source: Source, skips: Skips) -> str:
         message = f"{source}, {source.current}: {message}" if source.current else f"{source}: {message}"
     # the missing part may be what was skipped
     return message + (
-        f"; {skips.count} records were left out, the first: {skips.first}" if skips.count else ""
+        f"; {skips.count} records were skipped, the first: {skips.first}" if skips.count else ""
     )
 
 

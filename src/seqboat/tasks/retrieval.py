@@ -127,7 +127,7 @@ def prepare(source: Source, staging: Staging, skips: Skips) -> Prepared:
     for split in SPLITS:
         require(
             len(pairs[split]) > 0,
-            f"{source} holds no {split} pairs: expected {LRA_NAMES[split]}.tsv, "
+            f"{source} contains no {split} pairs: expected {LRA_NAMES[split]}.tsv, "
             f"or docs.jsonl.xz and pairs_{split}.tsv.xz",
         )
         staging.put(f"{split}.pairs", np.array(pairs[split], np.int32))

@@ -158,7 +158,9 @@ def prepare(source: Source, staging: Staging, skips: Skips) -> Prepared:
         labels, parts, other = _read_compact(source.path, staging.array("clips", np.int16, (SAMPLES,)), skips)
     else:
         labels, parts, other = _read_wavs(source, staging, skips)
-    require(len(labels) > 0, f"{source} holds no clips: expected folders {', '.join(WORDS)} with .wav files")
+    require(
+        len(labels) > 0, f"{source} contains no clips: expected folders {', '.join(WORDS)} with .wav files"
+    )
     staging.put("labels", np.array(labels, np.uint8))
     staging.put("parts", np.array(parts, np.uint8))
     staging.writers["clips"].file.flush()
@@ -226,8 +228,8 @@ def read_wav(content: bytes) -> NDArray[np.int16]:
             data = clip.readframes(count)
     except (wave.Error, EOFError, RuntimeError, OverflowError, struct.error) as error:
         # a chunk of wrong size raises a RuntimeError without a message
-        raise ValueError(f"not a WAV file: {str(error) or 'cut short, or a chunk of a wrong size'}") from None
-    require(len(data) == 2 * count, f"cut short: {len(data) // 2} of {count} samples")
+        raise ValueError(f"not a WAV file: {str(error) or 'truncated, or a chunk of a wrong size'}") from None
+    require(len(data) == 2 * count, f"truncated: {len(data) // 2} of {count} samples")
     return np.frombuffer(data, "<i2")
 
 
@@ -294,7 +296,7 @@ def _prepare_processed(folder: Path, staging: Staging, skips: Skips) -> Prepared
             clips.append(samples[None])
             labels.append(label)
             parts.append(number)
-    require(grid is not None and len(labels) > 0, f"{folder} holds no clips")
+    require(grid is not None and len(labels) > 0, f"{folder} contains no clips")
     assert grid is not None
     step, base = grid
     staging.put("labels", np.array(labels, np.uint8))

@@ -83,7 +83,7 @@ class DataSummary:
             )
             lines.append(
                 heading(
-                    "left out", f"{count_text(self.skipped)}: {why}; the first: {self.first_skipped or '-'}"
+                    "skipped", f"{count_text(self.skipped)}: {why}; the first: {self.first_skipped or '-'}"
                 )
             )
         return [*lines, *(heading("warning", warning) for warning in self.warnings)]

@@ -92,7 +92,7 @@ def prepare(source: Source, staging: Staging, skips: Skips) -> Prepared:
     for part in PARTS:
         require(
             len(records[part]) > 0,
-            f"{source} holds no {part} reviews: expected aclImdb/{part}/pos/*.txt and neg/*.txt, "
+            f"{source} contains no {part} reviews: expected aclImdb/{part}/pos/*.txt and neg/*.txt, "
             f"or imdb_{part}.jsonl.xz",
         )
         texts = RaggedWriter(staging, part)

@@ -52,9 +52,9 @@ class SamplingConfig:
                 value = getattr(self, name)
                 require(
                     value == plain,
-                    f"greedy and {name} exclude each other: the most probable token is taken, got {name} {value!r}",
+                    f"greedy and {name} cannot be combined: the most probable token is taken, got {name} {value!r}",
                 )
-            require(self.seed is None, "greedy and seed exclude each other: nothing is drawn")
+            require(self.seed is None, "greedy and seed cannot be combined: nothing is drawn")
 
 
 def penalize(logits: Tensor, used: Tensor, penalty: float) -> Tensor:

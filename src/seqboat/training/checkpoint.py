@@ -392,7 +392,7 @@ class CheckpointStore:
         return path
 
     def best(self) -> Checkpoint | None:
-        """The best checkpoint, or the newest if there is no whole best one."""
+        """The best checkpoint, or the newest if there is no complete best one."""
         step = self.pointed("best")
         if step is not None:
             try:
@@ -460,7 +460,7 @@ def load_start(model: torch.nn.Module, run: Path | str) -> None:
         store = CheckpointStore(path)
         found = store.best() or store.newest()
     if found is None:
-        raise ValueError(f"{run} holds no whole checkpoint to start from")
+        raise ValueError(f"{run} contains no complete checkpoint to start from")
     tensors = widen(found.tensors(MODEL))
     with torch.no_grad():
         for name, own in _own_tensors(model).items():

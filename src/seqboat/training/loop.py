@@ -207,7 +207,7 @@ class Trainer:
             )
         if training.carry_state and getattr(self.config.task, "context", None):
             raise ValueError(
-                "training.carry_state and task.context exclude each other: the state is the context"
+                "training.carry_state and task.context cannot be combined: the state is the context"
             )
 
     def _sizes(self, split: Split) -> NDArray[np.integer] | None:
@@ -250,7 +250,7 @@ class Trainer:
             return False
         other = difference(found.config(), self.config)
         if other is not None:
-            raise ValueError(f"{found.path} is of another configuration: {other}")
+            raise ValueError(f"{found.path} has another configuration: {other}")
         if found.state["versions"].get("torch") != torch.__version__:
             self.display.tell(
                 f"the checkpoint was written with torch {found.state['versions'].get('torch')}: "

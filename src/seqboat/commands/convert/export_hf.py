@@ -8,7 +8,7 @@ import argparse
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
     parser.add_argument(
-        "run", help="folder of a run, one checkpoint (step-N) in it, or a shipped model: enwik8-small"
+        "run", help="folder of a run, one checkpoint (step-N) in it, or a bundled model: enwik8-small"
     )
     parser.add_argument("folder", help="where to write; must be empty or not exist")
     parser.add_argument("--which", choices=("best", "latest"), default="best", help="which checkpoint")

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from seqboat.runs import Run
 
 EPILOG = """\
-A step reads one token of each sequence and takes the state as inputs and outputs; a sequence reads whole ones, with
-any batch and length. model.json beside the files has their checksums, and what they say about the model. Every file
-is run in onnxruntime and compared with the model before the folder is kept.
+The step form reads one token per sequence, with the state as inputs and outputs. The sequence form reads whole
+sequences of any batch size and length. model.json lists the checksums of the files and describes the model. Before
+the folder is kept, every file is run in onnxruntime and compared with the model.
 
   seqboat export-onnx RUN
   seqboat export-onnx RUN --out small --form step --int8
@@ -28,18 +28,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
-    parser.add_argument("run", help="folder of a run, one checkpoint in it, or the name of a shipped model")
-    parser.add_argument("--out", metavar="FOLDER", help="where to write; by default NAME-onnx in this folder")
+    parser.add_argument("run", help="folder of a run, one checkpoint in it, or the name of a bundled model")
+    parser.add_argument(
+        "--out", metavar="FOLDER", help="where to write (default: NAME-onnx in the current folder)"
+    )
     parser.add_argument(
         "--form",
         choices=("step", "sequence", "both"),
-        help="what to write; by default both for language models, else sequence",
+        help="what to write (default: both for language models, otherwise sequence)",
     )
     parser.add_argument("--int8", action="store_true", help="store the weights of linear layers as int8")
-    parser.add_argument("--opset", type=int, default=18, metavar="N", help="version of the operators (18)")
+    parser.add_argument(
+        "--opset", type=int, default=18, metavar="N", help="version of ONNX operators (default: 18)"
+    )
     parser.add_argument("--which", choices=("best", "latest"), default="best", help="which checkpoint")
     parser.add_argument(
-        "--check", metavar="FOLDER", help="compare files written before with the run, and write nothing"
+        "--check",
+        metavar="FOLDER",
+        help="compare files written earlier with the run, without writing anything",
     )
 
 

@@ -8,11 +8,11 @@ import argparse
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
     parser.add_argument("run", help="folder of a run, or one checkpoint (step-N) in it")
-    parser.add_argument("file", help="checkpoint of fairseq to write; must not exist")
+    parser.add_argument("file", help="fairseq checkpoint to write; must not exist")
     parser.add_argument(
         "--data",
         metavar="FOLDER",
-        help="published data whose dictionaries number the tokens (default: new ones beside the file)",
+        help="published data whose dictionaries number the tokens (default: new ones next to the file)",
     )
     parser.add_argument("--which", choices=("best", "latest"), default="best", help="which checkpoint")
 

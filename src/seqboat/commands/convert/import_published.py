@@ -19,21 +19,21 @@ RECIPES = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
-    parser.add_argument("file", help="checkpoint of fairseq, such as checkpoint_best.pt")
+    parser.add_argument("file", help="fairseq checkpoint, such as checkpoint_best.pt")
     parser.add_argument("out", help="folder of the run to write; must be empty or not exist")
     parser.add_argument(
         "--unpickle",
         action="store_true",
-        help="read the file's pickle; only tensors, settings and plain values, nothing in it is run",
+        help="allow reading the pickle: only tensors, settings and plain values; no code in it is run",
     )
     parser.add_argument(
         "--data",
         metavar="FOLDER",
-        help="published data with the dictionaries of the model (src-bin/dict.txt, or a dict.txt); "
-        "for models that read tokens",
+        help="published data with the model's dictionaries (src-bin/dict.txt, or dict.txt); needed by models "
+        "that read tokens",
     )
     parser.add_argument(
-        "--recipe", choices=RECIPES, help="of the same task (default: from the name of the architecture)"
+        "--recipe", choices=RECIPES, help="recipe of the same task (default: from the architecture's name)"
     )
 
 
@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
     """Run the command."""
     if not options.unpickle:
         raise ValueError(
-            f"{options.file} is a pickle: name --unpickle to have it read. Names outside of a short list are "
+            f"{options.file} is a pickle: pass --unpickle to read it. Names outside of a short list are "
             "refused, and nothing in the file is run"
         )
     from seqboat.compat.runs import import_run

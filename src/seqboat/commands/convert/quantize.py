@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from seqboat.runs import Run
 
 EPILOG = """\
-Linear layers and the embedding become int8, with a scale for every row; the rest stays as it is. The folder takes the
-place of a run: generate, score, export-hf and Run("FOLDER") read it. Both models are scored on the test text of the
-run, or on --text, and the card (README.md) has the result.
+Linear layers and the embedding become int8, with a scale for every row; everything else is unchanged. The folder
+works like a run in generate, score, export-hf and Run("FOLDER"). Both models are scored on the run's test text, or on
+--text, and the model card (README.md) states the result.
 
   seqboat quantize RUN small
   seqboat quantize RUN small --text notes.txt --limit 100000
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
-    parser.add_argument("run", help="folder of a run, one checkpoint in it, or the name of a shipped model")
+    parser.add_argument("run", help="folder of a run, one checkpoint in it, or the name of a bundled model")
     parser.add_argument("folder", help="where to write; must be empty or not exist")
     parser.add_argument("--which", choices=("best", "latest"), default="best", help="which checkpoint")
     parser.add_argument("--text", metavar="FILE", help="score this file instead of the run's test text")
@@ -53,10 +53,10 @@ def run(options: argparse.Namespace) -> int:
         not (options.no_score and (options.text or options.limit)),
         "--no-score leaves nothing for --text or --limit",
     )
-    require(not folder.is_file(), f"{folder} is a file: name a folder that does not exist yet")
+    require(not folder.is_file(), f"{folder} is a file: choose a folder that does not exist yet")
     require(
         not folder.exists() or not any(folder.iterdir()),
-        f"{folder} is not empty: name a folder that does not exist yet",
+        f"{folder} is not empty: choose a folder that does not exist yet",
     )
     require(
         folder.absolute().parent.is_dir(), f"{folder}: the folder {folder.absolute().parent} does not exist"

@@ -36,11 +36,11 @@ def read_dictionary(path: Path) -> tuple[str, ...]:
     """
     with open_regular(path) as file:
         content = file.read(MAX_BYTES + 1)
-    require(len(content) <= MAX_BYTES, f"{path} has more than {MAX_BYTES:,} bytes: it is no dictionary")
+    require(len(content) <= MAX_BYTES, f"{path} has more than {MAX_BYTES:,} bytes: it is not a dictionary")
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no dictionary: not UTF-8 at byte {error.start}") from None
+        raise ValueError(f"{path} is not a dictionary: not UTF-8 at byte {error.start}") from None
     symbols = list(SPECIAL)
     places = {symbol: place for place, symbol in enumerate(symbols)}
     # only "\n" ends a line: a symbol may be one of the other separators of Unicode
@@ -51,7 +51,7 @@ def read_dictionary(path: Path) -> tuple[str, ...]:
             symbol, _, count = symbol.rpartition(" ")
         good = symbol and count.isascii() and count.isdigit()
         require(bool(good), f"{path}, line {number}: expected a symbol and a count, got {short(line)}")
-        require(symbol not in places or overwrite, f"{path}, line {number}: {short(symbol)} is there twice")
+        require(symbol not in places or overwrite, f"{path}, line {number}: {short(symbol)} occurs twice")
         places[symbol] = len(symbols)
         symbols.append(symbol)
     return tuple(symbols)

@@ -59,7 +59,7 @@ class IndexedSequences:
         self._ids: NDArray[Any] = np.memmap(self.data, self.dtype, "r") if size else np.empty(0, self.dtype)
 
     def _read_mapped(self, head: bytes) -> None:
-        require(len(head) >= 26, f"{self.index} is cut short")
+        require(len(head) >= 26, f"{self.index} is truncated")
         version, kind, count = struct.unpack("<QBQ", head[9:26])
         self._set_type(version, kind)
         self._check_size(26 + 12 * count)
@@ -71,7 +71,7 @@ class IndexedSequences:
         require(bool((first == starts).all()), f"{self.index}: sequences overlap or leave gaps")
 
     def _read_cached(self, head: bytes) -> None:
-        require(len(head) >= 48, f"{self.index} is cut short")
+        require(len(head) >= 48, f"{self.index} is truncated")
         version, kind, width, count, dims = struct.unpack("<QQQQQ", head[8:48])
         self._set_type(version, kind)
         require(

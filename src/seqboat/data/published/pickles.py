@@ -241,7 +241,7 @@ class PickledFile:
                 )
                 content = self._read(archive, self._members[found[0]], MAX_PICKLE)
         except (zipfile.BadZipFile, NotImplementedError, OSError, EOFError) as error:
-            raise ValueError(f"{path} is damaged or cut short: {error}") from error
+            raise ValueError(f"{path} is damaged or truncated: {error}") from error
         try:
             self.content = _Reader(content).load()
         except Refused as error:
@@ -287,7 +287,7 @@ class PickledFile:
         try:
             content = self._read(archive, member)
         except (zipfile.BadZipFile, OSError, EOFError) as error:
-            raise ValueError(f"{self.path} is damaged or cut short: {error}") from error
+            raise ValueError(f"{self.path} is damaged or truncated: {error}") from error
         return (
             torch.frombuffer(bytearray(content), dtype=value.dtype)
             if content
@@ -326,7 +326,7 @@ class PickledFile:
             begin = member.header_offset + 30 + sum(struct.unpack("<HH", head[26:30]))
         start, dtype = begin + value.offset * value.dtype.itemsize, np.dtype(ARRAYS[value.dtype])
         end = start + math.prod(value.shape) * dtype.itemsize
-        require(end <= self.path.stat().st_size, f"{self.path} is cut short")
+        require(end <= self.path.stat().st_size, f"{self.path} is truncated")
         if start == end:
             return np.empty(value.shape, dtype)
         return np.memmap(self.path, dtype, "r", offset=start, shape=value.shape)
@@ -358,7 +358,7 @@ def plain_settings(value: object) -> dict[str, Any]:
         return part if isinstance(part, int | float | str | bytes | None) else str(part)
 
     found = plain(value, 0)
-    require(isinstance(found, dict), f"the settings are no namespace but {type(value).__name__}")
+    require(isinstance(found, dict), f"the settings must be a namespace, got {type(value).__name__}")
     assert isinstance(found, dict)
     flat: dict[str, Any] = {}
     # sections such as `model` and `task` first: what stands beside them is more specific

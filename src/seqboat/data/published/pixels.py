@@ -53,7 +53,7 @@ def read_pixels(
             number += 1
             require(
                 bool(line) == bool(label),
-                f"{images} and {labels} must have as many lines: one ends at {number}",
+                f"{images} and {labels} must have the same number of lines: one ends at {number}",
             )
             require(len(line) < longest, f"{images}, line {number}: more than {count:,} pixels")
             problem = _problem(line, label, count, classes)

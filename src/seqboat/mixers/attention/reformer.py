@@ -394,7 +394,7 @@ class _Reversible(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, *_grads: Any) -> Any:
         if differentiates_again():
             raise RuntimeError(
-                "a reversible layer knows first derivatives only: build it with reversible=False"
+                "a reversible layer supports only first derivatives: build it with reversible=False"
             )
         layer: Reformer = ctx.layer
         y, mask = ctx.saved_tensors

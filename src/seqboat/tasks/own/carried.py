@@ -68,5 +68,5 @@ def _unpack_file(name: str, text: str) -> bytes:
         content = reader.decompress(base64.b64decode(text, validate=True), MAX_FILE)
     except (ValueError, zlib.error) as error:
         raise ValueError(f"the run's tokenizer cannot be unpacked: {name}: {error}") from None
-    require(reader.eof, f"the run's tokenizer cannot be unpacked: {name} is cut short or too large")
+    require(reader.eof, f"the run's tokenizer cannot be unpacked: {name} is truncated or too large")
     return content

@@ -334,7 +334,7 @@ def read_sound(content: bytes) -> tuple[int, NDArray[np.float32]]:
             data = clip.readframes(count)
     except (wave.Error, EOFError, RuntimeError, OverflowError, struct.error) as error:
         # a chunk of a wrong size is a RuntimeError without a message
-        raise ValueError(f"not a WAV file: {str(error) or 'cut short, or a chunk of a wrong size'}") from None
+        raise ValueError(f"not a WAV file: {str(error) or 'truncated, or a chunk of a wrong size'}") from None
     require(1 <= width <= 4, f"expected samples of 8 to 32 bits, got {8 * width}")
     require(rate > 0, "no sample rate")
     frames = len(data) // (channels * width)

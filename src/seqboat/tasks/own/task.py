@@ -519,7 +519,7 @@ def _files(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     found = sorted(file for file in path.rglob("*") if file.is_file())
-    require(len(found) > 0, f"{path} holds no files")
+    require(len(found) > 0, f"{path} contains no files")
     return found
 
 

@@ -377,7 +377,7 @@ def make_scene(seed: int, index: int, config: PathfinderConfig = PATHFINDER) -> 
         if found is not None:
             break
     else:
-        raise ValueError(f"two curves of {config.contour} dashes find no room: {config}")
+        raise ValueError(f"two curves of {config.contour} dashes do not fit: {config}")
     curves, field = found
     for _ in range(config.distractors):
         for _ in range(TRIES):

@@ -126,7 +126,7 @@ def prepare(source: Source, staging: Staging, skips: Skips) -> Prepared:
         staging.put(f"{split}.labels", np.array(values, np.uint8))
         counts[split] = len(values)
     for name, split in _TABLES.items():
-        require(counts.get(split, 0) > 0, f"{source} holds no expressions for {split}: expected {name}")
+        require(counts.get(split, 0) > 0, f"{source} contains no expressions for {split}: expected {name}")
     return Prepared(counts)
 
 

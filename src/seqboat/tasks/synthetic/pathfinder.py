@@ -250,7 +250,8 @@ def _read_published(
     )
     require(
         len(names) > 0,
-        f"{source} holds no pathfinder{size} images: expected curv_contour_length_14/imgs/*/*.png and metadata/*.npy",
+        f"{source} contains no pathfinder{size} images: expected curv_contour_length_14/imgs/*/*.png and "
+        "metadata/*.npy",
     )
     labels: list[int] = []
     in_color = 0
@@ -286,7 +287,7 @@ def _read_published(
 def png_size(content: bytes) -> tuple[int, int]:
     """Width and height from the header of a PNG image."""
     require(content[:8] == b"\x89PNG\r\n\x1a\n" and content[12:16] == b"IHDR", "not a PNG image")
-    require(len(content) >= 24, "cut short")
+    require(len(content) >= 24, "truncated")
     width, height = struct.unpack(">II", content[16:24])
     return width, height
 
@@ -297,7 +298,7 @@ def _metadata(name: str, content: bytes) -> Iterator[list[str]]:
         try:
             rows = parse_npy(content, name)
         except ValueError as error:
-            raise ValueError(f"{name} is not a table of strings, or cut short") from error
+            raise ValueError(f"{name} is not a table of strings, or truncated") from error
         require(rows.ndim == 2, f"{name} is not a table of strings: it has {rows.ndim} axes")
         yield from ([str(field) for field in row] for row in rows)
     else:

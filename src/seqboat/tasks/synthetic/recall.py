@@ -46,7 +46,7 @@ class RecallTaskConfig:
             self.length >= 3 * self.pairs,
             f"length must be at least {3 * self.pairs} for {self.pairs} pairs and their questions, got {self.length}",
         )
-        require(0 <= self.noise <= 1, f"noise must lie in [0, 1], got {self.noise!r}")
+        require(0 <= self.noise <= 1, f"noise must be in [0, 1], got {self.noise!r}")
         kinds = 3 if self.noise else 2
         require(
             self.keys >= self.pairs,

@@ -96,7 +96,7 @@ class TrainingConfig(Settings):
         )
         require(
             not (self.carry_state and self.bucketing),
-            "training.carry_state and training.bucketing exclude each other: contiguous text is not sorted",
+            "training.carry_state and training.bucketing cannot be combined: contiguous text is not sorted",
         )
         for tracker in self.trackers:
             check_choice("training.trackers", tracker, ("tensorboard", "trackio", "wandb"))

@@ -65,7 +65,7 @@ def describe_data(
     summary = task.summary(split)
     if summary is None:
         if task.skips is not None and task.skips.count:
-            tell(heading("left out", f"{count_text(task.skips.count)}; the first: {task.skips.first}"))
+            tell(heading("skipped", f"{count_text(task.skips.count)}; the first: {task.skips.first}"))
         return {}
     for line in summary.lines():
         tell(line)
