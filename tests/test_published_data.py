@@ -444,7 +444,7 @@ def test_bad_records_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(["data", "prepare", "text", "--from", str(tmp_path), "--data-dir", str(tmp_path / "d")]) == 0
     said = capsys.readouterr()
     assert "train 27, test 30" in said.out and "train.bin, sequence 6: empty sequence" in said.err
-    assert "train.bin, sequence 4: token id [3] stands for nothing" in said.err
+    assert "train.bin, sequence 4: token id [3] has no meaning" in said.err
     with pytest.raises(ValueError, match="sequence 4: token id"):
         prepare_data("text", str(tmp_path), tmp_path / "d", strict=True, force=True)
     write_mapped(stem, ids[:-1])

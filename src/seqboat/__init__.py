@@ -1,4 +1,4 @@
-"""Sequence models that attend only where attention is worth its cost.
+"""Sequence models that attend only where attention pays off.
 
 A state-space layer reads every token in linear time; a router decides per token whether to attend; the chosen
 tokens are packed and attend to each other inside a small working memory.

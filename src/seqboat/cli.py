@@ -214,7 +214,7 @@ class Output:
             return 0
 
     def check(self) -> None:
-        """Refuse to work for an output that is closed, unless nobody needs it."""
+        """Stop if standard output is closed, unless the command works without it."""
         if self._failed and not self._survive:
             raise OutputError("standard output is closed")
 

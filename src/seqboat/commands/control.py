@@ -112,7 +112,7 @@ def read_control(options: argparse.Namespace) -> Control | None:
 
 
 def read_layers(what: str, text: str | None, found: Sequence[Any]) -> set[int]:
-    """Layers that somebody typed, counted from 1.
+    """Layers given on the command line, counted from 1.
 
     Args:
         what: name of the argument.

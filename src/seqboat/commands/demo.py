@@ -130,7 +130,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def prepare_folder(out: Path) -> None:
-    """Make the folder and see that it can be written to; an earlier demo in it makes room."""
+    """Make the folder and check that it can be written to; removes an earlier demo."""
     from seqboat.cli import UsageError
 
     try:
@@ -206,7 +206,7 @@ def print_result(result: DemoResult) -> None:
 
 
 def write_numbers(options: argparse.Namespace, config: RunConfig, result: DemoResult, seconds: float) -> None:
-    """Leave the configuration and the results beside the picture."""
+    """Write the configuration and the results next to the picture."""
     from seqboat.data.files import write_json
     from seqboat.training.config import to_dict
 

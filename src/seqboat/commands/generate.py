@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
     """Run the command."""
     from seqboat.text.generate import SamplingConfig
 
-    # what can be wrong without a model is said before one is loaded
+    # check what can be checked before a model is loaded
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
     given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     if options.temperature is not None and options.temperature <= 0:

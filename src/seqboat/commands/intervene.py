@@ -100,7 +100,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def read_thresholds(text: str | None) -> tuple[float, ...] | None:
-    """Thresholds that somebody typed; None if nothing was."""
+    """The thresholds given on the command line; None if there are none."""
     if text is None:
         return None
     try:

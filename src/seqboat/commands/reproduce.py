@@ -1,4 +1,4 @@
-"""`seqboat reproduce`: run the paper's experiments and write the results beside its numbers."""
+"""`seqboat reproduce`: run the paper's experiments and write the results next to its numbers."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="NAME",
         default=[],
-        help="only these parts of the targets (names as in --dry-run; * and ? stand for anything)",
+        help="only these parts of the targets (names as in --dry-run; * and ? match anything)",
     )
     parser.add_argument(
         "--seeds", type=int, metavar="N", help="number of seeds per run (default: depends on the run)"
@@ -326,7 +326,7 @@ def _nothing(options: argparse.Namespace, trials: Sequence[Trial], names: Sequen
 def _check_page(page: Path) -> None:
     if page.is_dir() or page.suffix == ".json":
         raise ValueError(
-            f"--page {page} must be a file such as results.md: results.json beside it has the numbers"
+            f"--page {page} must be a file such as results.md: results.json next to it has the numbers"
         )
 
 

@@ -211,7 +211,7 @@ def _closing_lines(config: RunConfig, outcome: RunOutcome, folder: Path) -> Iter
 
 
 def default_folder(recipe: str) -> Path:
-    """Where a run goes unless --out says: a row stands beside the recipe that it belongs to, not inside its run.
+    """The default folder of a run: that of a row is next to its recipe's, not inside it.
 
     >>> default_folder("lra.image/mega").as_posix()
     'runs/lra.image-mega'

@@ -47,7 +47,7 @@ class PublishedCheckpoint(NamedTuple):
     """What a checkpoint holds."""
 
     params: dict[str, Tensor]
-    """by their published names, in float32 at least"""
+    """by their published names, in at least float32"""
     config: dict[str, Any]
     """as `compat.models` describes it"""
     settings: dict[str, Any]

@@ -1,8 +1,8 @@
-"""Packed input: documents behind each other in one sequence instead of padded side by side.
+"""Packed input: documents concatenated into one sequence instead of padded side by side.
 
 `cu_seqlens`, the convention of variable-length attention, says where each document begins: documents of 3 and 2
 tokens are `[0, 3, 5]`. Every layer then treats each document as a sequence by itself: states, working memories,
-positions and limits start anew at its first token, and the result is that of the document alone. A state belongs to
+positions and limits are reset at its first token, and the result is that of the document alone. A state belongs to
 a sequence of the batch: its first document continues from it, and the state of its last document is returned.
 
 Layers see the documents as one sequence (1, tokens, dim), real tokens first. What can only be computed on padded
@@ -148,7 +148,7 @@ def find_documents(cu_seqlens: Tensor, x: Tensor, mask: Tensor | None = None) ->
     Args:
         cu_seqlens: (documents + 1,), where each document begins in the flattened (batch * time) input, and where the
             last one ends, which is batch * time. Documents end with their sequence, and may be empty: an empty one
-            at the beginning of a sequence takes its state, so that what follows starts anew.
+            at the beginning of a sequence takes its state, so that what follows starts from an empty one.
         x: (batch, time, ...), the input.
         mask: (batch, time), True on real tokens, in any pattern: padding belongs to no document.
     """

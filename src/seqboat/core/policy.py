@@ -1,10 +1,10 @@
-"""The policy: what stands between the decisions of a router and which tokens are active.
+"""The policy: how the decisions of a router become active tokens.
 
 A `Policy` holds a router and changes which tokens are active, never how confident the router is:
 
 - a budget (`core.budget`) caps what is activated, or steers it toward a target;
 - a revival keeps routers from dying in training;
-- an override takes decisions by hand, for experiments and at inference.
+- an override sets decisions by hand, for experiments and at inference.
 """
 
 from __future__ import annotations
@@ -216,7 +216,7 @@ class Policy(nn.Module):
             mask: (batch, time), True on real tokens.
             seen: (batch,), real tokens before this call; none by default.
             spent: (batch, modules), tokens activated before this call; none by default.
-            documents: that x holds behind each other, if it does; each is a sequence by itself.
+            documents: the packed documents in x, if there are any; each is treated as a sequence.
             wanted: what the router says, if that is known already.
         """
         router = self.router

@@ -51,7 +51,7 @@ class Router(nn.Module, ABC):
             x: (..., d_model).
 
         Returns:
-            active and probs, both (..., modules); probs in float32 at least.
+            active and probs, both (..., modules); probs in at least float32.
         """
         require(
             x.shape[-1:] == (self.d_model,), f"x must have shape (..., {self.d_model}), got {tuple(x.shape)}"

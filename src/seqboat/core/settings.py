@@ -1,4 +1,4 @@
-"""Settings: configurations that say which argument is wrong, and layers that take their settings as keywords.
+"""Settings: configurations that name the wrong argument, and layers that take their settings as keywords.
 
 GAUConfig(window="128")                        TypeError: GAUConfig: window must be an integer, got '128'
 GAUConfig(windw=128)                           TypeError: GAUConfig has no setting 'windw'; did you mean 'window'?
@@ -233,7 +233,7 @@ def _change(config: Any, path: str, values: Mapping[str, Any], owner: str) -> An
 
 
 def _replace(config: Any, values: Mapping[str, Any], owner: str) -> Any:
-    """A changed copy; what is wrong is said in the name of the layer."""
+    """A changed copy; errors name the layer."""
     for key, value in values.items():
         check_type(f"{owner}: {key}", types_of(type(config))[key], value)
     return dataclasses.replace(config, **values) if values else config

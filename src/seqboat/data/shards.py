@@ -1,4 +1,4 @@
-"""Work in parts, which several processes can make and an interruption does not lose.
+"""Work in parts, which several processes can share and an interruption does not lose.
 
 A part is a number and leaves a file; parts whose files exist are not made again. The content of a part must not
 depend on the process that makes it, so that any number of processes makes the same data.

@@ -53,7 +53,7 @@ class Case:
     obvious: Call
     """the same, written for reading"""
     wide: tuple[str, ...] = ()
-    """inputs that stay in float32 at least"""
+    """inputs that stay in at least float32"""
 
 
 class Errors(NamedTuple):

@@ -135,7 +135,7 @@ def next_token_loss(
     num_items_in_batch: Tensor | int | None = None,
     starts: Tensor | None = None,
 ) -> Tensor:
-    """Cross-entropy of each token given those before it, in float32 at least; 0 if nothing is scored.
+    """Cross-entropy of each token given those before it, in at least float32; 0 if nothing is scored.
 
     Neither padding, nor the token after padding, nor the first token of a document is scored, whatever their labels:
     the loss of a sequence does not depend on where it is padded or packed.

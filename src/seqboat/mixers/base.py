@@ -4,8 +4,8 @@
 
 A mixer owns its norm and its residual connection: layers are stacked by calling one after the other.
 Causal mixers return the state after the last token; passing it back continues the sequence, and `step` takes
-one token at a time. The three ways give the same numbers. With `cu_seqlens` the input holds documents behind each
-other (`core.documents`), each of which is computed as if it were alone.
+one token at a time. All three give the same numbers. With `cu_seqlens` the input holds concatenated
+documents (`core.documents`), each of which is computed as if it were alone.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Mixer(nn.Module, ABC):
     d_model: int
     causal: bool
     widens = False
-    """Whether the mixer computes in float32 at least: then narrow inputs may meet wide parameters."""
+    """Whether the mixer computes in at least float32: then narrow inputs may meet wide parameters."""
     wants_positions = False
     """Whether the mixer does not see the order of its tokens: models then add absolute positions to their inputs."""
     packs = False
@@ -160,7 +160,7 @@ class Mixer(nn.Module, ABC):
         self.check(x, mask, state)
         require(
             mask is None or isinstance(mask, Tensor),
-            f"beside cu_seqlens, mask must be None or a tensor, got {type(mask).__name__}",
+            f"with cu_seqlens, mask must be None or a tensor, got {type(mask).__name__}",
         )
         documents = find_documents(cu_seqlens, x, mask)
         if x.shape[1] == 0:

@@ -100,7 +100,7 @@ class BackboneConfig(Settings):
     final_norm_affine: bool = True
     """Whether the norm that a pre-norm stack ends with has a learned scale and shift."""
     ngrams: tuple[int, ...] = ()
-    """Lengths of the n-grams of tokens that are embedded beside the tokens."""
+    """Lengths of the n-grams of tokens that are embedded in addition to the tokens."""
     ngram_buckets: int = 16_384
     """Embeddings for each length of n-grams, which a hash chooses from."""
     ngram_dropout: float = 0.0

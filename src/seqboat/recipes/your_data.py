@@ -37,7 +37,7 @@ def for_rows(config: RunConfig, rows: int) -> RunConfig:
 def classify(mixer: MixerChoice = None) -> RunConfig:
     """A class for each text of a table (--data.train FILE): one layer of width 64, texts of up to 1,024 bytes.
 
-    The model reads bytes and, beside them, n-grams of 4 and 6 bytes.
+    The model reads bytes and, in addition, n-grams of 4 and 6 bytes.
     """
     return RunConfig(
         task=ClassifyTaskConfig(max_length=1024),

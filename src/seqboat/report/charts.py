@@ -49,7 +49,7 @@ def activation_charts(measures: Numbers, layers: Sequence[str]) -> dict[str, Cha
         charts["span"] = {
             "type": "bars",
             "title": "Attention span",
-            "about": "Mean distance, in tokens of the sequence, from a query to the keys it may see, and the same "
+            "about": "Mean distance, in tokens of the sequence, from a query to the keys it can see, and the same "
             "weighted by attention; whiskers: standard deviation over sequences.",
             "label": "layer",
             "none": "no query",
@@ -60,7 +60,7 @@ def activation_charts(measures: Numbers, layers: Sequence[str]) -> dict[str, Cha
                     "values": [value_in(layer, key, "mean") for _, layer in busy],
                     "errors": [value_in(layer, key, "std") for _, layer in busy],
                 }
-                for title, key in (("may see", "span"), ("weighted by attention", "weighted_span"))
+                for title, key in (("visible keys", "span"), ("weighted by attention", "weighted_span"))
             ],
         }
     charts["class"] = _class_chart(measures, busy)
@@ -88,7 +88,7 @@ def activation_charts(measures: Numbers, layers: Sequence[str]) -> dict[str, Cha
             "rows": names,
             "series": [
                 {"name": title, "values": [value_in(layer, key, "mean") for _, layer in busy]}
-                for title, key in (("at a query", "occupancy"), ("at the end", "final_occupancy"))
+                for title, key in (("when a query attends", "occupancy"), ("at the end", "final_occupancy"))
             ],
         }
     return charts

@@ -35,15 +35,15 @@ from seqboat.training.display import rate_text
 
 RUN_HEADS = {
     "run": "the part of its folder's name that differs",
-    "recipe": "what it was trained with, or its task",
+    "recipe": "the recipe it was trained with, or its task",
     "mixer": "kind of layer",
-    "parameters": "trained numbers of the model",
-    "step": "training steps that the checkpoint has seen",
+    "parameters": "number of trained parameters",
+    "step": "training steps before the checkpoint",
     "score": "the task's metric on held-out data",
     "active %": "percent of held-out tokens that each layer activates",
-    "tokens/s": "training speed, the median of what was recorded",
-    "MB": "most memory of the training process",
-    "minutes": "of training and evaluation",
+    "tokens/s": "training speed, median of the recorded values",
+    "MB": "peak memory of the training process",
+    "minutes": "time of training and evaluation",
 }
 """What the columns of the table of runs mean."""
 

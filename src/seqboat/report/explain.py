@@ -193,7 +193,7 @@ def explain_page(examples: Examples, run: str) -> str:
         explored, texts = explorer(samples, task, packed), packed.texts
         sections.append(("explorer", "Explorer", Html(asset("explorer.html"))))
     lead = f"{run}, step {examples.step:,}"
-    return write_page(f"One input through {task.name}", visible(lead), sections, {}, explored, texts)
+    return write_page(f"One input of {task.name}", visible(lead), sections, {}, explored, texts)
 
 
 # as text
@@ -216,7 +216,7 @@ def prediction_text(found: SampleTrace, task: Task) -> str:
     if others:
         line += f"; then {', '.join(others)}"
     if record.get("bits_per_token") is not None:
-        line += f"\n{record['bits_per_token']:.3f} bits per token of the text after its first"
+        line += f"\n{record['bits_per_token']:.3f} bits per token, not counting the first"
     return line
 
 
@@ -262,7 +262,7 @@ def _rate_lines(found: SampleTrace, layers: Sequence[int] | None) -> Iterator[st
                 text += f", mean confidence {layer.probs[layer.active].mean():.2f}"
             yield text
     if not any(_shown(sequence, layers) for sequence in found.sequences):
-        yield "no layer has a router: all tokens are treated alike"
+        yield "no layer has a router: every token is processed in the same way"
 
 
 def legend(task: Task, color: bool) -> str:

@@ -311,14 +311,16 @@ def write_page(
             ),
             element(
                 "noscript",
-                element("p", "Charts and explorer need JavaScript; the tables do not.", class_="card"),
+                element(
+                    "p", "The charts and the explorer need JavaScript; the tables do not.", class_="card"
+                ),
             ),
             element("main", join(content for _, _, content in sections), id="main"),
             element(
                 "footer",
                 element(
                     "p",
-                    f"Written by seqboat {__version__} on {written}. This page loads nothing from anywhere.",
+                    f"Written by seqboat {__version__} on {written}. This page makes no network requests.",
                 ),
             ),
         ]

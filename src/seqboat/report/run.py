@@ -170,7 +170,9 @@ def _summary(numbers: Numbers) -> Html:
         items.append(("activation", spell(statistics.fmean(s or 0.0 for s in rates), "percent"), busy))
     cost = cost_fraction(measures)
     if cost is not None:
-        items.append(("implied cost", spell(cost, "percent"), "matrix products, relative to always active"))
+        items.append(
+            ("implied cost", spell(cost, "percent"), "matrix products, relative to all tokens active")
+        )
     items.append(("parameters", spell(numbers["parameters"]), f"{_layers(numbers)} of {numbers['mixer']}"))
     if training["minutes"] is not None:
         speed = f"{spell(training['tokens_per_s'])} tokens/s, {spell(training['memory_mb'])} MB"
@@ -187,14 +189,14 @@ def cost_fraction(measures: Mapping[str, Any]) -> float | None:
 
 LAYER_HEADS = {
     "layer": "counted from the input",
-    "module": "what the router activates; the rates of other modules of the layer",
+    "module": "the module that the router activates; rates of the layer's other modules",
     "activated ± std": "fraction of the tokens of a sequence that are activated: mean and standard deviation over "
     "sequences",
     "tokens per sequence": "mean number of activated tokens of a sequence",
     "confidence": "mean probability that the router assigns to the tokens it activates",
-    "temperature": "of the router's softmax: the higher, the closer to one half its probabilities are",
-    "memory": "activated tokens that attention can look back on (the window)",
-    "span": "mean distance, in tokens of the sequence, from a query to the keys it may see",
+    "temperature": "temperature of the router's softmax; high values keep its probabilities close to one half",
+    "memory": "how many activated tokens a query can see (the window)",
+    "span": "mean distance, in tokens of the sequence, from a query to the keys it can see",
     "weighted span": "the same distance, weighted by attention",
     "memory filled": "fraction of the memory that is in use when a query attends",
     "cost": "matrix products of the layer, relative to the same layer with all tokens active",
@@ -230,7 +232,7 @@ def _layer_table(measures: Numbers, layers: Sequence[str]) -> Html:
                 spell(value_in(layer, "cost", "fraction"), "percent"),
             ]
         )
-    content = table(list(LAYER_HEADS), rows, "What each layer did", words=(1,), about=LAYER_HEADS)
+    content = table(list(LAYER_HEADS), rows, "Measures of each layer", words=(1,), about=LAYER_HEADS)
     return element("div", content, explained(LAYER_HEADS))
 
 

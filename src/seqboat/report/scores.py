@@ -14,18 +14,18 @@ MATRIX_CLASSES = 24
 
 CLASS_HEADS = {
     "class": "the label",
-    "precision": "of the predictions of this class, the fraction that is right",
-    "recall": "of the examples of this class, the fraction that was found",
-    "F1": "2 · precision · recall / (precision + recall); the mean below weighs all classes alike",
+    "precision": "fraction of the predictions of this class that are right",
+    "recall": "fraction of the examples of this class that were found",
+    "F1": "2 · precision · recall / (precision + recall); the mean below weights all classes equally",
     "count": "examples of this class (tagging: tokens)",
     "predicted": "how often the class was predicted",
 }
 ERROR_HEADS = {
-    "example": "its place in the split, counted from 0",
-    "label": "what the data says",
-    "predicted": "what the model said",
-    "probability": "of the prediction, according to the model",
-    "input": "its beginning",
+    "example": "its index in the split, counted from 0",
+    "label": "the correct answer",
+    "predicted": "the answer of the model",
+    "probability": "the model's probability for its answer",
+    "input": "beginning of the input",
 }
 
 

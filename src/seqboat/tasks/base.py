@@ -290,7 +290,7 @@ class Task(ABC):
         return inputs, torch.arange(time) < sizes[:, None]
 
     def loss(self, output: HasLogits, batch: Batch) -> Loss:
-        """Cross-entropy summed over the scored targets, in float32 at least."""
+        """Cross-entropy summed over the scored targets, in at least float32."""
         logits, targets = _flatten(output.logits, batch.targets)
         logits = logits if logits.dtype == torch.float64 else logits.float()
         total = F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")

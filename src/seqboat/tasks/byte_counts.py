@@ -1,4 +1,4 @@
-"""What counting bytes reaches on a text: baselines of a language model, in seconds."""
+"""Baselines for a language model, computed in seconds by counting bytes."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class Translation:
                 self.kept[place], self.table[place] = True, content[0]
 
     def __call__(self, ids: NDArray[np.int64]) -> bytes:
-        """The tokens of a sequence, without the </s> at its end; a ValueError names an id that stands for nothing."""
+        """The tokens of a sequence, without the </s> at its end; a ValueError names an id without a meaning."""
         if len(ids) and ids[-1] == END:
             ids = ids[:-1]
         self.check(ids)
@@ -78,10 +78,10 @@ class Translation:
         return b"".join(self.contents[place] for place in ids.tolist())
 
     def check(self, ids: NDArray[np.int64]) -> None:
-        """Refuse ids that stand for nothing."""
+        """Refuse ids without a meaning."""
         inside = (ids >= 0) & (ids < len(self.known))
         bad = ids[~(inside & self.known[np.where(inside, ids, 0)])]
-        require(not len(bad), f"token id {bad[:1].tolist()} stands for nothing in the dictionary")
+        require(not len(bad), f"token id {bad[:1].tolist()} has no meaning in the dictionary")
 
 
 def read_sequences(

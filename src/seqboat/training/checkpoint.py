@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there.
+"""Checkpoints that are complete or absent.
 
     run/
       lock                     pid and host of the run that writes here
@@ -65,7 +65,7 @@ class NewerFormat(CheckpointError):
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint that was found whole."""
+    """A complete checkpoint."""
 
     path: Path
     state: dict[str, Any]

@@ -18,7 +18,7 @@ class Display:
     """Shows nothing: the display of every process but the first."""
 
     quiet: ClassVar[bool] = True
-    """Whether nobody reads it, so that nothing needs to be measured for it."""
+    """Whether it shows nothing, so that nothing needs to be measured for it."""
 
     def start(self, title: str, steps: int, done: int = 0) -> None:
         """A run begins, or continues after `done` steps."""
@@ -174,7 +174,7 @@ class LiveDisplay(Display):
             filled = 0.0 if rate is None else rate
             text = "no router" if rate is None else f"{100 * filled:5.1f} %"
             layers.add_row(f"layer {number}", ProgressBar(1.0, filled, width=40), text)
-        # a bar alone does not end its line: what follows it would stand behind it
+        # a bar alone does not end its line: what follows it would continue on its line
         bar = Table.grid()
         bar.add_row(ProgressBar(max(self.steps, 1), self.done, width=60))
         with contextlib.suppress(OSError, ValueError):

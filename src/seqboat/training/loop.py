@@ -222,7 +222,7 @@ class Trainer:
     # the folder
 
     def describe(self) -> None:
-        """Write configuration, seed and versions beside the checkpoints."""
+        """Write configuration, seed and versions next to the checkpoints."""
         write_text(self.folder / "config.yaml", to_yaml(self.config))
         if self.resumed:
             self.about = read_told(self.folder)

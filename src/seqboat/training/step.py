@@ -1,7 +1,7 @@
 """One training step: micro-batches, their gradients over all processes, and the step of the optimizer.
 
 Losses are summed over all processes and micro-batches and divided by the number of targets scored in the whole
-batch, so that uneven parts average exactly. Dropout and routers are seeded anew for every micro-batch, so a step
+batch, so that uneven parts average exactly. Dropout and routers are reseeded for every micro-batch, so a step
 depends on nothing but the weights, the configuration and its number.
 """
 

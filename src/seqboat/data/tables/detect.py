@@ -1,4 +1,4 @@
-"""What a table is written in: its kind, encoding and delimiter, from the first megabyte of the file."""
+"""How a table is written: its kind, encoding and delimiter, from the first megabyte of the file."""
 
 from __future__ import annotations
 

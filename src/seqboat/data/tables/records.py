@@ -1,4 +1,4 @@
-"""The records of a table, whatever it is written in."""
+"""The records of a table, whatever its format."""
 
 from __future__ import annotations
 

@@ -97,8 +97,8 @@ class AdaptiveSpan(RecurrentMixer):
 
     Args:
         d_model: width of the tokens.
-        config: its settings; the defaults without it.
-        options: single settings by name, fields of `AdaptiveSpanConfig`.
+        config: settings; the defaults if not given.
+        options: individual settings as keywords, fields of `AdaptiveSpanConfig`.
 
     Calling it with x of shape (batch, time, d_model) returns a `MixerOutput` whose y has the same shape.
 
@@ -140,7 +140,7 @@ class AdaptiveSpan(RecurrentMixer):
         return self.block.closing_norm()
 
     def spans(self) -> Tensor:
-        """(heads,): the span z of each head in tokens, in float32 at least."""
+        """(heads,): the span z of each head in tokens, in at least float32."""
         bounded: Tensor = _Bounded.apply(widen(self.span_ratio))
         return self.config.max_span * bounded
 

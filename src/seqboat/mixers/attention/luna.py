@@ -3,8 +3,8 @@
     Y_P = Attn(P, X),   Y_X = Attn(X, Y_P)            pack the sequence into P, and unpack it again
     P'  = norm(P + Y_P),   X_A = norm(X + Y_X W + b),   X' = norm(X_A + FFN(X_A))
 
-P' is the P of the next layer: the second stream, which begins as parameters. In a stack the model holds these and P
-runs in front of the sequence; a layer on its own begins with its own. Causal layers cannot pack what is still to
+P' is the P of the next layer: the second stream, which begins as parameters. In a stack the model owns these and P
+precedes the sequence; a single layer has its own. Causal layers cannot pack what is still to
 come: there P stays as it is, and both attentions are running means over the tokens so far,
 
     w_j = softplus(P k'_j),   a_t = softmax(q_t^T (1/t sum_{j<=t} k_j w_j^T)),   y_t = a_t (1/t sum_{j<=t} w_j v_j^T)
@@ -72,8 +72,8 @@ class Luna(RecurrentMixer):
 
     Args:
         d_model: width of the tokens.
-        config: its settings; the defaults without it.
-        options: single settings by name, fields of `LunaConfig`.
+        config: settings; the defaults if not given.
+        options: individual settings as keywords, fields of `LunaConfig`.
 
     Calling it with x of shape (batch, time, d_model) returns a `MixerOutput` whose y has the same shape.
 

@@ -127,8 +127,8 @@ class Mega(RecurrentMixer):
 
     Args:
         d_model: width of the tokens.
-        config: its settings; the defaults without it.
-        options: single settings by name, fields of `MegaConfig`.
+        config: settings; the defaults if not given.
+        options: individual settings as keywords, fields of `MegaConfig`.
 
     Calling it with x of shape (batch, time, d_model) returns a `MixerOutput` whose y has the same shape.
 

@@ -105,7 +105,7 @@ class RandomFeatures(nn.Module):
             self.features.copy_(draw_features(self.count, self.dim, int(self.seed), draw))
 
     def forward(self, x: Tensor, query: bool) -> Tensor:
-        """Logarithms (..., count) of the features of (..., dim), in float32 at least.
+        """Logarithms (..., count) of the features of (..., dim), in at least float32.
 
         Args:
             x: queries or keys.
@@ -133,8 +133,8 @@ class Performer(RecurrentMixer):
 
     Args:
         d_model: width of the tokens.
-        config: its settings; the defaults without it.
-        options: single settings by name, fields of `PerformerConfig`.
+        config: settings; the defaults if not given.
+        options: individual settings as keywords, fields of `PerformerConfig`.
 
     Calling it with x of shape (batch, time, d_model) returns a `MixerOutput` whose y has the same shape.
 
@@ -187,7 +187,7 @@ class Performer(RecurrentMixer):
 
     def make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> PerformerState:
         shape = batch, self.heads, self.config.features, self.d_head + 1
-        # sums of many terms are kept in float32 at least
+        # sums of many terms are kept in at least float32
         sums = torch.zeros(shape, dtype=torch.promote_types(dtype, torch.float32), device=device)
         return PerformerState(sums, torch.full_like(sums[..., 0], HIDDEN))
 

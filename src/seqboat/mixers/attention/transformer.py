@@ -116,8 +116,8 @@ class Transformer(RecurrentMixer):
 
     Args:
         d_model: width of the tokens.
-        config: its settings; the defaults without it.
-        options: single settings by name, fields of `TransformerConfig`.
+        config: settings; the defaults if not given.
+        options: individual settings as keywords, fields of `TransformerConfig`.
 
     Calling it with x of shape (batch, time, d_model) returns a `MixerOutput` whose y has the same shape.
 

@@ -56,12 +56,12 @@ class GatedDeltaNetConfig(MatrixStateConfig):
 class GatedDeltaNet(MatrixStateLayer):
     """One Gated DeltaNet layer on (batch, time, d_model): a memory per head in which tokens overwrite values.
 
-    Its inputs are projected in float32 at least: scaled to unit length, a short key would magnify rounding errors.
+    Its inputs are projected in at least float32: scaled to unit length, a short key would magnify rounding errors.
 
     Args:
         d_model: width of the tokens.
-        config: its settings; the defaults without it.
-        options: single settings by name, fields of `GatedDeltaNetConfig`.
+        config: settings; the defaults if not given.
+        options: individual settings as keywords, fields of `GatedDeltaNetConfig`.
 
     Calling it with x of shape (batch, time, d_model) returns a `MixerOutput` whose y has the same shape.
 

@@ -2,7 +2,7 @@
 
     gate, u, rates = norm(x) W,   u = SiLU(conv(u)),   S_t = g_t S_{t-1} + ...,   y = x + (gated norm of q_t S_t) W_o
 
-Subclasses say what they read from u and rates. Between the projections everything is in float32 at least.
+Subclasses say what they read from u and rates. Between the projections everything is in at least float32.
 """
 
 from __future__ import annotations

@@ -59,8 +59,8 @@ class Mamba2(MatrixStateLayer):
 
     Args:
         d_model: width of the tokens.
-        config: its settings; the defaults without it.
-        options: single settings by name, fields of `Mamba2Config`.
+        config: settings; the defaults if not given.
+        options: individual settings as keywords, fields of `Mamba2Config`.
 
     Calling it with x of shape (batch, time, d_model) returns a `MixerOutput` whose y has the same shape.
 

@@ -106,10 +106,10 @@ class GAU(PackedModule):
 
     Args:
         d_model: width of the tokens.
-        config: its settings; the defaults without it.
+        config: settings; the defaults if not given.
         causal: whether a token sees earlier tokens only.
         dropout: rate of dropout on the output.
-        options: single settings by name, fields of `GAUConfig`.
+        options: individual settings as keywords, fields of `GAUConfig`.
 
     Calling it with tokens of shape (tokens, d_model) and where they came from returns the outputs, of the same shape,
     and the state after the last token (None unless causal).

@@ -55,7 +55,7 @@ class SeqBoatConfig(Settings):
     gau: GAUConfig = GAUConfig()
     """Attention among the active tokens."""
     ffn: bool = False
-    """Whether there is a feed-forward block beside attention, with routing decisions independent of it."""
+    """Whether there is a feed-forward block next to attention, with routing decisions independent of it."""
     d_ff: int | None = None
     """Width of that block; None takes 2 d_model, as MEGA does."""
     budget: BudgetConfig = BudgetConfig()
@@ -95,7 +95,7 @@ class SeqBoatFFNConfig(SeqBoatConfig):
     """
 
     ffn: bool = True
-    """Whether there is a feed-forward block beside attention, with routing decisions independent of it."""
+    """Whether there is a feed-forward block next to attention, with routing decisions independent of it."""
 
 
 class SeqBoatState(NamedTuple):

@@ -262,7 +262,7 @@ class MemorySpan(Span):
         return Neighbors(group, coordinate, table, left, right, attention, scale)
 
     def _oldest_first(self, state: WorkingMemory) -> WorkingMemory:
-        """The memory with its oldest tokens first, its sequences behind each other."""
+        """The memory with its oldest tokens first, sequence after sequence."""
         age = torch.arange(self.window, device=state.total.device)
         order = (state.total[:, None] + age) % self.window
         wide = order[..., None]

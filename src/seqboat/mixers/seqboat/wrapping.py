@@ -56,7 +56,7 @@ def name_modules(
 
 
 def as_unit(name: str, module: nn.Module) -> nn.Module:
-    """A module that may stand in a sparse layer: as it is, wrapped, or a ValueError that names the way out."""
+    """A module that a sparse layer can run: unchanged or wrapped. Otherwise a ValueError says what to do."""
     if isinstance(module, PackedModule):
         return module
     hint = f"module {name!r} is a mixer, which works on whole sequences: wrap it in seqboat.MixerUnit"

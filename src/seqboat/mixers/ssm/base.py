@@ -74,7 +74,7 @@ class TruncatedState(NamedTuple):
 class StateSpace(RecurrentMixer):
     """A state-space layer, without norm, activation or residual connection.
 
-    It computes in float32 at least, whatever autocast or the type of the inputs says: rounding errors of a recurrence
+    It computes in at least float32, whatever autocast or the type of the inputs says: rounding errors of a recurrence
     add up.
 
     Args:
@@ -110,11 +110,11 @@ class StateSpace(RecurrentMixer):
 
     @abstractmethod
     def read(self, x: Tensor, mask: Tensor | None, state: Any) -> tuple[Tensor, Any]:
-        """As `mix`, in float32 at least: the outputs, with the skip, and the state; padding may hold anything."""
+        """As `mix`, in at least float32: the outputs, with the skip, and the state; padding may hold anything."""
 
     @abstractmethod
     def read_token(self, x: Tensor, state: Any, mask: Tensor | None) -> tuple[Tensor, Any]:
-        """As `advance`, in float32 at least: the outputs, without the skip, and the state."""
+        """As `advance`, in at least float32: the outputs, without the skip, and the state."""
 
 
 class DiagonalSSM(StateSpace):
@@ -150,7 +150,7 @@ class DiagonalSSM(StateSpace):
 
     @abstractmethod
     def coefficients(self) -> Coefficients:
-        """The layer's q, drive and read, in float32 at least."""
+        """The layer's q, drive and read, in at least float32."""
 
     def step_coefficients(self) -> tuple[Tensor, Tensor, Tensor]:
         """q, drive and read of the first direction, (dim, states); subclasses may compute q directly."""

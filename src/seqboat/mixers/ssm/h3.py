@@ -177,8 +177,8 @@ class H3(RecurrentMixer):
 
     Args:
         d_model: width of the tokens.
-        config: its settings; the defaults without it.
-        options: single settings by name, fields of `H3Config`.
+        config: settings; the defaults if not given.
+        options: individual settings as keywords, fields of `H3Config`.
 
     Calling it with x of shape (batch, time, d_model) returns a `MixerOutput` whose y has the same shape.
 

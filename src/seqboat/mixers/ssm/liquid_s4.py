@@ -103,7 +103,7 @@ class LiquidState(NamedTuple):
 
 
 class LiquidCoefficients(NamedTuple):
-    """The coefficients of one direction, complex, in float32 at least."""
+    """The coefficients of one direction, complex, in at least float32."""
 
     log_decay: Tensor
     """(dim, pairs): the logarithm of Abar"""

@@ -1,4 +1,4 @@
-"""State-space kernels as loops, one sequence at a time: what the fast ones are held to.
+"""State-space kernels as loops, one sequence at a time: the specification of the fast ones.
 
 Every function takes (time, dim) in any floating type and walks over its tokens in Python. Parameters come under the
 names that the kernel's module gives them, complex ones as (real, imaginary) pairs. Bidirectional layers own two of

@@ -97,7 +97,7 @@ class S4LayerConfig(SSMLayerConfig):
 
 
 class System(NamedTuple):
-    """The continuous system, one of each conjugate pair, and its step; in float32 at least."""
+    """The continuous system, one of each conjugate pair, and its step; in at least float32."""
 
     dt: Tensor
     """(dim,)"""

@@ -94,9 +94,9 @@ class S4D(DiagonalSSM):
 
     Args:
         d_model: channels.
-        config: its settings; the defaults without it.
+        config: settings; the defaults if not given.
         causal: one direction, or else two whose outputs are added.
-        options: single settings by name, fields of `S4DConfig`.
+        options: individual settings as keywords, fields of `S4DConfig`.
 
     Calling it with x of shape (batch, time, d_model) returns a `MixerOutput` whose y has the same shape.
 

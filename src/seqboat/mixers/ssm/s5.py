@@ -145,12 +145,12 @@ class S5(StateSpace):
         return f"{self.d_model}, d_state={self.d_state}, causal={self.causal}"
 
     def coefficients(self) -> tuple[Tensor, Tensor]:
-        """q (pairs,) and (q - 1) / poles * B (pairs, d_model), complex, in float32 at least."""
+        """q (pairs,) and (q - 1) / poles * B (pairs, d_model), complex, in at least float32."""
         log_q, drive = self._log_coefficients()
         return torch.exp(log_q), drive
 
     def _log_coefficients(self) -> tuple[Tensor, Tensor]:
-        """log q (pairs,) and (q - 1) / poles * B (pairs, d_model), complex, in float32 at least."""
+        """log q (pairs,) and (q - 1) / poles * B (pairs, d_model), complex, in at least float32."""
         log_dt, log_real, imag, b = (
             part.to(at_least_float32(part.dtype)) for part in (self.log_dt, self.log_real, self.imag, self.b)
         )

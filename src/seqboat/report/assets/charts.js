@@ -139,7 +139,7 @@
       svg.append(draw("line", { x1: x, x2: x, y1: bottom - gap + 2, y2: bottom - gap + 7, class: "axis" }));
       svg.append(text(x, bottom + 8, short(at), x > right - 12 ? "end" : "middle", "tick"));
     }
-    const full = spec.own ? "each row to its own scale" : `full height ${spell(spec.most || everything, spec.unit)}`;
+    const full = spec.own ? "each row has its own scale" : `full height ${spell(spec.most || everything, spec.unit)}`;
     svg.append(text((left + right) / 2, bottom + 26, `${spec.xlabel} (${full})`, "middle", "tick"));
   }
 

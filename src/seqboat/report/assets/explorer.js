@@ -504,7 +504,7 @@
     const sees = `Sees ${spell(view.end - view.first)} activated ${view.end - view.first === 1 ? unit : `${unit}s`} at positions ${spell(from)} to ${spell(to)}`;
     let shown = `; colored: the ${view.weights.size} largest weights, ${spell(view.shown, "percent")} of all`;
     if (view.weights.size === view.end - view.first) shown = "; all colored by their weight";
-    if (!view.weights.size) shown = info.keep ? ", but gives all of them the weight zero" : "; its weights are left out to keep this page small";
+    if (!view.weights.size) shown = info.keep ? ", but gives them all zero weight" : "; its weights are left out to keep this page small";
     return `${sees}${shown}.`;
   }
 
@@ -541,7 +541,7 @@
     const views = shownLayers().map((number) => state.query !== null && seen(number, state.query) !== null);
     const parts = [swatch("#fff", "not activated")];
     if (views.includes(false)) parts.push(scale(CONFIDENCE, `confidence ${info.low}`, "1"));
-    if (views.includes(true)) parts.push(scale(WEIGHT, "small", "large weight"), swatch(css(VISIBLE), "seen, weight zero or not shown"), swatch(css(OUTSIDE), "activated, not visible"));
+    if (views.includes(true)) parts.push(scale(WEIGHT, "small", "large weight"), swatch(css(VISIBLE), "visible, weight zero or not shown"), swatch(css(OUTSIDE), "activated, not visible"));
     find("legend").replaceChildren(...parts);
   }
 

@@ -1,4 +1,4 @@
-"""What simple models reach on your own data: scores to compare a run with, in seconds.
+"""Simple baselines on your own data, computed in seconds, to compare a run with.
 
     majority            the most frequent class, labels or tag; for numbers their mean
     bag of words        words and pairs of words, weighted by TF-IDF, in a linear model (logistic or ridge regression)
@@ -365,7 +365,7 @@ def _tag_baselines(
 
 
 def _pieces(task: OwnTask, example: Example) -> Iterable[tuple[Any, int, int]]:
-    """Words of a text, or other tokens, with their places; what stands between words counts byte by byte."""
+    """Words of a text, or other tokens, with their places; what is between words counts byte by byte."""
     if not task.text_bytes:
         if task.vocab is not None:
             yield from ((int(token), i, i + 1) for i, token in enumerate(example.inputs))

@@ -1,4 +1,4 @@
-"""A Hugging Face tokenizer as plain values, so that a run carries it: its files, compressed and written in base64."""
+"""A Hugging Face tokenizer as plain values, so that a run can contain it: its files, compressed, in base64."""
 
 from __future__ import annotations
 

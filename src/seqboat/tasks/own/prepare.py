@@ -42,10 +42,10 @@ COLUMNS = ("text_column", "label_column", "second_column", "file_column", "serie
 
 
 class OwnRecord(NamedTuple):
-    """A record that was read: its input, and everything else that stood beside it."""
+    """A record that was read: its input and its other values."""
 
     place: str
-    """where it stands in its file, for messages"""
+    """its place in the file, for messages"""
     line: int
     stored: NDArray[Any]
     second: NDArray[Any] | None
@@ -111,7 +111,7 @@ def read_own(
         source: reads the inputs.
         config: of the task.
         skips: the policy for bad records.
-        label: the column that every record needs beside its inputs; None where there are no labels.
+        label: the column that every record needs besides its inputs; None if there are no labels.
     """
     if path.is_dir() or not is_table(path):
         yield from _read_folder(path, source, config, skips)

@@ -1,4 +1,4 @@
-"""Memorize: which value always belongs to this key? The pairs are those of all examples: the weights hold them.
+"""Memorize: which value always belongs to this key? All examples share the pairs: the weights must store them.
 
     inputs    A _ C _ B _ A _        a key, then a blank
     targets   . 4 . 6 . 3 . 4        its value, at the blank

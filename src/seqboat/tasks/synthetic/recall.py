@@ -3,7 +3,7 @@
     inputs    A 4 B 3 C 6 _ _ B _ _ A C _        keys and values, then keys again between blanks
     targets   . . . . . . . . 3 . . 4 6 .        the value of each queried key; none elsewhere
 
-With `noise`, tokens without a meaning stand between the pairs, and the model has to ignore them.
+With `noise`, the pairs are separated by meaningless tokens, which the model has to ignore.
 A state-space model must compress all pairs into its state; attention looks them up. After Arora et al. (2023).
 """
 
