@@ -103,9 +103,9 @@ def write_page(page: Path, records: Sequence[Record], changed: Collection[tuple[
     lines = [
         "# Results",
         "",
-        "Written by `seqboat reproduce` from the JSON file of the same name; do not edit it by hand. Minutes are",
-        "those of training with its evaluations: wall-clock, and processor time, which a busy machine does not",
-        "stretch.",
+        "`seqboat reproduce` writes this page from the JSON file of the same name; do not edit it by hand. Minutes",
+        "cover training and its evaluations: wall-clock time, and processor time, which does not depend on how busy",
+        "the machine is.",
         "",
     ]
     for target in TARGETS.values():

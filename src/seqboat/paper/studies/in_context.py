@@ -236,10 +236,10 @@ def _by_time(study: Study, found: dict[str, Record]) -> Callable[[Any], Any] | N
 IN_CONTEXT = Study(
     name="in-context",
     title="Recall, needles and memory",
-    about="Two layers with as many parameters as the recipe's SeqBoat (width 64), the same processor time for all, "
-    "and a learning rate chosen from three. The state is what a model carries along after reading an example; that "
-    "of the Transformer grows with the text. Recall: which value stood beside a key? Needle: which digit was given "
-    "to this letter, byte by byte? Memorization: pairs that never change, which the weights must hold.",
+    about="All models have two layers, as many parameters as the recipe's SeqBoat (width 64), the same processor "
+    "time, and a learning rate chosen from three. The state is what a model keeps after reading an example; that of "
+    "the Transformer grows with the text. Recall asks which value followed a key. Needle asks, byte by byte, which "
+    "digit was assigned to a letter. Memorization has pairs that never change, so the weights must store them.",
     trials=in_context_trials(),
     budget=20.0,
     command="seqboat reproduce in-context",

@@ -18,10 +18,10 @@ def write_page(page: Path) -> list[Record]:
     lines = [
         "# Evidence at equal compute",
         "",
-        f"Written by `seqboat reproduce` from `{source}` beside it, which has a line of JSON for each run with its "
-        "command, commit, seed and processor time; do not edit it by hand. Seconds are of one processor core and of "
-        "training steps only. On a busy machine they hold fewer steps, for all models alike. What this means in "
-        "practice is in [choosing.md](choosing.md).",
+        f"`seqboat reproduce` writes this page from `{source}`, which has a line of JSON for each run with its "
+        "command, commit, seed and processor time; do not edit it by hand. Seconds count the training steps on one "
+        "processor core. On a busy machine, fewer steps fit into a second, for all models alike. "
+        "[choosing.md](choosing.md) says what the results mean in practice.",
         "",
     ]
     with showing(records_path(page)):
@@ -43,7 +43,7 @@ def _section(study: Study, records: Sequence[Record], pictures: Pictures) -> lis
     known = [r for r in records if r["trial"] in named]
     wanted = len(study.cells(study.budget)) // len(study.multiples)
     lines += [
-        f"`{study.command} --budget SECONDS`; the runs here had {_list(budgets)} seconds. "
+        f"`{study.command} --budget SECONDS`; these runs had {_list(budgets)} seconds each. "
         f"{_count(known, budgets, wanted)}",
         "",
     ]
@@ -55,8 +55,8 @@ def _section(study: Study, records: Sequence[Record], pictures: Pictures) -> lis
     total = sum(r.get("processor_seconds", 0.0) for r in known) / 60
     return [
         *lines,
-        f"{len(known)} runs, {total:.0f} minutes of processor time with evaluations, without the search for learning "
-        f"rates; made at {_list(sorted({c for _, c in made}))} with torch {_list(sorted({t for t, _ in made}))}.",
+        f"{len(known)} runs took {total:.0f} minutes of processor time, including evaluations but not the search for "
+        f"learning rates (at {_list(sorted({c for _, c in made}))}; torch {_list(sorted({t for t, _ in made}))}).",
         "",
     ]
 
@@ -64,7 +64,7 @@ def _section(study: Study, records: Sequence[Record], pictures: Pictures) -> lis
 def _count(records: Sequence[Record], budgets: Sequence[float], wanted: int) -> str:
     """How much of a study is there, by budget."""
     return " ".join(
-        f"{sum(r['budget'] == budget for r in records)} of {wanted} runs with {budget:g} s are here; the same "
+        f"{sum(r['budget'] == budget for r in records)} of {wanted} runs with {budget:g} s are finished; the same "
         "command continues."
         for budget in budgets
     )

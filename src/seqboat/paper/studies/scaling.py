@@ -170,17 +170,14 @@ def _prediction(budgets: Sequence[float], fits: dict[tuple[str, float], Fit | No
                 f"{high.loss * (reach / two) ** power:.2f} bits"
             )
         else:
-            text += (
-                "; a best size lies at the edge of what was run, so that nothing follows for 39M parameters"
-            )
+            text += "; a best size is at the edge of the range, so nothing can be said about 39M parameters"
         lines.append(f"{text}.")
     if lines:
         lines += [
             "",
-            "Two budgets and five sizes fix two numbers per model. A straight line through two points has no error "
-            "bar, the extrapolation spans orders of magnitude, and text has an entropy that no formula here knows: "
-            "these numbers bound nothing about 39M parameters and are no prediction to rely on. The paper's model "
-            "reaches 1.02 bits.",
+            "Two budgets and five sizes determine two numbers per model. A straight line through two points has no "
+            "error bar, the extrapolation spans orders of magnitude, and neither formula knows the entropy of text. "
+            "Do not rely on these numbers as predictions for 39M parameters. The paper's model reaches 1.02 bits.",
             "",
         ]
     return lines
@@ -219,10 +216,10 @@ def _runs(study: Study, records: Sequence[Record]) -> list[str]:
 SCALING = Study(
     name="scaling",
     title="Scaling on enwik8",
-    about="Bits per byte on a part of the test text against the number of parameters, for the same processor time. "
-    "Every size is trained twice, with a budget and with four times as much; of each, a quarter chooses the "
-    "learning rate. Lines are parabolas in the logarithm of the size. How many tokens are active is in the "
-    "last panel and column.",
+    about="Bits per byte on part of the test text against the number of parameters, at the same processor time. "
+    "Every size is trained twice, with a budget and with four times that budget; a quarter of each goes to choosing "
+    "the learning rate. Lines are parabolas in the logarithm of the size. The last panel and column show how many "
+    "tokens are active.",
     trials=scaling_trials(),
     budget=15.0,
     multiples=(1.0, 4.0),

@@ -240,15 +240,14 @@ def _draw(scores: Scores, study: Study) -> Callable[[Any], Any] | None:
 TABLES = Study(
     name="tables",
     title="Tables 1 to 3 at equal compute",
-    about="Every row of the paper's three tables, and the models that came after it, on the small variants of all "
-    "eight tasks: the same processor time, the number of parameters of the recipe's SeqBoat, and for each "
-    "model and task a learning rate chosen from three on validation data, which takes a quarter of the time. "
-    "Mamba-2, Gated DeltaNet and Samba have no bidirectional form and read from left to right. SeqBoat with "
-    "a scaled start has the initial weights that the library has by default, instead of the paper's. "
-    "Accuracies are of 10,000 tokens of the test split for each second of the budget, enwik8 is in bits per "
-    "byte; ± is the std over seeds, the error is the standard error from seeds or from the number of "
-    "examples, whichever is larger. The paper's numbers are those of full size, for hours of GPUs: they are "
-    "here for the order of the models, not to compare with.",
+    about="Every row of the paper's three tables, and newer models, on the small variants of all eight tasks. All "
+    "models get the same processor time and as many parameters as the recipe's SeqBoat. For each model and task, "
+    "the learning rate is chosen from three on validation data, which takes a quarter of the time. Mamba-2, Gated "
+    "DeltaNet and Samba have no bidirectional form and read from left to right. SeqBoat with a scaled start uses "
+    "the library's default initial weights instead of the paper's. Accuracies are measured on 10,000 tokens of the "
+    "test split for each second of the budget; enwik8 is in bits per byte. ± is the std over seeds; the error is "
+    "the standard error from seeds or from the number of examples, whichever is larger. The paper's numbers come "
+    "from full-size models and hours on GPUs: they show the ranking of the models and are not comparable.",
     trials=table_trials(),
     budget=20.0,
     command="seqboat reproduce tables --scale small",

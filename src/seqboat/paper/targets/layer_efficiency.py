@@ -175,10 +175,10 @@ LAYER_EFFICIENCY = LayerEfficiencyTarget(
     title="Speed and memory of one layer by task",
     where="the sizes of table 6",
     about="Speed of a training step, its peak memory, and speed of inference as multiples of MEGA's, at the "
-    "six lengths of the Long Range Arena. One layer of each model with the widths of the task's recipe: all "
-    "layers of a model are alike. In SeqBoat and SeqBoat-full as many tokens attend as in the layers of our "
-    "trained small variant of the task, on average; MEGA-chunk has chunks of 128, SeqBoat the memory of its "
-    "recipe. The paper's ratios are of whole models on GPUs, over all of training.",
+    "six lengths of the Long Range Arena. One layer of each model is measured, with the widths of the task's recipe, "
+    "because all layers of a model are alike. In SeqBoat and SeqBoat-full, as many tokens attend as on average in "
+    "the layers of our trained small variant of the task. MEGA-chunk has chunks of 128, and SeqBoat the memory of "
+    "its recipe. The paper's ratios are for whole models on GPUs, over all of training.",
     cut="batches of 8,192 tokens, or of one sequence if that is longer; one layer instead of 4 to 8; layer norms.",
     small_benches=(Bench(name="lra-tasks", title="six tasks, four models", minutes=12),),
     paper_benches=(Bench(name="lra-tasks", title="six tasks, four models", minutes=None),),

@@ -166,14 +166,13 @@ MIXER_EFFICIENCY = MixerEfficiencyTarget(
     name="mixers-efficiency",
     title="Speed and memory of every mixer",
     where="columns of table 1, for all mixers and more lengths",
-    about="One layer of each mixer on the sizes of Text (width 128, memory 256), as multiples of a plain "
-    "Transformer (scores and weights in full), measured in turn; "
-    "the paper's multiples are those of its table 1, at 4,096 tokens. "
-    "First all at the same width, then all with as many parameters as SeqBoat. In routed layers as many "
-    "tokens attend as in our Text-small run. H3 and its hybrid differ in a stack only, not in one layer; "
-    "Adaptive Span has its initial spans, with a ramp of 32 tokens.",
-    cut="batches of 8,192 tokens, or of one sequence if that is longer; a step estimated to take more than 15 "
-    "seconds is left out.",
+    about="One layer of each mixer at the sizes of Text (width 128, memory 256), as multiples of a plain "
+    "Transformer (with all scores and weights in memory), measured alternately. The paper's multiples are those of "
+    "its table 1, at 4,096 tokens. First, all mixers have the same width; then all have as many parameters as "
+    "SeqBoat. In routed layers, as many tokens attend as in our small Text run. H3 and its hybrid differ only in a "
+    "stack, not in a single layer. Adaptive Span has its initial spans, with a ramp of 32 tokens.",
+    cut="batches of 8,192 tokens, or of one sequence if that is longer; steps estimated to take more than 15 "
+    "seconds are skipped.",
     small_benches=tuple(
         Bench(
             name=f"{'parameters' if matched else 'width'}-{length}",

@@ -79,15 +79,14 @@ MIXER_RUNS = MixersTarget(
     name="mixers",
     title="Every mixer learns",
     where="not in the paper",
-    about="Associative recall for a fixed short budget, with as many parameters as the recipe's SeqBoat. The runs "
-    "recorded here had each mixer's own defaults; a new run takes the recipe's settings as far as the mixer has "
-    "them. Tables and windows are no longer than a sequence, and Reformer has one round of "
-    "hashing with buckets of 16 tokens. Linformer and BigBird have no causal form, that of "
-    "Performer and Luna takes about twice as long, and Transformer and Adaptive Span barely begin "
-    "to recall in so few steps: these six read ListOps in both directions instead. The first "
-    "loss is that of the batch at step 10, in the middle of the warm-up; the last is that of the validation "
-    "split. A guess among the 31 values of recall has a loss of 3.43 and is right in 3 % of cases, a guess among "
-    "the ten answers of ListOps has a loss of 2.30.",
+    about="Associative recall with a fixed short budget and as many parameters as the recipe's SeqBoat. The runs "
+    "recorded here used each mixer's own defaults; a new run uses the recipe's settings as far as the mixer supports "
+    "them. Tables and windows are no longer than a sequence, and Reformer has one round of hashing with buckets of "
+    "16 tokens. Six mixers read ListOps in both directions instead: Linformer and BigBird have no causal form, that "
+    "of Performer and Luna takes about twice as long, and Transformer and Adaptive Span barely begin to recall in so "
+    "few steps. The first loss is that of the batch at step 10, in the middle of the warm-up; the last is that of "
+    "the validation split. Guessing among the 31 values of recall gives a loss of 3.43 and is right in 3 % of cases; "
+    "guessing among the ten answers of ListOps gives a loss of 2.30.",
     cut="Recall: 500 steps of 1,500. ListOps: 400 of 4,600. The learning rate is SeqBoat's; no mixer is tuned.",
     small=mixer_runs(),
 )

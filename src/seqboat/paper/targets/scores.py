@@ -146,8 +146,8 @@ LRA = TableTarget(
     name="lra",
     title="Long Range Arena",
     where="table 1",
-    about="Accuracy on the test split. The small variants see shorter sequences and a few epochs, so they are "
-    "not comparable with the paper's numbers; they show that each task trains and where it attends.",
+    about="Accuracy on the test split. The small variants see shorter sequences and few epochs, so their scores are "
+    "not comparable with the paper's; they show that each task trains and where its models attend.",
     small=table_runs("lra", "small"),
     paper=table_runs("lra", "paper"),
 )
@@ -163,9 +163,9 @@ ENWIK8 = TableTarget(
     name="enwik8",
     title="Language modeling",
     where="table 3",
-    about="Bits per byte on the test split. At full size it is read in windows of 8,192 bytes, of which the last "
-    "1,192 are scored, as in the paper. Models that carry a state from segment to segment, the small variants among "
-    "them, read it from beginning to end in as many parts as an evaluation batch has.",
+    about="Bits per byte on the test split. As in the paper, full-size models read it in windows of 8,192 bytes, of "
+    "which the last 1,192 are scored. Models that carry a state from segment to segment, including the small "
+    "variants, read it from beginning to end, in as many parts as an evaluation batch has sequences.",
     small=table_runs("enwik8", "small"),
     paper=table_runs("enwik8", "paper"),
 )
@@ -173,8 +173,8 @@ DIAGNOSTICS = RunsTarget(
     name="diagnostics",
     title="Diagnostics",
     where="not in the paper",
-    about="Associative recall needs attention: the model has to look up which value stood beside a key. A "
-    "pure state-space model of the same size has only its state for that.",
+    about="Associative recall needs attention: the model has to look up which value followed a key. A pure "
+    "state-space model of the same size has only its state for that.",
     small=(
         Trial(name="recall", title="recall, SeqBoat", recipe="recall", seeds=3, minutes=3),
         Trial(

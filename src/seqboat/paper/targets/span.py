@@ -89,10 +89,10 @@ SPAN = SpanTarget(
     name="span",
     title="Attention span by layer and memory",
     where="figure 6",
-    about="Mean distance, in tokens of the original sequence, from a query to the other keys that it may see. "
-    f"Pathfinder: mean over {OBSERVED_SEQUENCES} sequences of the validation split. enwik8: over seven windows of "
-    "8,192 bytes, each with 1,192 queries behind a context of 7,000. The reference is the paper's: half the size of "
-    "a window that slides over all tokens.",
+    about="Mean distance, in tokens of the original sequence, from a query to the other keys that it can see. For "
+    f"Pathfinder, the mean over {OBSERVED_SEQUENCES} sequences of the validation split; for enwik8, over seven "
+    "windows of 8,192 bytes, each with 1,192 queries after a context of 7,000. As in the paper, the reference is "
+    "half the size of a window that slides over all tokens.",
     cut=CUT_SHORT,
     small=_runs("small"),
     paper=_runs("paper"),

@@ -115,9 +115,9 @@ TRADEOFF = TradeoffTarget(
     name="tradeoff",
     title="Speed against accuracy",
     where="figure 5",
-    about="SeqBoat with working memories and MEGA-chunk with chunks of several sizes: best accuracy on the "
-    "validation split, and the hours of all training steps without evaluations: wall time times GPUs, or processor "
-    f"time on a CPU. {published.TRADEOFF}",
+    about="SeqBoat with several sizes of working memory, and MEGA-chunk with several sizes of chunks. Accuracy is "
+    "the best on the validation split. Hours are those of all training steps without evaluations: wall time times "
+    f"the number of GPUs, or processor time on a CPU. {published.TRADEOFF}",
     cut=f"{CUT_SHORT} Sequences have 256 tokens, so memories of 16 to 128; one seed instead of three.",
     small=_runs("small"),
     paper=_runs("paper"),
