@@ -162,6 +162,7 @@ def test_expressions_are_in_one_split_only():
         tokens = decode(example.inputs.tolist())
         assert 10 <= len(tokens) <= 100
         assert task.show(example) == f"{' '.join(tokens)} -> {example.target}"
+        assert task.excerpt(example.inputs, size=1000) == " ".join(tokens)
     # more training examples leave the others as they are
     larger = ShortListOpsTaskConfig(train_size=900, eval_size=50, seed=1).build()
     for split in SPLITS:

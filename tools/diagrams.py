@@ -236,7 +236,7 @@ def step(c: Canvas) -> None:
     rows = [
         ["seed, step number", "Loader\nbatch = f(seed, step)", "Backbone\nlogits, routings"],
         [
-            "Optimizer\nAdamW or RAdam",
+            "Optimizer\nAdamW, RAdam or Adagrad",
             "Gradient\nclip, skip if not finite",
             "Loss\ntask + budgets + auxiliary",
         ],

@@ -357,7 +357,10 @@ class Task(ABC):
         return text if len(text) <= size and len(inputs) <= 4 * size else text[: size - 1] + "…"
 
     def _spell(self, inputs: NDArray[Any]) -> str:
-        return " ".join(str(value) for value in inputs.reshape(-1).tolist())
+        if self.vocab is not None and self.text_bytes:
+            return bytes(inputs.astype(np.uint8)).decode(errors="replace")
+        values = inputs.reshape(-1).tolist()
+        return " ".join(self.token_names[value] if self.token_names else str(value) for value in values)
 
     @property
     def modality(self) -> Modality:

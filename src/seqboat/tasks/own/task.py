@@ -487,8 +487,6 @@ class OwnTask(Task):
         return "\n".join([*shown, f"-> {self.target.spell(example.target, self.facts)}"])
 
     def _spell(self, inputs: NDArray[Any]) -> str:
-        if self.text_bytes:
-            return bytes(inputs.astype(np.uint8)).decode(errors="replace")
         if self.source.name == "symbols":
             letters = "?" + self.facts["symbols"]
             return "".join(letters[int(i)] for i in inputs)
