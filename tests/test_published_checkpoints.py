@@ -281,7 +281,7 @@ def test_what_an_import_needs(
     assert main(["import-published", str(file), out]) == 2
     assert "is a pickle: pass --unpickle to read it" in capsys.readouterr().err
     assert main(["import-published", str(file), out, "--unpickle"]) == 2
-    assert "reads token ids: name the folder of its data" in capsys.readouterr().err
+    assert "reads token ids: give the folder of its data" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"has no dictionary: expected src-bin/dict\.txt or dict\.txt"):
         import_run(file, out, tmp_path)
     few = write_dictionaries(tmp_path / "few", symbols(5))
