@@ -378,7 +378,7 @@ def _token_operations() -> Iterator[Case]:
         if tokens:
             inputs["keep"] = draw(tokens, 7) > -0.5
         yield Case("route", f"{tokens} tokens", inputs, _route, _obvious_route, ("x", *ROUTER))
-        # seeds with which no gradient is a sum that cancels: the scale of all channels has the gradient of a single sum
+        # seeds with which no gradient is a sum that cancels: the scale of all channels has the gradient of one sum
         draw = _Random(400 + tokens)
         for kind in ("scale", "rms", "layer"):
             inputs = {"x": draw(tokens, 7), "weight": draw(7) if kind != "scale" else draw(1)[0]}
