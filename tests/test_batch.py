@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
 from pathlib import Path
 
@@ -170,16 +169,3 @@ def test_a_state_with_the_wrong_number_of_layers(tmp_path: Path, capsys: pytest.
     assert main(command) == 2
     shown, error = capsys.readouterr()
     assert shown == "" and error.count("\n") == 1 and "state of another model" in error and not out.exists()
-
-
-def test_the_benchmark_of_decoding_runs() -> None:
-    spec = importlib.util.spec_from_file_location(
-        "decoding", Path(__file__).parents[1] / "benchmarks" / "decoding.py"
-    )
-    assert spec is not None and spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    (times,) = script.measure_products(1, ((8, 4),)).values()
-    assert {"float32, as stored", "float32, by input channel"} <= times.keys() and min(times.values()) > 0
-    found = script.measure_batch(make_model(), texts=2, context=3, steps=1, rounds=1)
-    assert found["ratio, wall time"] == pytest.approx(found["together, tokens/s"] / found["alone, tokens/s"])

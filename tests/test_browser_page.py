@@ -28,6 +28,7 @@ from seqboat.onnx.export import export_run
 
 ROOT = Path(__file__).parents[1]
 RUNTIME = ROOT / "build" / "browser" / "ort"
+MODEL = "enwik8-medium"
 PROMPT, LENGTH = "Größe: the [[history]] of", 60
 
 
@@ -41,7 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not RUNTIME.is_dir():
         pytest.skip("build/browser/ort is missing: make browser fetches onnxruntime-web")
     made = tmp_path_factory.mktemp("page") / "browser"
-    export_run(Run("enwik8-small"), made, ("step",))
+    export_run(Run(MODEL), made, ("step",))
     shutil.copytree(RUNTIME, made / "ort")
     for path in (ROOT / "examples" / "onnx" / "browser").iterdir():
         shutil.copy(path, made)
@@ -77,7 +78,7 @@ def wait(driver: Any, *states: str) -> str:
 @torch.no_grad()
 def expected() -> tuple[bytes, list[int]]:
     """The most likely continuation, and how many layers attended to each of its bytes."""
-    model, text, counts = Run("enwik8-small").language_model, list(PROMPT.encode()), []
+    model, text, counts = Run(MODEL).language_model, list(PROMPT.encode()), []
     state = model.init_state(1)
     for i in range(len(text) + LENGTH):
         out = model.step(torch.tensor([text[i]]), state)

@@ -55,10 +55,37 @@ def test_rows_are_rounded_to_the_nearest_code() -> None:
     assert bool(((back - weight).abs() <= 0.5001 * scale[:, None]).all())
 
 
+def test_half_precision_codes_lose_half_a_unit_of_their_last_place() -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(20, 33) * torch.logspace(-9, 9, 20)[:, None]
+    weight[4] = 0
+    codes, scale = quantize_rows(weight, torch.float16)
+    assert codes.dtype == torch.float16 and codes.abs().amax(dim=1).tolist() == [1] * 4 + [0] + [1] * 15
+    assert bool(
+        (
+            (codes.float() * scale[:, None] - weight).abs() <= 2**-11 * weight.abs() + 2**-24 * scale[:, None]
+        ).all()
+    )
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.float16])
+def test_codes_keep_their_type(kind: torch.dtype) -> None:
+    """A change of a model's type concerns its scales."""
+    codes, scale = quantize_rows(torch.randn(5, 4), kind)
+    for dtype in (torch.float64, torch.bfloat16, torch.float16):
+        layer = Int8Linear(codes, scale, torch.zeros(5)).to(dtype)
+        assert layer.codes.dtype == kind and torch.equal(layer.codes, codes)
+        assert layer.weight.dtype == layer.scale.dtype == dtype
+        assert torch.equal(layer.codes, codes), "making the matrix must not change them"
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.float16])
 @pytest.mark.parametrize("tokens", [1, 3])
-def test_products_are_those_of_the_rounded_weights(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_are_those_of_the_rounded_weights(
+    tokens: int, kind: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(1)
-    codes, scale = quantize_rows(torch.randn(50, 34))
+    codes, scale = quantize_rows(torch.randn(50, 34), kind)
     bias, x = torch.randn(50), torch.randn(tokens, 34)
     layer, table = Int8Linear(codes, scale, bias), Int8Embedding(codes, scale)
     exact = x.double() @ (codes.double() * scale.double()[:, None]).T
@@ -100,7 +127,11 @@ def test_a_quantized_model_steps_as_it_reads(run: Path) -> None:
 
 def test_the_command_writes_a_run(small: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     weights = load_file(small / "step-1" / MODEL)
-    assert weights["backbone.embedding.codes"].dtype == torch.int8
+    types = {name: value.dtype for name, value in weights.items() if name.endswith(".codes")}
+    assert types["backbone.layers.0.sma.units.gau.base.codes"] == torch.int8
+    # what every score and every token depends on
+    fine = {name for name, dtype in types.items() if dtype == torch.float16}
+    assert fine == {"backbone.embedding.codes", *(f"backbone.layers.{n}.linear.codes" for n in range(2))}
     assert not any(name.endswith("linear.weight") for name in weights)
     assert "backbone.layers.0.sma.router.logits.weight" in weights, "routers are not rounded"
     model, whole = Run(small).language_model, Run(run).language_model

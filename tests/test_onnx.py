@@ -35,6 +35,7 @@ from seqboat.mixers.seqboat.layer import SeqBoatConfig
 from seqboat.mixers.ssm.ema import EMAConfig
 from seqboat.mixers.ssm.s4 import S4Config
 from seqboat.mixers.ssm.s4d import S4DConfig, S4DLayerConfig
+from seqboat.mixers.ssm.s5 import S5Config, S5LayerConfig
 from seqboat.models.backbone import BackboneConfig
 from seqboat.models.heads import Classifier, LanguageModel, Matcher, Tagger
 from seqboat.runs import Run
@@ -107,6 +108,7 @@ CASES: dict[str, dict[str, Any]] = {
     "s4d": {"ssm": S4DConfig(d_state=4)},
     "s4d, bilinear": {"ssm": S4DConfig(d_state=6, rule="bilinear", init="lin")},
     "s4d, truncated": {"ssm": S4DConfig(d_state=4, truncation=5)},
+    "s5": {"ssm": S5Config(d_state=8, systems=2)},
     "two modules": {"ffn": True},
     "then ffn": {"kind": SeqBoatThenFFNConfig, "norm": "scale"},
     "then ffn, prenorm": {"kind": SeqBoatThenFFNConfig, "prenorm": True},
@@ -146,7 +148,7 @@ def test_whole_sequences(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", ["plain", "laplace", "chunk, compressed", "truncated", "s4d", "two modules", *FULL, *BORDER]
+    "case", ["plain", "laplace", "chunk, compressed", "truncated", "s4d", "s5", "two modules", *FULL, *BORDER]
 )
 def test_whole_sequences_from_left_to_right(case: str, tmp_path: Path) -> None:
     model = vary(LanguageModel(backbone(mixer(causal=True, **{**CASES, **FULL, **BORDER}[case]))))
@@ -196,8 +198,15 @@ def test_language_models_with_ngrams(int8: bool, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["step", "sequence"])
-def test_layers_without_attention(form: str, tmp_path: Path) -> None:
-    layer = S4DLayerConfig(ssm=S4DConfig(d_state=4), causal=True)
+@pytest.mark.parametrize(
+    "layer",
+    [
+        S4DLayerConfig(ssm=S4DConfig(d_state=4), causal=True),
+        S5LayerConfig(ssm=S5Config(d_state=8, systems=2), causal=True),
+    ],
+    ids=["s4d", "s5"],
+)
+def test_layers_without_attention(layer: Any, form: str, tmp_path: Path) -> None:
     model = vary(LanguageModel(backbone(layer, scaled_embedding=True)))
     check(model, form, tmp_path, some=False)
 
@@ -214,12 +223,24 @@ def random_ids(batch: int, time: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("active", [None, False, True], ids=["some", "none", "all"])
-@torch.no_grad()
 def test_500_steps_and_20_lengths(active: bool | None, tmp_path: Path) -> None:
     model = vary(LanguageModel(backbone(mixer(causal=True, gau_positions="rotary"))))
     if active is not None:
         decide(model, active)
-    ids = random_ids(2, 500)
+    agree(model, random_ids(2, 500), active, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["enwik8-small", "enwik8-medium"])
+def test_500_steps_and_20_lengths_of_bundled_models(name: str, tmp_path: Path) -> None:
+    text = (Path(__file__).parents[1] / "README.md").read_bytes()
+    ids = torch.tensor([list(text[:500]), list(text[500:1000])])
+    agree(prepare(Run(name), False), ids, None, tmp_path)
+
+
+@torch.no_grad()
+def agree(model: Any, ids: torch.Tensor, active: bool | None, tmp_path: Path) -> None:
+    """Steps on 500 tokens and sequences of 20 lengths give the scores of the model; some, no or all tokens active."""
     step, whole = (write(model, form, tmp_path) for form in ("step", "sequence"))
     wanted = model(ids).logits.numpy()
     state, rates = step.start(2), []
@@ -239,7 +260,7 @@ def test_500_steps_and_20_lengths(active: bool | None, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", ["plain", "chunk, compressed", "s4d", "truncated", "s4d, truncated", "two modules"]
+    "case", ["plain", "chunk, compressed", "s4d", "s5", "truncated", "s4d, truncated", "two modules"]
 )
 def test_steps_continue_where_sequences_end(case: str, tmp_path: Path) -> None:
     """The whole graph leaves the state that single steps leave, for sequences of different lengths."""
@@ -384,7 +405,7 @@ def test_what_has_no_form_says_so(tmp_path: Path) -> None:
     def lm(**changes: Any) -> nn.Module:
         return LanguageModel(backbone(mixer(causal=True, **changes))).eval()
 
-    refused(lm(ssm=S4Config(d_state=4)), "step", tmp_path, "kernel S4 has no ONNX form; EMA and S4D")
+    refused(lm(ssm=S4Config(d_state=4)), "step", tmp_path, "kernel S4 has no ONNX form; EMA, S4D and S5")
     refused(lm(gau_span="full"), "step", tmp_path, "choose --form sequence")
     refused(lm(budget=BudgetConfig(cap=0.5)), "step", tmp_path, "a budget")
     refused(lm().train(), "step", tmp_path, "training mode")

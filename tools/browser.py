@@ -79,7 +79,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Write a page that runs a language model in a browser.")
     parser.add_argument("folder", type=Path)
     parser.add_argument(
-        "--run", default="enwik8-small", help="folder of a run, or the name of a shipped model"
+        "--run", default="enwik8-medium", help="folder of a run, or the name of a shipped model"
     )
     options = parser.parse_args()
     try:

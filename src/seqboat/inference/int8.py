@@ -1,17 +1,22 @@
 """Weights as int8 with a scale per row: a quarter of the memory, and of what decoding has to read per token.
 
-    quantize(model)     # in place: linear layers and the embedding
+    quantize(model)     # in place: linear layers and embeddings
 
-Row n of a matrix is scale[n] * codes[n], with scale[n] = max|row| / 127. Only weights are rounded: whole sequences
-are multiplied by a matrix in floating point that is made and dropped again, single tokens by a packed one
-(`Int8Matrix`). Routers, norms, state-space kernels and biases stay as they are: they are small, and decisions depend
-on them.
+Row n of a matrix is scale[n] * codes[n], with scale[n] = max|row| / 127. Two kinds of small matrices have codes in
+half precision instead, with scale[n] = max|row|: the embedding of tokens, which also scores the next one, and the
+linear map that every token passes in a SeqBoat layer. Most of what rounding did to the scores came from these
+(docs/language-model.md).
+
+Only weights are rounded: whole sequences are multiplied by a matrix in floating point that is made and dropped again,
+single tokens by a packed one (`Int8Matrix`). Routers, norms, state-space kernels and biases stay as they are: they
+are small, and decisions depend on them.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -19,29 +24,39 @@ from torch import Tensor, nn
 
 from seqboat.checks import require
 from seqboat.core.routers import Router
+from seqboat.mixers.seqboat.layer import SeqBoat
 
 LEVELS = 127
-"""Largest code of a weight."""
+"""Largest int8 code of a weight."""
+CODES = (torch.int8, torch.float16)
+"""Types of codes."""
 
 
-def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes (rows, columns) in int8 and scales (rows,) of a matrix.
+def quantize_rows(weight: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
+    """Codes (rows, columns) and scales (rows,) of a matrix.
 
     >>> codes, scale = quantize_rows(torch.tensor([[1.0, -2.0], [0.0, 0.0]]))
     >>> codes.tolist(), [round(value, 4) for value in scale.tolist()]
     ([[64, -127], [0, 0]], [0.0157, 1.0])
+
+    Args:
+        weight: (rows, columns).
+        dtype: of the codes, one of `CODES`.
     """
+    levels = LEVELS if dtype == torch.int8 else 1
     largest = weight.detach().double().abs().amax(dim=1)
-    scale = torch.where(largest > 0, largest / LEVELS, 1.0).to(weight.dtype)
-    codes = (weight.detach().double() / scale.double()[:, None]).round().clamp(-LEVELS, LEVELS)
-    return codes.to(torch.int8), scale
+    scale = torch.where(largest > 0, largest / levels, 1.0).to(weight.dtype)
+    codes = weight.detach().double() / scale.double()[:, None]
+    if dtype == torch.int8:
+        codes = codes.round().clamp(-levels, levels)
+    return codes.to(dtype), scale
 
 
 class Int8Weight(nn.Module):
     """What layers with int8 weights have in common."""
 
     codes: Tensor
-    """(rows, columns), int8"""
+    """(rows, columns), int8 or half precision"""
     scale: Tensor
     """(rows,)"""
 
@@ -51,10 +66,17 @@ class Int8Weight(nn.Module):
         self.register_buffer("codes", codes)
         self.register_buffer("scale", scale)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """What `to`, `float` and `cuda` call: the type of a model is that of its scales, and codes keep theirs."""
+        before = self.codes
+        super()._apply(fn, recurse)
+        self.codes = before.to(self.codes.device)
+        return self
+
     @property
     def weight(self) -> Tensor:
         """(rows, columns): the matrix in floating point, made anew."""
-        return self.codes.to(self.scale.dtype).mul_(self.scale[:, None])
+        return self.codes.to(self.scale.dtype) * self.scale[:, None]
 
     def rows(self, places: Tensor) -> Tensor:
         """(..., columns): some rows of the matrix, by their numbers (...)."""
@@ -65,7 +87,7 @@ class Int8Linear(Int8Weight, nn.Linear):  # type: ignore[override]
     """A linear layer with int8 weights, for inference.
 
     Args:
-        codes: (outputs, inputs), int8.
+        codes: (outputs, inputs).
         scale: (outputs,).
         bias: (outputs,), or None.
     """
@@ -83,7 +105,7 @@ class Int8Embedding(Int8Weight, nn.Embedding):  # type: ignore[override]
     """An embedding with int8 weights, for inference.
 
     Args:
-        codes: (tokens, width), int8.
+        codes: (tokens, width).
         scale: (tokens,).
     """
 
@@ -102,7 +124,7 @@ class Int8Bag(Int8Weight, nn.EmbeddingBag):  # type: ignore[override]
     """Sums of embeddings with int8 weights, for inference.
 
     Args:
-        codes: (places, width), int8.
+        codes: (places, width).
         scale: (places,).
     """
 
@@ -129,11 +151,21 @@ def quantizable(model: nn.Module) -> Iterator[tuple[str, Quantizable]]:
             yield name, part
 
 
+def code_types(model: nn.Module) -> dict[str, torch.dtype]:
+    """The type of the codes of every layer that takes them, by name."""
+    maps = [f"{name}.linear" for name, part in model.named_modules() if isinstance(part, SeqBoat)]
+    return {
+        name: torch.float16 if isinstance(part, nn.Embedding) or name in maps else torch.int8
+        for name, part in quantizable(model)
+    }
+
+
 def quantize(model: nn.Module) -> None:
     """Round the weights of a model to int8, in place; it can no longer be trained."""
-    for name, part in list(quantizable(model)):
-        if not isinstance(part, Int8Weight):
-            put_codes(model, name, *quantize_rows(part.weight))
+    layers = dict(quantizable(model))
+    for name, dtype in code_types(model).items():
+        if not isinstance(layers[name], Int8Weight):
+            put_codes(model, name, *quantize_rows(layers[name].weight, dtype))
     model.requires_grad_(False)
 
 
@@ -145,8 +177,8 @@ def is_quantized(model: nn.Module) -> bool:
 def quantize_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The weights of a model by name, those of linear layers and embeddings as int8 codes and scales."""
     found = dict(tensors)
-    for name, _ in quantizable(model):
-        codes, scale = quantize_rows(found.pop(f"{name}.weight").float())
+    for name, dtype in code_types(model).items():
+        codes, scale = quantize_rows(found.pop(f"{name}.weight").float(), dtype)
         found |= {f"{name}.codes": codes, f"{name}.scale": scale}
     return found
 
@@ -184,12 +216,12 @@ def expect_codes(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         require(name in layers, f"int8 weights of another model: it has no layer {name}")
         codes, weight = tensors[f"{name}.codes"], layers[name].weight
         require(
-            codes.dtype == torch.int8 and codes.shape == weight.shape,
-            f"int8 weights of another model: {name}.codes must be int8 of shape {tuple(weight.shape)}, "
-            f"got {codes.dtype} of shape {tuple(codes.shape)}",
+            codes.dtype in CODES and codes.shape == weight.shape,
+            f"int8 weights of another model: {name}.codes must be int8 or float16 of shape "
+            f"{tuple(weight.shape)}, got {codes.dtype} of shape {tuple(codes.shape)}",
         )
         put_codes(
-            model, name, torch.zeros_like(weight, dtype=torch.int8), weight.new_ones(len(weight)).detach()
+            model, name, torch.zeros_like(weight, dtype=codes.dtype), weight.new_ones(len(weight)).detach()
         )
     if names:
         model.requires_grad_(False)
@@ -209,7 +241,7 @@ def put_codes(model: nn.Module, name: str, codes: Tensor, scale: Tensor) -> None
 class Int8Matrix:
     """x W^T + b for a few tokens; made by `pack`.
 
-    The codes are packed as half-precision numbers, which hold them exactly, and widened inside the product, which
+    The codes are packed as half-precision numbers, which hold int8 exactly, and widened inside the product, which
     sums in float32: activations are not rounded. PyTorch's products of int8 weights need either activations rounded
     to 7 bits or instructions that many processors lack; docs/performance.md compares them.
     """

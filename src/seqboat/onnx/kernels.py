@@ -7,19 +7,24 @@ channels (real, imaginary), side by side as in `SSMState`. In blocks of BLOCK to
 
 The taps are a triangular matrix per channel, and a `Scan` carries z from block to block. Powers of q are made in the
 graph from its logarithm: a runtime computes them once when it loads the file, which stays small.
+
+S5 has one diagonal system between two matrices. Its inputs and states are complex, so in a sequence each of them is
+four channels of a diagonal kernel (`Channels`).
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from seqboat.checks import require
-from seqboat.mixers.ssm.base import DiagonalSSM, StateSpace
+from seqboat.mixers.ssm.base import Coefficients, DiagonalSSM
 from seqboat.mixers.ssm.ema import EMA
 from seqboat.mixers.ssm.s4d import S4D
+from seqboat.mixers.ssm.s5 import S5
 from seqboat.onnx.graph import Graph, Value
 
 BLOCK = 32
@@ -29,40 +34,60 @@ Memory = dict[str, Value]
 """The state of a layer by the names of its parts."""
 
 
-def check_kernel(kernel: torch.nn.Module) -> DiagonalSSM:
-    """The kernel, if it has a form as a graph; ValueError otherwise."""
+def make_kernel(graph: Graph, kernel: torch.nn.Module) -> Kernel:
+    """A state-space kernel as nodes of a graph; ValueError if it has no such form."""
     require(
-        isinstance(kernel, EMA | S4D),
-        f"the state-space kernel {type(kernel).__name__} has no ONNX form; EMA and S4D have one",
+        type(kernel) in (EMA, S4D, S5),
+        f"the state-space kernel {type(kernel).__name__} has no ONNX form; EMA, S4D and S5 have one",
     )
+    if isinstance(kernel, S5):
+        return SharedKernel(graph, kernel)
     assert isinstance(kernel, DiagonalSSM)
-    return kernel
+    return DiagonalKernel(graph, kernel)
 
 
-def state_shapes(kernel: DiagonalSSM) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Type and shape of the parts of a state, without the batch."""
-    if kernel.truncation is not None:
-        return {"history": ("float", (kernel.truncation - 1, kernel.d_model))}
-    return {"ssm": ("float", (kernel.d_model, kernel.d_state))}
+class Kernel(ABC):
+    """A kernel as nodes of a graph."""
+
+    @abstractmethod
+    def state_shapes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Type and shape of the parts of a state, without the batch."""
+
+    @abstractmethod
+    def step(self, x: Value, state: Memory) -> tuple[Value, Memory]:
+        """(batch, dim) to (batch, dim), and the state after the token."""
+
+    @abstractmethod
+    def sequence(self, x: Value, lengths: Value | None) -> tuple[Value, Memory]:
+        """(batch, time, dim), zeros on padding, to (batch, time, dim), which may hold anything there.
+
+        Args:
+            x: the sequence.
+            lengths: (batch,), real tokens, if the state after the last of them is wanted.
+        """
 
 
-class Kernel:
-    """A kernel as nodes of a graph.
+class DiagonalKernel(Kernel):
+    """A diagonal kernel in each channel.
 
     Args:
         graph: to write to.
-        kernel: diagonal.
+        kernel: the kernel.
     """
 
-    def __init__(self, graph: Graph, kernel: StateSpace) -> None:
-        self.graph, self.kernel = graph, check_kernel(kernel)
-        self.d_model, self.d_state = kernel.d_model, self.kernel.d_state
+    def __init__(self, graph: Graph, kernel: DiagonalSSM) -> None:
+        self.graph, self.kernel = graph, kernel
+        self.d_model, self.d_state = kernel.d_model, kernel.d_state
+
+    def state_shapes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        if self.kernel.truncation is not None:
+            return {"history": ("float", (self.kernel.truncation - 1, self.d_model))}
+        return {"ssm": ("float", (self.d_model, self.d_state))}
 
     # one token
 
     @torch.no_grad()
     def step(self, x: Value, state: Memory) -> tuple[Value, Memory]:
-        """(batch, dim) to (batch, dim), and the state after the token."""
         graph, kernel = self.graph, self.kernel
         skipped = x * graph.weight(kernel.skip, "skip")
         if kernel.truncation is not None:
@@ -84,12 +109,6 @@ class Kernel:
 
     @torch.no_grad()
     def sequence(self, x: Value, lengths: Value | None) -> tuple[Value, Memory]:
-        """(batch, time, dim), zeros on padding, to (batch, time, dim), which may hold anything there.
-
-        Args:
-            x: the sequence.
-            lengths: (batch,), real tokens, if the state after the last of them is wanted.
-        """
         graph, kernel = self.graph, self.kernel
         y = x * graph.weight(kernel.skip, "skip")
         if kernel.truncation is not None:
@@ -98,13 +117,13 @@ class Kernel:
         state: Memory = {}
         for direction in range(kernel.directions):
             powers = Powers(graph, kernel, direction)
-            inner, states = self._read(blocks, powers, reverse=direction == 1)
+            inner, states = self.read(blocks, powers, reverse=direction == 1)
             y = y + inner
             if lengths is not None:
-                state["ssm"] = self._final(blocks, powers, states, lengths)
+                state["ssm"] = self.final(blocks, powers, states, lengths)
         return y, state
 
-    def _read(self, blocks: Blocks, powers: Powers, reverse: bool) -> tuple[Value, Value]:
+    def read(self, blocks: Blocks, powers: Powers, reverse: bool) -> tuple[Value, Value]:
         """The outputs of one direction, and (blocks, dim, states, batch), the states before every block."""
         graph, x = self.graph, blocks.columns  # (dim, BLOCK, batch * blocks)
         ages = np.subtract.outer(np.arange(BLOCK), np.arange(BLOCK))
@@ -128,7 +147,7 @@ class Kernel:
         read = powers.read.take((order[::-1] + 1).tolist(), 2)  # (dim, states, BLOCK)
         return blocks.rows(inside + read.transpose(0, 2, 1) @ before), states
 
-    def _final(self, blocks: Blocks, powers: Powers, states: Value, lengths: Value) -> Value:
+    def final(self, blocks: Blocks, powers: Powers, states: Value, lengths: Value) -> Value:
         """(batch, dim, states) after the last real token of every sequence."""
         graph, sequence = self.graph, self.graph.range(blocks.batch)
         block = lengths // BLOCK
@@ -164,6 +183,78 @@ class Kernel:
         first = graph.range(batch) * (time + (size - 1)) + lengths
         place = first.unsqueeze(1) + graph.range(size - 1)
         return y, {"history": joined.reshape(-1, self.d_model).take(place)}
+
+
+class SharedKernel(Kernel):
+    """S5: one diagonal system for all channels.
+
+    Args:
+        graph: to write to.
+        kernel: the kernel.
+    """
+
+    def __init__(self, graph: Graph, kernel: S5) -> None:
+        self.graph, self.kernel = graph, kernel
+        self.decay, self.drive = (part.detach() for part in kernel.coefficients())
+
+    def state_shapes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        return {"ssm": ("float", (self.kernel.d_state,))}
+
+    @torch.no_grad()
+    def step(self, x: Value, state: Memory) -> tuple[Value, Memory]:
+        graph, kernel, decay = self.graph, self.kernel, self.decay
+        factors = Factors(
+            graph.weight(paired(decay.real, decay.real), "decay"),
+            graph.weight(paired(-decay.imag, decay.imag), "turn"),
+        )
+        after = factors.times(state["ssm"], kernel.d_state, 1)
+        after = after + x @ graph.weight(kernel.enter_matrix(self.drive), "enter")
+        leave = kernel.leave_matrix(0, decay.real.dtype)
+        y = after @ graph.weight(leave.t(), "leave")
+        return y + x * graph.weight(kernel.skip, "skip"), {"ssm": after}
+
+    @torch.no_grad()
+    def sequence(self, x: Value, lengths: Value | None) -> tuple[Value, Memory]:
+        graph, kernel = self.graph, self.kernel
+        channels = Channels(kernel)
+        inner = DiagonalKernel(graph, channels)
+        enter = kernel.enter_matrix(self.drive).repeat_interleave(2, dim=1)
+        blocks, powers = Blocks(graph, x @ graph.weight(enter, "enter")), Powers(graph, channels, 0)
+        y, state = x * graph.weight(kernel.skip, "skip"), Memory()
+        for direction in range(kernel.directions):
+            out, states = inner.read(blocks, powers, reverse=direction == 1)
+            y = y + out @ graph.weight(kernel.channels_matrix(direction, enter.dtype).t(), "leave")
+            if lengths is not None:
+                final = inner.final(blocks, powers, states, lengths).reshape(0, kernel.d_state // 2, 8)
+                joined = final @ graph.weight(Channels.state_matrix(), "join")
+                state["ssm"] = joined.reshape(0, kernel.d_state)
+        return y, state
+
+
+class Channels(DiagonalSSM):
+    """The complex states of S5 as channels with real inputs and outputs, four for each.
+
+    The real part of an input enters the first two and the imaginary part the others; of each two, one returns the
+    real part of its state and one the imaginary part.
+    """
+
+    def __init__(self, kernel: S5) -> None:
+        pairs = kernel.d_state // 2
+        super().__init__(4 * pairs, 2, causal=True)
+        self.log_decay = kernel.log_coefficients()[0].repeat_interleave(4).view(1, -1, 1)
+        self.pairs = pairs
+
+    def coefficients(self) -> Coefficients:
+        read = self.log_decay.new_tensor([1, -1j, 1, -1j]).repeat(self.pairs).view(1, -1, 1)
+        return Coefficients(self.log_decay, torch.ones_like(read), read)
+
+    @staticmethod
+    def state_matrix() -> torch.Tensor:
+        """(8, 2): from the states of four channels, as pairs of numbers, to the state that they stand for."""
+        matrix = torch.zeros(2, 2, 2, 2)  # part that entered, channel of the two, part of its state, part
+        matrix[0, 0, 0, 0] = matrix[0, 0, 1, 1] = matrix[1, 0, 0, 1] = 1
+        matrix[1, 0, 1, 0] = -1
+        return matrix.view(8, 2)
 
 
 class Blocks:

@@ -25,7 +25,7 @@ from seqboat.mixers.seqboat.layer import SeqBoat
 from seqboat.mixers.ssm.layer import SSMLayer
 from seqboat.onnx.attention import Attention, pack, unpack
 from seqboat.onnx.graph import Graph, Value
-from seqboat.onnx.kernels import Kernel, Memory, check_kernel, state_shapes
+from seqboat.onnx.kernels import Memory, make_kernel
 
 
 class Sequences(NamedTuple):
@@ -141,12 +141,11 @@ class Layer:
         inner = layer.layer if isinstance(layer, SeqBoatThenFFN) else layer
         require(
             type(inner) in (SeqBoat, SSMLayer),
-            f"the layer {type(inner).__name__} has no ONNX form; SeqBoat and the layers of EMA and S4D have one",
+            f"the layer {type(inner).__name__} has no ONNX form; SeqBoat and the layers of S4D and S5 have one",
         )
         assert isinstance(inner, SeqBoat | SSMLayer)
         self.layer = inner
-        check_kernel(inner.ssm)
-        self.kernel = Kernel(graph, inner.ssm)  # type: ignore[arg-type]
+        self.kernel = make_kernel(graph, inner.ssm)
         self.units: list[Attention | FeedForward] = []
         if isinstance(inner, SeqBoat):
             sma = inner.sma
@@ -169,7 +168,7 @@ class Layer:
 
     def state_shapes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Type and shape of the parts of the state, without the batch."""
-        shapes = state_shapes(self.kernel.kernel)
+        shapes = self.kernel.state_shapes()
         for unit in self.units:
             if isinstance(unit, Attention):
                 shapes |= unit.state_shapes()

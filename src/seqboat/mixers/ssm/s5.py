@@ -146,10 +146,10 @@ class S5(StateSpace):
 
     def coefficients(self) -> tuple[Tensor, Tensor]:
         """q (pairs,) and (q - 1) / poles * B (pairs, d_model), complex, in at least float32."""
-        log_q, drive = self._log_coefficients()
+        log_q, drive = self.log_coefficients()
         return torch.exp(log_q), drive
 
-    def _log_coefficients(self) -> tuple[Tensor, Tensor]:
+    def log_coefficients(self) -> tuple[Tensor, Tensor]:
         """log q (pairs,) and (q - 1) / poles * B (pairs, d_model), complex, in at least float32."""
         log_dt, log_real, imag, b = (
             part.to(at_least_float32(part.dtype)) for part in (self.log_dt, self.log_real, self.imag, self.b)
@@ -181,7 +181,7 @@ class S5(StateSpace):
 
     def read(self, x: Tensor, mask: Tensor | None, state: S5State | None) -> tuple[Tensor, S5State | None]:
         batch, time, _ = x.shape
-        log_q, drive = self._log_coefficients()
+        log_q, drive = self.log_coefficients()
         skipped = self.skip.to(x.dtype) * x
         if (SEAM.open or x.device.type != "cpu") and scan_fits(x, states=2):
             found = self._read_by_kernel(x, log_q, drive, mask, state)
@@ -238,10 +238,14 @@ class S5(StateSpace):
         final = torch.view_as_complex(found[1].unflatten(1, (pairs, 2, 2)).contiguous())[..., 0]
         return y, S5State(real_like(final[..., 0] + 1j * final[..., 1]))
 
+    def channels_matrix(self, direction: int, dtype: torch.dtype) -> Tensor:
+        """(d_model, 4 pairs) real: 2 Re(C s) of states as four channels each (`_read_by_kernel`)."""
+        real, imaginary = self.leave_matrix(direction, dtype).unflatten(1, (-1, 2)).unbind(-1)
+        return torch.stack([real, imaginary, imaginary, -real], dim=-1).flatten(1)
+
     def _leave_channels(self, states: Tensor, direction: int) -> Tensor:
         """2 Re(C s) of what the channels of `_read_by_kernel` return."""
-        real, imaginary = self.leave_matrix(direction, states.dtype).unflatten(1, (-1, 2)).unbind(-1)
-        matrix = torch.stack([real, imaginary, imaginary, -real], dim=-1).flatten(1)
+        matrix = self.channels_matrix(direction, states.dtype)
         rows = states.reshape(1, states.shape[:-1].numel(), states.shape[-1])
         return product(rows, matrix.t()[None])[0].view(*states.shape[:-1], self.d_model)
 
