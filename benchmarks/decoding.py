@@ -40,6 +40,7 @@ from seqboat.bench.rates import meet_rate
 from seqboat.inference.int8 import Int8Matrix, quantize, quantize_rows
 from seqboat.inference.lean import lean_model
 from seqboat.inference.products import FloatProduct
+from seqboat.models.backbone import BackboneState
 from seqboat.models.heads import LanguageModel
 from seqboat.runs import Run
 from seqboat.text.batch import BatchEngine
@@ -119,13 +120,19 @@ def full_size(rate: float = 0.5, config: dict[str, int] = FULL_SIZE) -> Language
     return model
 
 
-def lean_steps(model: LanguageModel, prompt: Tensor, tokens: Tensor) -> Round:
+@torch.inference_mode()
+def read_prompt(model: LanguageModel, prompt: Tensor) -> BackboneState:
+    """The state after a prompt (1, time)."""
+    state = model.init_state(1)
+    for piece in prompt.split(general_steps.CHUNK, dim=1):
+        state = model(piece, None, state).state
+    return state
+
+
+def lean_steps(model: LanguageModel, state: BackboneState, tokens: Tensor) -> Round:
     """Lean steps; later rounds read on, which costs the same."""
-    lean, state = lean_model(model), model.init_state(1)
+    lean = lean_model(model)
     assert lean is not None
-    with torch.inference_mode():
-        for piece in prompt.split(general_steps.CHUNK, dim=1):
-            state = model(piece, None, state).state
     lean.join(state)
 
     def run() -> tuple[float, float]:
@@ -191,8 +198,9 @@ def measure_steps(
     with general_rounds(given, tree / "src") as baseline:
         measured = {f"general step, {contexts[0]} tokens": baseline}
         for context in contexts:
+            state = read_prompt(plain, prompt[:, :context])
             for name, model in (("float32", plain), ("int8", rounded)):
-                measured[f"lean, {name}, {context} tokens"] = lean_steps(model, prompt[:, :context], tokens)
+                measured[f"lean, {name}, {context} tokens"] = lean_steps(model, state, tokens)
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in measured}
         for number in range(rounds + 1):
             for name, run in measured.items():

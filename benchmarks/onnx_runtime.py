@@ -1,7 +1,8 @@
 """Exported models in onnxruntime against PyTorch: steps of decoding and whole sequences, in turns.
 
-    python benchmarks/onnx_runtime.py                  the bundled model
-    python benchmarks/onnx_runtime.py --full-size      the paper's enwik8 layout, half of the tokens active
+    python benchmarks/onnx_runtime.py                       the small bundled model
+    python benchmarks/onnx_runtime.py --run enwik8-medium   another, here one that has int8 weights only
+    python benchmarks/onnx_runtime.py --full-size           the paper's enwik8 layout, half of the tokens active
 
 Tokens per second at batch 1, the median over the rounds, and the median of the ratios to PyTorch's lean step
 (`seqboat.inference.lean`) or its whole forward pass in the same round. One thread each; seconds are those of the
@@ -22,7 +23,7 @@ import numpy as np
 import torch
 
 from decoding import full_size
-from seqboat.inference.int8 import quantize
+from seqboat.inference.int8 import is_quantized, quantize
 from seqboat.inference.lean import lean_model
 from seqboat.models.heads import LanguageModel
 from seqboat.onnx.export import FORMAT, write_form
@@ -118,6 +119,7 @@ def compare(measures: dict[str, Measure], rounds: int) -> dict[str, tuple[float,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--run", default="enwik8-small", help="a run or bundled model")
     parser.add_argument("--full-size", action="store_true", help="the paper's enwik8 layout, fresh weights")
     parser.add_argument(
         "--tokens", type=int, default=400, help="steps per round, and length of the sequences"
@@ -125,13 +127,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    plain = full_size() if options.full_size else Run("enwik8-small").language_model
-    small = copy.deepcopy(plain)
-    quantize(small)
+    plain = full_size() if options.full_size else Run(options.run).language_model
+    models = {"int8": copy.deepcopy(plain)}
+    quantize(models["int8"])
+    if not is_quantized(plain):
+        models = {"float32": plain, **models}
     ids = np.random.default_rng(0).integers(0, 256, 50 + options.tokens).tolist()
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        models = {"float32": plain, "int8": small}
         steps: dict[str, Measure] = {}
         wholes: dict[str, Measure] = {}
         for name, model in models.items():

@@ -203,3 +203,17 @@ def test_int8_weights_of_another_model(
     CheckpointStore(folder).save(1, {MODEL: weights}, state, best=True)
     for command in (("generate", str(folder), "--prompt", "x"), ("score", str(folder), __file__)):
         assert "int8 weights of another model" in fails(capsys, *command)
+
+
+def test_a_file_of_another_model(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The file of one run in the folder of another, which knows its checksum."""
+    folder, out = tmp_path / "wrong", tmp_path / "state"
+    shutil.copytree(Run("enwik8-small").folder, folder)
+    shutil.copy(small / "step-1" / MODEL, folder / "step-1800" / MODEL)
+    for command in (
+        ("generate", str(folder), "--prompt", "x", "--save-state", str(out)),
+        ("score", str(folder), __file__),
+    ):
+        error = fails(capsys, *command)
+        assert "wrong holds no whole checkpoint" in error and "does not match its sha256" in error
+    assert not out.exists()

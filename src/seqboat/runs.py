@@ -161,10 +161,12 @@ class Run:
             replaced = not set(before) <= set(store.steps())
             if replaced and (failure or said) and not self._is_checkpoint and attempt + 1 < ATTEMPTS:
                 continue
+            if failure is not None:
+                # nothing was taken instead: what was wrong with the first checkpoint belongs to the error
+                reason = said[0].rpartition("; ")[0] if said else ""
+                raise type(failure)(f"{failure}: {reason}") if reason else failure
             for line in said:
                 warnings.warn(printable(line), stacklevel=5)
-            if failure is not None:
-                raise failure
             break
         return found, weights
 
