@@ -2,6 +2,7 @@
 
     python benchmarks/int8_texts.py                                  the small bundled model, its own prompts
     python benchmarks/int8_texts.py --run runs/lm --text notes.txt   prompts from a file, at even distances
+    python benchmarks/int8_texts.py --half                           everything in int8
 
 Given the same text before it, a byte differs only where the two most likely ones are close; after the first such
 byte, the texts go separate ways. So both are counted: texts that are the same to the end, and bytes that are the same
@@ -11,12 +12,13 @@ when both models read the text of the first.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from seqboat.inference.int8 import is_quantized, quantize
+from seqboat.inference.int8 import code_types, is_quantized, put_codes, quantize, quantize_rows
 from seqboat.models.heads import LanguageModel
 from seqboat.runs import Run
 from seqboat.text.generate import SamplingConfig, generate
@@ -28,6 +30,8 @@ OPENINGS = (
     "In 1969, the", "The film was", "[[Image:", "Some scientists believe", "The president of the", "Water is",
 )  # fmt: skip
 """Prompts where no text is given."""
+HALF = ("embedding", "linear")
+"""Last names of the matrices that `quantize` leaves in half precision."""
 GREEDY = SamplingConfig(greedy=True)
 
 
@@ -53,9 +57,14 @@ def write(model: LanguageModel, prompts: list[bytes], length: int) -> list[bytes
 
 
 @torch.inference_mode()
-def compare(model: LanguageModel, prompts: list[bytes], length: int) -> list[Pair]:
-    """Write with the model, round it in place, and write again."""
+def compare(
+    model: LanguageModel, prompts: list[bytes], length: int, half: Sequence[str] = HALF
+) -> list[Pair]:
+    """Write with the model, round it in place, and write again; `half` names what stays in half precision."""
     before = write(model, prompts, length)
+    for name, dtype in code_types(model).items():
+        if dtype == torch.float16 and name.rpartition(".")[2] not in half:
+            put_codes(model, name, *quantize_rows(model.get_submodule(name).weight))  # type: ignore[arg-type]
     quantize(model)
     after = write(model, prompts, length)
     pairs = []
@@ -73,6 +82,9 @@ def main() -> None:
     parser.add_argument("--run", default="enwik8-small", help="a run or bundled model that is not rounded")
     parser.add_argument("--text", type=Path, help="take prompts of 40 bytes from this file")
     parser.add_argument("--prompts", type=int, default=len(OPENINGS), help="with --text: how many")
+    parser.add_argument(
+        "--half", nargs="*", choices=HALF, default=HALF, help="what stays in half precision (both)"
+    )
     parser.add_argument("--bytes", type=int, default=100, help="length of every text")
     options = parser.parse_args()
     prompts = [opening.encode() for opening in OPENINGS]
@@ -84,7 +96,7 @@ def main() -> None:
     model: Any = Run(options.run).language_model
     if is_quantized(model):
         parser.error(f"{options.run} has int8 weights already")
-    pairs = compare(model, prompts, options.bytes)
+    pairs = compare(model, prompts, options.bytes, options.half)
     for pair in pairs:
         if pair.common < len(pair.before):
             where = slice(max(0, pair.common - 20), pair.common + 20)

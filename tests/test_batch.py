@@ -169,3 +169,4 @@ def test_a_state_with_the_wrong_number_of_layers(tmp_path: Path, capsys: pytest.
     assert main(command) == 2
     shown, error = capsys.readouterr()
     assert shown == "" and error.count("\n") == 1 and "state of another model" in error and not out.exists()
+    assert "they differ in session.state.layers.1." in error and len(error) < 400

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from lm_runs import write_lm_run
 from seqboat.runs import Run
@@ -40,7 +41,11 @@ def test_steps_take_turns_with_another_version(monkeypatch: pytest.MonkeyPatch, 
 
 def test_texts_before_and_after_rounding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     script = load("int8_texts", monkeypatch)
-    pairs = script.compare(Run(write_lm_run(tmp_path)).language_model, [b"Ein", b"Das"], 9)
+    model = Run(write_lm_run(tmp_path)).language_model
+    pairs = script.compare(model, [b"Ein", b"Das"], 9, half=["linear"])
+    codes = dict(model.named_buffers())
+    assert codes["backbone.embedding.codes"].dtype == torch.int8
+    assert codes["backbone.layers.0.linear.codes"].dtype == torch.float16
     assert [pair.prompt for pair in pairs] == [b"Ein", b"Das"]
     for pair in pairs:
         assert len(pair.before) == len(pair.after) == 9

@@ -47,9 +47,11 @@ def rebuild(like: State, parts: Mapping[str, Tensor], name: str = "state") -> St
     (tensor([1.]), None)
     """
     expected = {key for key, _ in tensors(like, name)}
+    other = sorted(expected ^ parts.keys())
     require(
-        expected == parts.keys(),
-        f"state of another model: expected {sorted(expected)}, got {sorted(parts)}",
+        not other,
+        f"state of another model: {len(parts)} tensors where this one has {len(expected)}; they differ in "
+        f"{', '.join(other[:2])}{', ...' if other[2:] else ''}",
     )
     values = iter([parts[key] for key, _ in tensors(like, name)])
     return map_state(lambda _: next(values), like)

@@ -3,7 +3,7 @@
     quantize(model)     # in place: linear layers and embeddings
 
 Row n of a matrix is scale[n] * codes[n], with scale[n] = max|row| / 127. Two kinds of small matrices have codes in
-half precision instead, with scale[n] = max|row|: the embedding of tokens, which also scores the next one, and the
+half precision instead, scaled by a power of two: the embedding of tokens, which also scores the next one, and the
 linear map that every token passes in a SeqBoat layer. Most of what rounding did to the scores came from these
 (docs/language-model.md).
 
@@ -43,12 +43,13 @@ def quantize_rows(weight: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tens
         weight: (rows, columns).
         dtype: of the codes, one of `CODES`.
     """
-    levels = LEVELS if dtype == torch.int8 else 1
     largest = weight.detach().double().abs().amax(dim=1)
-    scale = torch.where(largest > 0, largest / levels, 1.0).to(weight.dtype)
+    # a power of two leaves weights as they are that were in half precision before
+    scale = largest / LEVELS if dtype == torch.int8 else torch.exp2(torch.frexp(largest).exponent.double())
+    scale = torch.where(largest > 0, scale, 1.0).to(weight.dtype)
     codes = weight.detach().double() / scale.double()[:, None]
     if dtype == torch.int8:
-        codes = codes.round().clamp(-levels, levels)
+        codes = codes.round().clamp(-LEVELS, LEVELS)
     return codes.to(dtype), scale
 
 
