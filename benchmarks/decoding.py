@@ -8,7 +8,7 @@
     python benchmarks/decoding.py batch --full-size            the same with the paper's enwik8 layout
 
 TREE is a folder with another version, such as `git worktree add TREE COMMIT` makes. Its general step runs in a
-process of its own and takes turns with the others, on the same weights and tokens.
+separate process and takes turns with the others, on the same weights and tokens.
 
 Times of `products` are seconds of processor time, the least of several rounds, which a busy machine changes less than
 wall time; `steps` and `batch` show both.
@@ -146,7 +146,7 @@ def lean_steps(model: LanguageModel, state: BackboneState, tokens: Tensor) -> Ro
 
 @contextmanager
 def general_rounds(given: dict[str, Any], source: Path) -> Iterator[Round]:
-    """General steps of the version in this folder, in a process of its own."""
+    """General steps of the version in this folder, in a separate process."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.pt"
         torch.save(given, path)

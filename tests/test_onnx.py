@@ -308,9 +308,11 @@ def test_int8_files_are_small_and_right(tmp_path: Path) -> None:
         check(model, form, tmp_path)
         sizes.append((tmp_path / f"{form}.onnx").stat().st_size)
     quantize(model)
+    # codes of one or two bytes in place of numbers of four
+    saved = sum((4 - b.itemsize) * b.numel() for name, b in model.named_buffers() if name.endswith(".codes"))
     for form, before in zip(("step", "sequence"), sizes, strict=True):
         check(model, form, tmp_path)
-        assert before - (tmp_path / f"{form}.onnx").stat().st_size > 40_000
+        assert before - (tmp_path / f"{form}.onnx").stat().st_size > 0.9 * saved > 35_000
 
 
 # the command

@@ -337,7 +337,7 @@ class Run:
         Args:
             folder: to make; must be empty if it exists.
             dtype: of the stored weights; the model is still loaded in its own precision. With torch.int8 the weights
-                of linear layers and embeddings stay int8, with a scale per row; other weights are kept as they are.
+                of linear layers and embeddings are rounded as `quantize` does; other weights are kept as they are.
 
         Returns:
             The folder.
