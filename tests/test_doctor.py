@@ -15,6 +15,7 @@ from seqboat.cli import main
 from seqboat.doctor import examine, machine, operations
 from seqboat.ops.band import Neighbors
 from seqboat.ops.banded import banded
+from seqboat.ops.decode import LayerStep
 from seqboat.ops.kernels import registry
 from seqboat.ops.kernels.registry import IMPLEMENTATIONS, SEAM, Implementation, using_kernels
 
@@ -24,6 +25,11 @@ CPU = torch.device("cpu")
 def wrong_attention(q: Tensor, k: Tensor, v: Tensor, near: Neighbors) -> Tensor:
     """A kernel that forgets the border of the window."""
     return banded(q, k, v, near._replace(left=near.left + 1))
+
+
+def wrong_decode(step: LayerStep, x: Tensor) -> Tensor:
+    """A kernel that leaves the layer out."""
+    return x.clone()
 
 
 def failing_attention(q: Tensor, k: Tensor, v: Tensor, near: Neighbors) -> Tensor:
@@ -48,8 +54,9 @@ def _few_cases(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def register(monkeypatch: pytest.MonkeyPatch, function: str) -> None:
     kernel = Implementation("triton", f"test_doctor:{function}", differentiable=True)
-    monkeypatch.setitem(IMPLEMENTATIONS, "attention", [kernel])
-    few = [case for case in operations.cases() if case.operation == "attention"][:2]
+    operation = function.partition("_")[2]
+    monkeypatch.setitem(IMPLEMENTATIONS, operation, [kernel])
+    few = [case for case in operations.cases() if case.operation == operation][:2]
     monkeypatch.setattr(examine, "cases", lambda: iter(few))
     monkeypatch.setattr(examine, "check_contract", lambda device: {})
     monkeypatch.setattr(machine, "time_products", lambda device: {"float32": 1.0})
@@ -74,6 +81,17 @@ def test_a_sound_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert set(record["kernels"]) == set(registry.OPERATIONS)
 
 
+@pytest.mark.parametrize("dtype", operations.BOUNDS)
+def test_every_case_agrees(dtype: torch.dtype) -> None:
+    """All that `seqboat doctor` measures, or it calls a sound machine wrong."""
+    wrong = {}
+    for case in operations.cases():
+        error = max(operations.measure(case, CPU, dtype))
+        if not error <= operations.BOUNDS[dtype]:
+            wrong[case.operation, case.name] = error
+    assert not wrong
+
+
 def test_a_wrong_kernel_is_named_and_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -90,6 +108,17 @@ def test_a_wrong_kernel_is_named_and_replaced(
     with using_kernels("triton", "attention"):
         assert max(operations.measure(case, CPU, torch.float64)) < 1e-10
         assert SEAM.refused["attention", "triton"].startswith("disabled: disagrees with the reference")
+
+
+def test_a_wrong_step_of_decoding_is_named_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    register(monkeypatch, "wrong_decode")
+    found = examine.examine(CPU)
+    # in the first type; it is disabled for the others
+    assert [one.wrong for one in found if one.implementation == "triton"] == ["decode", None, None, None]
+    assert {one.wrong for one in found if one.implementation == "torch"} == {None}
+    case = next(case for case in operations.cases() if case.operation == "decode")
+    with using_kernels("triton", "decode"):
+        assert max(operations.measure(case, CPU, torch.float64)) < 1e-10
 
 
 def test_a_kernel_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
