@@ -103,6 +103,11 @@ def empty(path: Path) -> None:
     path.write_bytes(b"")
 
 
+def flip(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
 @pytest.mark.parametrize("name", [MODEL, OPTIM, STATE])
 @pytest.mark.parametrize("harm", [truncate, empty, Path.unlink])
 def test_truncated_empty_and_missing_files_are_found(tmp_path: Path, name: str, harm: Any) -> None:
@@ -219,7 +224,7 @@ def test_nothing_whole_is_ever_deleted(
 
 
 @pytest.mark.parametrize("damaged", [(3,), (2,), (2, 3), (1, 2, 3), (1,), (1, 3)], ids=str)
-@pytest.mark.parametrize("harm", [truncate, empty, Path.unlink])
+@pytest.mark.parametrize("harm", [truncate, empty, flip, Path.unlink])
 def test_damage_while_the_run_continues(tmp_path: Path, damaged: tuple[int, ...], harm: Any) -> None:
     """What was damaged since it was written takes no place among the kept ones, and is not deleted either."""
     told: list[str] = []

@@ -15,7 +15,8 @@ from mixer_cases import CASES, D_MODEL, Case
 from seqboat import PaddedUnit, SeqBoatConfig, SparseModularActivation
 from seqboat.mixers.attention.reformer import ReformerConfig
 
-TIME = 6
+TIME = 11
+"""Tokens: more than a block of any mixer here."""
 
 
 @pytest.fixture(autouse=True)
