@@ -117,8 +117,8 @@ class SeqBoat(RecurrentMixer):
 
     Args:
         d_model: width of the tokens.
-        config: every setting as one `SeqBoatConfig`; the defaults without it.
-        options: single settings by name, instead of a configuration or on top of it. They are the fields of
+        config: all settings as one `SeqBoatConfig`; the defaults if not given.
+        options: individual settings as keywords, instead of a configuration or on top of it. They are the fields of
             `SeqBoatConfig` and of its parts. The most used ones:
 
             - causal (bool): read from left to right only, for language models and decoding. Default False.
