@@ -344,7 +344,7 @@ def test_the_report_has_classes_and_explains_its_columns(told: tuple[Path, list[
     assert "<title>run</title>" in text and 'id="scores"' in text and "Confusion matrix" in text
     assert "bag of words</span>" in text and "baseline, accuracy on val; majority" in text
     for head, about in (
-        ("recall", "the fraction that was found"),
+        ("recall", "that were found"),
         ("weighted span", "weighted by attention"),
     ):
         heads = [line for line in re.findall(r"<th [^>]*>[^<]*</th>", text) if f">{head}<" in line]
