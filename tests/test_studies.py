@@ -321,6 +321,7 @@ def test_a_page_of_every_study_is_written_from_records(tmp_path: Path) -> None:
                     "state_bytes": 2048 * (number + 1),
                     "parameters": 1000 * (number + 1),
                     "lr": 0.001,
+                    "sweep": [[0.0003, 1.0], [0.001, 0.9]],
                     "steps": 20,
                     "batch": 4,
                     "versions": {"torch": "2"},
@@ -333,6 +334,12 @@ def test_a_page_of_every_study_is_written_from_records(tmp_path: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert "SeqBoat is at or above **MEGA-chunk** on 0 of 1 tasks" in text
     assert "Not run: " in text and "not run" in text and "abc" in text
+    assert "12 of 12 searches chose the largest learning rate" in text
+    assert (
+        "recall, 8 pairs in 64: SeqBoat (50.0 % (state of 2 kB) with the paper's initial weights and 51.0 % (state of "
+        "4 kB) with the library's) is below the better of Mamba-2 54.0 % (state of 10 kB) and Gated DeltaNet"
+        in text
+    )
     assert len(list((tmp_path / "images").glob("evidence-*.svg"))) == 2 * 4
 
 

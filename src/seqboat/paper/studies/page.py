@@ -50,6 +50,7 @@ def _section(study: Study, records: Sequence[Record], pictures: Pictures) -> lis
     diverged = [f"{r['trial']} (seed {r['seed']}, {r['budget']:g} s)" for r in known if "test" not in r]
     if diverged:
         lines += [f"Diverged with every learning rate that was tried: {', '.join(diverged)}.", ""]
+    lines += _edge(known)
     lines += study.show(study, [r for r in known if "test" in r], pictures)
     made = sorted({(r["versions"]["torch"], r["commit"] or "unknown") for r in known if "versions" in r})
     total = sum(r.get("processor_seconds", 0.0) for r in known) / 60
@@ -57,6 +58,19 @@ def _section(study: Study, records: Sequence[Record], pictures: Pictures) -> lis
         *lines,
         f"{len(known)} runs took {total:.0f} minutes of processor time, including evaluations but not the search for "
         f"learning rates (at {_list(sorted({c for _, c in made}))}; torch {_list(sorted({t for t, _ in made}))}).",
+        "",
+    ]
+
+
+def _edge(records: Sequence[Record]) -> list[str]:
+    """How often the search for a learning rate ended at the largest one."""
+    found = [(r["lr"], [rate for rate, _ in r["sweep"]]) for r in records if r.get("sweep")]
+    largest = sum(chosen == max(rates) for chosen, rates in found)
+    if not largest:
+        return []
+    return [
+        f"{largest} of {len(found)} searches chose the largest learning rate: some of these models may do better "
+        "with a larger one still.",
         "",
     ]
 
