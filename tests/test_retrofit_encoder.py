@@ -336,15 +336,17 @@ def test_fit_is_least_squares(kind: Any) -> None:
                     context = type(own).forward(own, x)[0]
                     added.append(layer.attention.output.dense(context)[0])
     x, y = torch.cat(xs), torch.cat(added)
-    retrofitted.set_rate(0.5)
     retrofitted.fit(data)
-    assert retrofitted.rate == 0.5
+    assert retrofitted.rate == 1.0
     weight, bias = ridge(x, y)
     substitute: Any = unit.substitute
     torch.testing.assert_close(substitute.weight, weight)
     torch.testing.assert_close(substitute.bias, bias)
     token = x * (x.square().mean(-1, keepdim=True) + torch.finfo(x.dtype).eps).rsqrt()
-    slope, _ = ridge(token, (y - x @ weight.T - bias).norm(dim=1, keepdim=True).log())
+    found = x @ weight.T + bias
+    norm = {"tokens": layer.output.LayerNorm, "sequence": layer.attention.output.LayerNorm}.get(kind)
+    off = y - found if norm is None else norm(x + y) - norm(x + found)
+    slope, _ = ridge(token, off.detach().norm(dim=1, keepdim=True).log())
     logits = unit.router.logits(token)[:, 0]  # type: ignore[operator]
     torch.testing.assert_close(logits.mean(), torch.zeros((), dtype=x.dtype), atol=1e-6, rtol=0)
     torch.testing.assert_close(logits.std(correction=0), torch.ones((), dtype=x.dtype))
@@ -352,22 +354,92 @@ def test_fit_is_least_squares(kind: Any) -> None:
     torch.testing.assert_close(F.normalize(own), F.normalize(slope))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("neurons", [0, 6])
+@pytest.mark.parametrize("part", ["mlp", "attention", "block"])
+def test_fit_at_a_rate(part: str, neurons: int) -> None:
+    """Substitutes: from the tokens that they serve in the sparse model to what the dense model has in their place."""
+    model = make()
+    dense = copy.deepcopy(model)
+    retrofitted = retrofit(model, (part,), skipped="linear", neurons=neurons)
+    model.double()
+    data = [padded(), {"input_ids": draw(20, 30, seed=5)}]
+    retrofitted.set_rate(0.5)
+    retrofitted.fit(data)
+    retrofitted.reset_statistics()
+    name = list(retrofitted.units)[1]
+    unit: Any = retrofitted.units[name]
+    norms = {
+        "mlp": dense.encoder.layer[1].output.LayerNorm,
+        "attention": dense.encoder.layer[1].attention.output.LayerNorm,
+    }
+    got: dict[str, list[Tensor]] = {"x": [], "wanted": []}
+
+    def keep(which: str, x: Tensor, real: Tensor) -> None:
+        got[which].append(x[real])
+
+    skipped = []
+    for batch in data:
+        real = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+        handles = [
+            model.get_submodule(name).register_forward_pre_hook(
+                lambda _, args, real=real: keep("x", args[0], real)
+            ),
+            dense.encoder.layer[1].register_forward_hook(
+                lambda _, args, out, real=real: keep("wanted", out, real)
+            )
+            if part == "block"
+            else norms[part].register_forward_pre_hook(
+                lambda _, args, real=real: keep("wanted", args[0], real)
+            ),
+        ]
+        with torch.no_grad():
+            dense(**batch)
+            model(**batch)
+        skipped.append(~retrofitted.routings()[name].active[..., 0][real])
+        for handle in handles:
+            handle.remove()
+    for rate in retrofitted.rates().values():
+        assert rate == pytest.approx(0.5, abs=0.01)
+    here = torch.cat(skipped)
+    x, y = torch.cat(got["x"])[here], torch.cat(got["wanted"])[here]
+    inputs = x if neurons == 0 else torch.cat([x, F.gelu(unit.substitute.inner(x))], dim=1)
+    weight, bias = ridge(inputs, y - x)
+    torch.testing.assert_close(unit.substitute(x), inputs @ weight.T + bias)
+
+
+@pytest.mark.parametrize("matters", [3, 40])
+def test_the_neuron_that_matters_is_copied(matters: int) -> None:
+    model = make()
+    layer = model.encoder.layer[1]
+    with torch.no_grad():
+        layer.output.dense.weight[:, torch.arange(48) != matters] = 0.0
+    retrofitted = retrofit(model, {"encoder.layer.1.intermediate": "tokens"}, skipped="linear", neurons=1)
+    model.double()
+    retrofitted.fit([{"input_ids": draw(20, 30, seed=5)}])
+    substitute: Any = retrofitted.units["encoder.layer.1.intermediate"].substitute
+    assert torch.equal(substitute.inner.weight[0], layer.intermediate.dense.weight[matters])
+    assert torch.equal(substitute.inner.bias[0], layer.intermediate.dense.bias[matters])
+
+
 def test_fitted_substitutes_bring_the_model_closer() -> None:
     far = {}
     data = [{"input_ids": draw(20, 30, seed)} for seed in range(5, 8)]
     new = {"input_ids": draw(10, 30, seed=50)}
-    for skipped in ("nothing", "linear"):
+    for skipped, neurons in (("nothing", 0), ("linear", 0), ("linear", 16)):
         model = make()
         with torch.no_grad():
             dense = model(**new).last_hidden_state
-            retrofitted = retrofit(model, ("mlp",), skipped=skipped)
-            if skipped == "linear":
-                assert_same_numbers(model(**new).last_hidden_state, dense)
-                retrofitted.fit(data)
+            retrofitted = retrofit(model, ("mlp",), skipped=skipped, neurons=neurons)
+            model.double()
+            assert_same_numbers(model(**new).last_hidden_state, dense)
             retrofitted.set_rate(0.5)
-            retrofitted.calibrate(data)
-            far[skipped] = float((model(**new).last_hidden_state - dense).square().mean())
-    assert far["linear"] < 0.5 * far["nothing"], far
+            if skipped == "linear":
+                retrofitted.fit(data)
+            else:
+                retrofitted.calibrate(data)
+            far[skipped, neurons] = float((model(**new).last_hidden_state - dense).square().mean())
+    assert far["linear", 0] < 0.5 * far["nothing", 0], far
+    assert far["linear", 16] < 0.5 * far["linear", 0], far
 
 
 def test_checkpointed_layers_decide_alike() -> None:
@@ -416,7 +488,7 @@ def test_save_and_load(tmp_path: Path) -> None:
     with torch.no_grad():
         dense = model(**padded()).last_hidden_state
         keys = list(model.state_dict())
-        retrofitted = sparse(model, ("attention", "mlp"), skipped="linear")
+        retrofitted = sparse(model, ("attention", "mlp"), skipped="linear", neurons=5)
         want = model(**padded()).last_hidden_state
     assert not torch.allclose(want, dense)
     assert list(retrofitted.original_state_dict()) == keys
@@ -428,6 +500,7 @@ def test_save_and_load(tmp_path: Path) -> None:
     assert not report["missing_keys"] and not report["unexpected_keys"]
     loaded = load_retrofit(fresh.eval(), tmp_path)
     assert loaded.rate == 0.5 and loaded.kinds == retrofitted.kinds and loaded.skipped == "linear"
+    assert loaded.neurons == 5
     with torch.no_grad():
         assert_same_numbers(fresh(**padded()).last_hidden_state, want)
         loaded.undo()
@@ -452,6 +525,12 @@ def test_what_is_found() -> None:
 
 
 def test_refused() -> None:
+    with pytest.raises(ValueError, match='neurons=3 needs skipped="linear"'):
+        retrofit(bert(), ("mlp",), neurons=3)
+    with pytest.raises(
+        ValueError, match="a substitute of 49 neurons needs a linear map of a token to as many"
+    ):
+        retrofit(bert(), ("mlp",), skipped="linear", neurons=49).fit([padded()])
     with pytest.raises(ValueError, match=r"has no substitute to fit: retrofit\(\.\.\., skipped=\"linear\"\)"):
         retrofit(bert(), ("mlp",)).fit([padded()])
     with pytest.raises(ValueError, match="fit needs at least one batch"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,19 +16,57 @@ from seqboat.retrofitting.unit import SparseUnit
 
 RIDGE = 1e-4
 """Added to the diagonal of the inputs' covariance, relative to its mean."""
+SAMPLE = 8192
+"""Tokens that the neurons of a substitute are chosen from."""
+
+
+class Substitute(nn.Linear):
+    """What inactive tokens get: a linear map, and some GELU neurons if there are any. It adds nothing until fitted.
+
+    Args:
+        d_model: width of the tokens.
+        neurons: hidden neurons beside the linear map.
+        dtype: of the weights.
+    """
+
+    def __init__(self, d_model: int, neurons: int, dtype: torch.dtype) -> None:
+        super().__init__(d_model, d_model, dtype=dtype)
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+        self.inner = nn.Linear(d_model, neurons, dtype=dtype) if neurons else None
+        self.outer = nn.Linear(neurons, d_model, bias=False, dtype=dtype) if neurons else None
+        if self.outer is not None:
+            nn.init.zeros_(self.outer.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y if self.inner is None or self.outer is None else y + self.outer(F.gelu(self.inner(x)))
+
+    def features(self, x: Tensor) -> Tensor:
+        """Tokens (tokens, dim) and their neurons, (tokens, dim + neurons): the output is linear in them."""
+        return x if self.inner is None else torch.cat([x, F.gelu(self.inner(x))], dim=1)
+
+    def set(self, weight: Tensor, bias: Tensor) -> None:
+        """Set the weights (dim, dim + neurons) and the bias of the features."""
+        inputs = self.in_features
+        self.weight.copy_(weight[:, :inputs])
+        self.bias.copy_(bias)
+        if self.outer is not None:
+            self.outer.weight.copy_(weight[:, inputs:])
 
 
 class LeastSquares:
-    """A ridge regression with an intercept, in double precision, from batches of (tokens, inputs) and targets."""
+    """A ridge regression with an intercept, from batches of (tokens, inputs) and targets."""
 
     def __init__(self, inputs: int, targets: int, device: torch.device) -> None:
         self.products = torch.zeros(inputs + 1, inputs + 1, dtype=torch.float64, device=device)
         self.moments = torch.zeros(inputs + 1, targets, dtype=torch.float64, device=device)
 
     def add(self, x: Tensor, y: Tensor) -> None:
-        x = F.pad(x.double(), (0, 1), value=1.0)
+        x = F.pad(x, (0, 1), value=1.0)
+        # a batch in its own precision, which is twice as fast; the penalty is much larger than the rounding error
         self.products += x.mT @ x
-        self.moments += x.mT @ y.double()
+        self.moments += x.mT @ y.to(x.dtype)
 
     def solve(self) -> tuple[Tensor, Tensor]:
         """Weight (targets, inputs) and bias (targets,)."""
@@ -43,10 +82,16 @@ class LeastSquares:
 def fit_skipped(
     model: nn.Module, units: Mapping[str, SparseUnit], batches: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Fit the substitute of each module to what the module adds to a token, and the router to the error that is left.
+    """Fit substitutes, routers and thresholds, module after module, each on what the modules before it leave.
 
-    A router's logit then predicts, up to its scale, the logarithm of the distance between module and substitute: the
-    tokens that the substitute serves worst become active. Every token is active while the model runs.
+    Every module has its own rate. The tokens of a module come from the model with all earlier modules fitted and
+    sparse, and the substitute's target is what the dense model has after this module: each module makes up for the
+    errors of those before it. A router's logit predicts, up to its scale, the logarithm of the distance between
+    target and substitute (after the norm, where a block ends with one), so that the tokens that the substitute serves
+    worst become active. Below rate 1 the substitute is then fitted again, to the tokens that it will serve. Its
+    neurons are copied from the module.
+
+    One vector per token and module is kept in memory.
 
     Args:
         model: the retrofitted model.
@@ -56,7 +101,7 @@ def fit_skipped(
     require(len(batches) > 0, "fit needs at least one batch")
     for name, unit in units.items():
         require(
-            isinstance(unit.substitute, nn.Linear),
+            isinstance(unit.substitute, Substitute),
             f'{name} has no substitute to fit: retrofit(..., skipped="linear")',
         )
         require(isinstance(unit.router, SigmoidRouter), f"{name}: only the default router can be fitted")
@@ -65,31 +110,100 @@ def fit_skipped(
     try:
         for unit in units.values():
             unit.rate = 1.0
-        maps: dict[str, LeastSquares] = {}
-        for name, x, added in _observe(model, units, batches):
-            maps.setdefault(name, LeastSquares(x.shape[1], added.shape[1], x.device)).add(x, added)
-        for name, solved in maps.items():
-            _set(units[name].substitute, *solved.solve())
-        errors: dict[str, LeastSquares] = {}
-        for name, x, added in _observe(model, units, batches):
-            substitute = units[name].substitute
-            assert substitute is not None
-            left = (added - substitute(x)).double().square().sum(dim=1, keepdim=True)
-            solved = errors.setdefault(name, LeastSquares(x.shape[1], 1, x.device))
-            solved.add(F.rms_norm(x, x.shape[1:]), left.clamp(min=torch.finfo(x.dtype).tiny).log() / 2)
-        for name, solved in errors.items():
-            weight, _ = solved.solve()
-            # centered: the average token has probability one half
-            count, sums = solved.products[-1, -1], solved.products[-1, :-1]
-            center = (weight[0] @ sums) / count
-            spread = (weight[0] @ solved.products[:-1, :-1] @ weight[0] / count - center.square()).sqrt()
-            scale = 1 / spread.clamp(min=1e-6)
-            router: Any = units[name].router
-            _set(router.logits, weight * scale, -center[None] * scale)
+        wanted = _dense_outputs(model, units, batches)
+        for name, targets in wanted.items():  # in the order in which they run
+            units[name].rate = rates[name]
+            tokens = _inputs(model, units[name], batches)
+            if units[name].inside_residual:
+                targets = [y - x for x, y in zip(tokens, targets, strict=True)]
+            _fit_unit(units[name], tokens, targets)
     finally:
         for name, unit in units.items():
             unit.rate = rates[name]
         model.train(was)
+
+
+def _fit_unit(unit: SparseUnit, tokens: list[Tensor], targets: list[Tensor]) -> None:
+    """Fit one module to batches of (tokens, dim) and what should be added to them."""
+    substitute: Any = unit.substitute
+    if substitute.inner is not None:
+        _choose_neurons(unit, tokens, targets)
+    inputs = [substitute.features(x) for x in tokens]
+    directions = [F.rms_norm(x, x.shape[1:]) for x in tokens]
+    substitute.set(*_solve(inputs, targets))
+    # after the norm, as the next module sees it: before it a few large channels would decide
+    norm = unit.norm if unit.halved else None
+    logs = []
+    for x, y in zip(tokens, targets, strict=True):
+        found = substitute(x)
+        off = y - found if norm is None else norm(x + y) - norm(x + found)
+        error = off.double().square().sum(dim=1, keepdim=True)
+        logs.append(error.clamp(min=torch.finfo(x.dtype).tiny).log() / 2)
+    _fit_router(unit, directions, logs)
+    if unit.rate < 1.0:
+        probs = [unit.score(x)[:, 0] for x in directions]
+        unit.threshold.copy_(torch.nanquantile(torch.cat(probs), 1 - unit.rate))
+        unit.updates.zero_()
+        served = [part < unit.threshold for part in probs]
+        substitute.set(
+            *_solve(
+                [x[rows] for x, rows in zip(inputs, served, strict=True)],
+                [y[rows] for y, rows in zip(targets, served, strict=True)],
+            )
+        )
+
+
+def _choose_neurons(unit: SparseUnit, tokens: list[Tensor], targets: list[Tensor]) -> None:
+    """Copy the neurons of the module that explain most of what a linear map leaves, each judged alone.
+
+    They come from the widest of its linear maps of a token.
+    """
+    substitute: Any = unit.substitute
+    own = set(unit.modules())
+    maps = [
+        part
+        for part in unit._owner[0].modules()
+        if isinstance(part, nn.Linear) and part.in_features == substitute.in_features and part not in own
+    ]
+    count = substitute.inner.out_features
+    widest = max(maps, key=lambda part: part.out_features, default=None)
+    require(
+        widest is not None and widest.out_features >= count,
+        f"a substitute of {count} neurons needs a linear map of a token to as many numbers in the module",
+    )
+    assert widest is not None
+    x, y = torch.cat(tokens)[:SAMPLE], torch.cat(targets)[:SAMPLE]
+    both = torch.cat([F.gelu(widest(x)), y], dim=1)
+    weight, bias = _solve([x], [both])
+    left = both - x @ weight.mT.to(x.dtype) - bias.to(x.dtype)
+    neurons, rest = left[:, : widest.out_features], left[:, widest.out_features :]
+    size = neurons.square().sum(dim=0)
+    gain = (neurons.mT @ rest).square().sum(dim=1) / size.clamp(min=torch.finfo(size.dtype).tiny)
+    best = gain.topk(count).indices
+    substitute.inner.weight.copy_(widest.weight[best])
+    substitute.inner.bias.copy_(torch.zeros(()) if widest.bias is None else widest.bias[best])
+
+
+def _fit_router(unit: SparseUnit, tokens: list[Tensor], logs: list[Tensor]) -> None:
+    """Logits that predict the logarithms (tokens, 1), with mean 0 and std 1 over all tokens."""
+    solver = LeastSquares(tokens[0].shape[1], 1, tokens[0].device)
+    for x, y in zip(tokens, logs, strict=True):
+        solver.add(x, y)
+    weight, _ = solver.solve()
+    count, sums = solver.products[-1, -1], solver.products[-1, :-1]
+    center = (weight[0] @ sums) / count
+    spread = (weight[0] @ solver.products[:-1, :-1] @ weight[0] / count - center.square()).sqrt()
+    scale = 1 / spread.clamp(min=1e-6)
+    router: Any = unit.router
+    _set(router.logits, weight * scale, -center[None] * scale)
+
+
+def _solve(inputs: list[Tensor], targets: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Weight and bias of the linear map from inputs to targets."""
+    solver = LeastSquares(inputs[0].shape[1], targets[0].shape[1], inputs[0].device)
+    for x, y in zip(inputs, targets, strict=True):
+        solver.add(x, y)
+    return solver.solve()
 
 
 def _set(linear: Any, weight: Tensor, bias: Tensor) -> None:
@@ -97,47 +211,69 @@ def _set(linear: Any, weight: Tensor, bias: Tensor) -> None:
     linear.bias.copy_(bias)
 
 
-def _observe(model: nn.Module, units: Mapping[str, SparseUnit], batches: Sequence[Mapping[str, Any]]) -> Any:
-    """Run the model; yield every module's name, its real tokens (tokens, dim), and what it adds to them."""
-    seen: list[tuple[str, Tensor, Tensor]] = []
+def _real_tokens(unit: SparseUnit, x: Tensor) -> Tensor:
+    """The real tokens (tokens, dim) of (batch, time, dim)."""
+    real = unit.call.real(x)
+    return x.flatten(0, 1) if real is None else x[real]
 
-    def keep(name: str, unit: SparseUnit, x: Tensor, added: Tensor) -> None:
-        real = unit.call.real(x)
-        pick = (lambda part: part.flatten(0, 1)) if real is None else (lambda part: part[real])
-        seen.append((name, pick(x), pick(added)))
+
+def _dense_outputs(
+    model: nn.Module, units: Mapping[str, SparseUnit], batches: Sequence[Mapping[str, Any]]
+) -> dict[str, list[Tensor]]:
+    """By module, in the order in which they run: per batch, what it gives to its real tokens (tokens, dim).
+
+    Where the residual connection is inside, that is the token plus what is added to it, before the norm.
+    """
+    found: dict[str, list[Tensor]] = {}
+
+    def keep(name: str, unit: SparseUnit, y: Tensor) -> None:
+        found.setdefault(name, []).append(_real_tokens(unit, y))
 
     handles = []
     for name, unit in units.items():
-        for module, hook in _hooks(name, unit, keep):
-            handles.append(module.register_forward_hook(hook, with_kwargs=True))
+        module, hook = _output_hook(name, unit, keep)
+        handles.append(module.register_forward_hook(hook))
     try:
         for batch in batches:
             model(**batch)
-            yield from seen
-            seen.clear()
     finally:
         for handle in handles:
             handle.remove()
+    return found
 
 
-def _hooks(name: str, unit: SparseUnit, keep: Callable[..., None]) -> list[tuple[nn.Module, Any]]:
-    """Where to look at a module: at its output, or at what the norm of a block of two halves gets."""
+class _Reached(Exception):
+    """The module in question has been called: the rest of the model need not run."""
+
+
+def _inputs(model: nn.Module, unit: SparseUnit, batches: Sequence[Mapping[str, Any]]) -> list[Tensor]:
+    """Per batch, the real tokens (tokens, dim) that a module gets."""
+    found: list[Tensor] = []
+
+    def stop(module: nn.Module, args: Any, kwargs: Any) -> None:
+        found.append(_real_tokens(unit, args[0] if args else kwargs[unit._names[0]]))
+        raise _Reached
+
+    handle = unit._owner[0].register_forward_pre_hook(stop, with_kwargs=True)
+    try:
+        for batch in batches:
+            with contextlib.suppress(_Reached):
+                model(**batch)
+    finally:
+        handle.remove()
+    return found
+
+
+def _output_hook(name: str, unit: SparseUnit, keep: Callable[..., None]) -> tuple[nn.Module, Any]:
+    """Where to look at what a module gives: at its output, or at what the norm of a block of two halves gets."""
     owner, second = unit._owner[0], unit._second[0]
-    inside: list[Tensor] = []
 
-    def after(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-        x = args[0] if args else kwargs[unit._names[0]]
-        y = out[0] if isinstance(out, tuple) else out
-        keep(name, unit, x, y - x if unit.kind == "block" else y)
+    def after(module: nn.Module, args: Any, out: Any) -> None:
+        keep(name, unit, out[0] if isinstance(out, tuple) else out)
 
-    def norm(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-        inside.append(args[0])
-
-    def end(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-        x = args[1]
-        keep(name, unit, x, (inside[-1] if inside else out) - x)
-        inside.clear()
+    def norm(module: nn.Module, args: Any, out: Any) -> None:
+        keep(name, unit, args[0])
 
     if second is None:
-        return [(owner, after)]
-    return [(second, end)] if unit.norm is None else [(unit.norm, norm), (second, end)]
+        return owner, after
+    return (second, after) if unit.norm is None else (unit.norm, norm)

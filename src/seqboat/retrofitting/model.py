@@ -37,7 +37,7 @@ from seqboat.core.settings import Settings
 from seqboat.core.sma import Routing
 from seqboat.data.files import read_json, replacing, write_json
 from seqboat.models.limits import build_within
-from seqboat.retrofitting.fitting import fit_skipped
+from seqboat.retrofitting.fitting import Substitute, fit_skipped
 from seqboat.retrofitting.unit import Call, Kind, SparseUnit
 from seqboat.training.config import part_from_dict, to_dict
 
@@ -85,14 +85,6 @@ Skipped = Literal["nothing", "linear"]
 """What inactive tokens get: nothing is added to them, or a linear map of the token."""
 
 
-def zero_map(d_model: int, dtype: torch.dtype) -> nn.Linear:
-    """A linear map that adds nothing yet."""
-    made = nn.Linear(d_model, d_model, dtype=dtype)
-    nn.init.zeros_(made.weight)
-    nn.init.zeros_(made.bias)
-    return made
-
-
 def check_fraction(name: str, value: float) -> None:
     """Reject a fraction of tokens outside (0, 1]."""
     require(0.0 < value <= 1.0, f"{name} must be in (0, 1], got {value!r}")
@@ -110,6 +102,7 @@ class Retrofit:
         router: the configuration of every router.
         budget: how the rate is kept.
         skipped: what inactive tokens get.
+        neurons: hidden neurons beside the linear map that they get.
 
     >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     >>> sparse = retrofit(model, {"1": "tokens"}, d_model=8)
@@ -125,11 +118,13 @@ class Retrofit:
         router: RouterConfig,
         budget: Steering,
         skipped: Skipped = "nothing",
+        neurons: int = 0,
     ) -> None:
         self.model = model
         self.kinds = dict(kinds)
         self.d_model, self.router, self.budget = d_model, router, budget
         self.skipped: Skipped = skipped
+        self.neurons = neurons
         self.units: dict[str, SparseUnit] = {}
         """by the name of the module"""
         self._frozen: list[nn.Parameter] = []
@@ -140,7 +135,7 @@ class Retrofit:
             weight = next(owner.parameters(), torch.empty(()))
             second = second_half(model, name)
             routed = router.build(d_model).to(weight.device)
-            cheap = zero_map(d_model, weight.dtype) if skipped == "linear" else None
+            cheap = Substitute(d_model, neurons, weight.dtype) if skipped == "linear" else None
             unit = SparseUnit(owner, kind, routed, budget, self._call, second, cheap)
             unit.to(weight.device).train(owner.training)
             owner.add_module(CHILD, unit)
@@ -213,10 +208,11 @@ class Retrofit:
     def fit(self, batches: Iterable[Mapping[str, Any]]) -> None:
         """Fit substitutes and routers to the dense model by least squares, without training; see `fit_skipped`.
 
-        Set the rate and `calibrate` afterward.
+        Set the rate before: the substitute is fitted to the tokens that will be skipped, and the threshold is set.
 
         Args:
-            batches: keyword arguments of the model, one call per batch; all are run twice, in evaluation mode.
+            batches: keyword arguments of the model, one call per batch; in evaluation mode all are run once as a
+                whole, and once per module up to this module.
         """
         fit_skipped(self.model, self.units, list(batches))
 
@@ -292,6 +288,7 @@ class Retrofit:
             "router": to_dict(self.router, RouterConfig),
             "budget": self.budget,
             "skipped": self.skipped,
+            "neurons": self.neurons,
         }
         with replacing(folder / "retrofit.safetensors") as stage:
             save_file(tensors, stage)
@@ -321,6 +318,7 @@ def retrofit(
     router: RouterConfig | None = None,
     budget: Steering = "controller",
     skipped: Skipped = "nothing",
+    neurons: int = 0,
 ) -> Retrofit:
     """Make selected modules of a model sparse, in place. At first all tokens are active, and nothing changes.
 
@@ -343,9 +341,12 @@ def retrofit(
             `Retrofit.loss` to your loss.
         skipped: what inactive tokens get: nothing is added to them ("nothing"), or a linear map of the token, which
             `Retrofit.fit` sets and training changes ("linear").
+        neurons: hidden neurons that the linear map gets besides; `Retrofit.fit` copies them from the module.
     """
     check_choice("budget", budget, get_args(Steering))
     check_choice("skipped", skipped, get_args(Skipped))
+    check_positive("neurons", neurons, least=0)
+    require(neurons == 0 or skipped == "linear", f'neurons={neurons} needs skipped="linear"')
     require(
         not any(isinstance(part, SparseUnit) for part in model.modules()),
         "model is retrofitted already: call undo() first",
@@ -362,7 +363,7 @@ def retrofit(
         kernel in (None, "eager", "sdpa") or all(kind == "tokens" for kind in kinds.values()),
         f"the model's attention implementation must be eager or sdpa, got {kernel}",
     )
-    return Retrofit(model, kinds, d_model, router or SigmoidConfig(), budget, skipped)
+    return Retrofit(model, kinds, d_model, router or SigmoidConfig(), budget, skipped, neurons)
 
 
 def find_modules(model: nn.Module, select: Sequence[str] | Mapping[str, Kind]) -> dict[str, Kind]:
@@ -490,6 +491,7 @@ def load_retrofit(model: nn.Module, folder: str | Path) -> Retrofit:
             router=router,
             budget=about["budget"],
             skipped=about.get("skipped", "nothing"),  # files of earlier versions
+            neurons=about.get("neurons", 0),
         )
         for name, unit in made.units.items():
             own = {
@@ -515,6 +517,11 @@ def _check_size(about: Mapping[str, Any], router: RouterConfig, tensors: Mapping
     require(
         any(tuple(part.shape).count(d_model) >= least for part in tensors.values()),
         f"d_model is {d_model}, which no saved tensor has",
+    )
+    neurons = about.get("neurons", 0)
+    require(
+        neurons == 0 or any(neurons in part.shape for part in tensors.values()),
+        f"neurons is {neurons}, which no saved tensor has",
     )
     elements = sum(part.numel() for part in tensors.values())
     build_within(lambda: router.build(d_model), elements, 0, len(tensors), "the router")

@@ -246,6 +246,11 @@ class SparseUnit(nn.Module):
         return self._second[0] is not None
 
     @property
+    def inside_residual(self) -> bool:
+        """Whether the residual connection is part of what the router decides on."""
+        return self.halved or self.kind == "block"
+
+    @property
     def norm(self) -> nn.Module | None:
         """The norm that ends a block of two halves."""
         assert self._second[0] is not None
