@@ -15,7 +15,7 @@ Every level is tuned apart, with the same number of steps on the same texts; the
 
 - retrofitted: feed-forward blocks, these and attention, or whole layers process 75, 50 and 30 % of the tokens; others
   get a linear map and `--neurons` of the block's hidden neurons. Routers and maps are fitted first, by least squares;
-  then everything is tuned.
+  then everything is tuned. The model tuned at 50 % is also run at other rates, with other thresholds alone.
 - layer dropping: the layer whose absence changes the embedding least is removed, again and again.
 - token pruning: after the second layer the tokens that received least attention there are left as they are.
 - early exit: after every layer a linear map predicts the dense embedding (least squares, nothing else is tuned); a
@@ -73,10 +73,13 @@ PLACES: dict[str, tuple[str, ...]] = {
 """What is retrofitted; inactive tokens get a linear map and some neurons."""
 ZERO = "feed-forward, nothing for others"
 """The same without the map, with routers as they are made, and without tuning: what the map is good for."""
+AGAIN = "feed-forward, tuned at 50 %"
+"""The model tuned at 50 %, with other thresholds."""
 RATES = (0.75, 0.5, 0.3)
 LAYERS = (5, 4, 3)
 LEVELS: dict[str, tuple[float, ...]] = {
     "feed-forward": RATES,
+    AGAIN: (0.9, 0.75, 0.3),
     ZERO: RATES,
     "early exit": LAYERS,
     "layer dropping": LAYERS,
@@ -99,7 +102,6 @@ SIZES: dict[str, tuple[float, str]] = {
 """What a run depends on: defaults, and what they are."""
 RUNS = {f"{name} {level:g}": (name, level) for name, levels in LEVELS.items() for level in levels}
 TEACHER = "teacher.safetensors"
-DENSE = "dense.safetensors"
 ROOT = Path(__file__).parents[1]
 
 
@@ -220,16 +222,16 @@ def tune(
 
 @torch.enable_grad()
 def probe_accuracy(embeddings: Tensor, labels: Sequence[int]) -> float:
-    """Accuracy on the second half of a logistic regression that was fitted on the first."""
+    """Accuracy on the second half of a logistic regression fitted on the first; the penalty is scikit-learn's."""
     half = len(labels) // 2
-    x, y = embeddings.double(), torch.tensor(labels, dtype=torch.float64)
-    x = F.pad((x - x[:half].mean(dim=0)) / x[:half].std(dim=0), (0, 1), value=1.0)
+    x, y = F.pad(embeddings.double(), (0, 1), value=1.0), torch.tensor(labels, dtype=torch.float64)
     weight = torch.zeros(x.shape[1], dtype=x.dtype, requires_grad=True)
     optimizer = torch.optim.LBFGS([weight], max_iter=100, line_search_fn="strong_wolfe")
 
     def loss() -> Tensor:
         optimizer.zero_grad()
-        value = F.binary_cross_entropy_with_logits(x[:half] @ weight, y[:half]) + 0.1 * weight.square().mean()
+        value = F.binary_cross_entropy_with_logits(x[:half] @ weight, y[:half])
+        value = value + weight[:-1].square().sum() / (2 * half)
         value.backward()
         return value
 
@@ -268,8 +270,8 @@ def make_method(name: str, level: float, model: Any, neurons: int = 0, layers: S
         return Pruned(model, level)
     elif name == "early exit":
         return EarlyExit(model)
-    elif name in PLACES:
-        retrofit(model, PLACES[name], skipped="linear", neurons=neurons).set_rate(level)
+    elif name in PLACES or name == AGAIN:
+        retrofit(model, PLACES.get(name, ("mlp",)), skipped="linear", neurons=neurons).set_rate(level)
     elif name == ZERO:
         retrofit(model, ("mlp",)).set_rate(level)
     return Encoder(model).eval()
@@ -313,13 +315,19 @@ def run_level(
     sparse = handle_of(method)
     fitted = max(args.fit_texts // args.batch, 1)
     if isinstance(method, EarlyExit):
-        method.fit(data, level)
+        method.fit(data[:fitted], level)
     if sparse is not None and name in PLACES:
         sparse.fit(data[:fitted])
+    elif sparse is not None and name == AGAIN:
+        source = weights_file(results.folder, "feed-forward", 0.5)
+        if not source.exists():
+            raise SystemExit(f"{name} needs feed-forward 0.5: tune it first")
+        method.load_state_dict(load_file(source), strict=False)
+        sparse.calibrate(data[:8])
     elif sparse is not None:
         sparse.calibrate(data[:8])
     row["cosine before tuning"] = fidelity(method, data, targets, fitted)
-    if name != ZERO and not isinstance(method, EarlyExit):
+    if name not in (ZERO, AGAIN) and not isinstance(method, EarlyExit):
         tune(method, data, targets, args, f"{name} {level:g}")
         if sparse is not None:
             sparse.calibrate(data[:8])
@@ -351,13 +359,13 @@ def score(results: Results, model: Any, texts: Texts, args: argparse.Namespace) 
     back = torch.tensor(order).argsort()
     data = list(batches([rows[i] for i in order], args.timed_batch))
 
-    def embed(method: Encoder) -> Tensor:
-        return torch.cat([method.embed(batch) for batch in data])[back]
+    def embed(key: str, method: Encoder) -> Tensor:
+        file = results.folder / f"embeddings-{key.replace(' ', '-').replace(',', '')}.safetensors"
+        if not file.exists():
+            save_file({key: torch.cat([method.embed(batch) for batch in data])[back]}, file)
+        return load_file(file)[key]
 
-    file = results.folder / DENSE
-    if not file.exists():
-        save_file({"dense": embed(Encoder(model))}, file)
-    dense = load_file(file)["dense"]
+    dense = embed("dense", Encoder(model))
     scores = results.content.get("scores", {})
     scores.setdefault("dense", scores_of(dense, dense, texts))
     for key in tuned(results, args):
@@ -367,7 +375,7 @@ def score(results: Results, model: Any, texts: Texts, args: argparse.Namespace) 
         sparse = handle_of(method)
         if sparse is not None:
             sparse.reset_statistics()
-        scores[key] = scores_of(embed(method), dense, texts)
+        scores[key] = scores_of(embed(key, method), dense, texts)
         if sparse is not None:
             scores[key]["rates"] = {name: round(rate, 3) for name, rate in sparse.rates().items()}
         results.put("scores", scores)
@@ -404,23 +412,25 @@ def measure_time(results: Results, model: Any, texts: Texts, args: argparse.Name
 def table(content: Mapping[str, Any]) -> list[str]:
     """The rows of the table of all methods."""
     scores, timing = content["scores"], content["timing"]
-    columns = [kind for kind in timing if kind != "about"]
+    columns = [kind for kind in timing if kind != "about"]  # such as "full, 2 threads"
     dense = scores["dense"]
     lines = [
-        "| | level | cosine, reviews | cosine, papers | probe | area | "
+        "| | level | active | cosine, reviews | cosine, papers | probe | area | "
         + " | ".join(f"wall time, {kind}" for kind in columns)
         + " |",
-        "|---" * (6 + len(columns)) + "|",
-        f"| dense | | 1 | 1 | {dense['probe']:.1%} | {dense['area']:.3f} |" + " 1 |" * len(columns),
+        "|---" * (7 + len(columns)) + "|",
+        f"| dense | | | 1 | 1 | {dense['probe']:.1%} | {dense['area']:.3f} |" + " 1 |" * len(columns),
     ]
     for key, (name, level) in RUNS.items():
         if key not in scores:
             continue
         row = scores[key]
         unit = f"{level:.0%} of tokens" if level < 1 else f"{level:g} layers"
+        rates = list(row.get("rates", {}).values())
+        active = f"{sum(rates) / len(rates):.0%}" if rates else ""
         times = [timing[kind].get(key) for kind in columns]
         lines.append(
-            f"| {name} | {unit} | {row['cosine reviews']:.3f} | {row['cosine papers']:.3f} | "
+            f"| {name} | {unit} | {active} | {row['cosine reviews']:.3f} | {row['cosine papers']:.3f} | "
             f"{row['probe']:.1%} ({100 * (row['probe'] - dense['probe']):+.1f}) | "
             f"{row['area']:.3f} ({100 * (row['area'] - dense['area']):+.1f}) | "
             + " | ".join("" if part is None else f"{part:.2f}" for part in times)
@@ -444,7 +454,8 @@ def write_page(content: Mapping[str, Any], page: Path) -> None:
         f"({sizes['tune_texts']:,} texts in all; substitutes are fitted to {sizes['fit_texts']:,} of them); "
         f"tuning took {spent / 60:.0f} minutes of processor time in all. The probe is fitted to "
         f"{sizes['probe_texts']:,} reviews and tested on as many others; retrieval has {sizes['pairs']:,} "
-        f"pairs of {sizes['papers']:,} papers. One seed. Wall time is that of a batch of {about['batch']} "
+        f"pairs of {sizes['papers']:,} papers. One seed. Active is the mean fraction of tokens over all sparse "
+        f"modules on these texts. Wall time is that of a batch of {about['batch']} "
         f"texts as a multiple of dense, fastest of {about['rounds']} rounds in turns; in padded batches "
         f"{about['padding']:.0%} of the tokens are padding."
     )
