@@ -25,17 +25,17 @@ Every level is tuned apart, with the same number of steps on the same texts; the
 Fidelity is the cosine to the dense embedding. The probe is a logistic regression on the embeddings of reviews.
 Retrieval asks whether a paper cites another: the area under the ROC curve of the cosine. `time` runs all methods in
 turns on the same batches, of texts of full length and of texts of any length with padding, and takes the fastest
-round of each, so that other work on the machine does not count. Every part is kept in the folder: a stopped run
-continues.
+round of each. With `--threads 1` that is processor time, which other work on the machine changes least. Every part is
+kept in the folder: a stopped run continues.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import functools
 import json
 import lzma
+import math
 import sys
 import textwrap
 import time
@@ -62,7 +62,7 @@ from encoder_methods import (
 )
 from retrofit import Results
 from seqboat import Retrofit, retrofit
-from seqboat.bench.measure import machine, time_rounds
+from seqboat.bench.measure import machine
 from seqboat.figures import lines_figure, write_figure
 
 PLACES: dict[str, tuple[str, ...]] = {
@@ -384,7 +384,9 @@ def score(results: Results, model: Any, texts: Texts, args: argparse.Namespace) 
 
 @torch.no_grad()
 def measure_time(results: Results, model: Any, texts: Texts, args: argparse.Namespace) -> None:
-    """Wall time of the dense model and all tuned methods: the fastest of several rounds, as a ratio to dense."""
+    """Time of the dense model and all tuned methods: the fastest of several rounds, as a ratio to dense."""
+    clock = time.process_time if args.threads == 1 else time.perf_counter
+    about = "processor time" if args.threads == 1 else f"wall time of {args.threads} threads"
     methods = {"dense": Encoder(model)}
     methods |= {key: load_method(results, *RUNS[key], model) for key in tuned(results, args)}
     full = [row for row in texts.papers if len(row) == results.content["sizes"]["length"]][: args.timed_batch]
@@ -395,9 +397,14 @@ def measure_time(results: Results, model: Any, texts: Texts, args: argparse.Name
     }
     timing = results.content.get("timing", {})
     for kind, batch in inputs.items():
-        jobs = {key: functools.partial(method.embed, batch) for key, method in methods.items()}
-        seconds = {key: min(times) for key, times in time_rounds(jobs, args.rounds, 1).items()}
-        here = timing.setdefault(f"{kind}, {args.threads} threads", {})
+        seconds = dict.fromkeys(methods, math.inf)
+        for turn in range(args.rounds + 1):
+            for key, method in methods.items():
+                begin = clock()
+                method.embed(batch)
+                if turn:  # the first is a warm-up
+                    seconds[key] = min(seconds[key], clock() - begin)
+        here = timing.setdefault(f"{kind}, {about}", {})
         here["dense seconds"] = seconds["dense"]
         here |= {key: seconds[key] / seconds["dense"] for key in seconds}
     timing["about"] = {
@@ -412,11 +419,11 @@ def measure_time(results: Results, model: Any, texts: Texts, args: argparse.Name
 def table(content: Mapping[str, Any]) -> list[str]:
     """The rows of the table of all methods."""
     scores, timing = content["scores"], content["timing"]
-    columns = [kind for kind in timing if kind != "about"]  # such as "full, 2 threads"
+    columns = [kind for kind in timing if kind != "about"]
     dense = scores["dense"]
     lines = [
         "| | level | active | cosine, reviews | cosine, papers | probe | area | "
-        + " | ".join(f"wall time, {kind}" for kind in columns)
+        + " | ".join(columns)
         + " |",
         "|---" * (7 + len(columns)) + "|",
         f"| dense | | | 1 | 1 | {dense['probe']:.1%} | {dense['area']:.3f} |" + " 1 |" * len(columns),
@@ -449,13 +456,13 @@ def write_page(content: Mapping[str, Any], page: Path) -> None:
     command = " ".join(f"--{field.replace('_', '-')} {sizes[field]}" for field in SIZES)
     lead = (
         f"Made by `python benchmarks/retrofit_encoder.py all --out runs/encoder {command}` and written by "
-        f"`show --out runs/encoder --page {page.name}`. Texts are cut to {sizes['length']} tokens. Every "
+        f"`show --out runs/encoder --page {page.as_posix()}`. Texts are cut to {sizes['length']} tokens. Every "
         f"level of every method is tuned for {sizes['steps']} steps of {sizes['batch']} texts "
         f"({sizes['tune_texts']:,} texts in all; substitutes are fitted to {sizes['fit_texts']:,} of them); "
         f"tuning took {spent / 60:.0f} minutes of processor time in all. The probe is fitted to "
         f"{sizes['probe_texts']:,} reviews and tested on as many others; retrieval has {sizes['pairs']:,} "
         f"pairs of {sizes['papers']:,} papers. One seed. Active is the mean fraction of tokens over all sparse "
-        f"modules on these texts. Wall time is that of a batch of {about['batch']} "
+        f"modules on these texts. Times are those of a batch of {about['batch']} "
         f"texts as a multiple of dense, fastest of {about['rounds']} rounds in turns; in padded batches "
         f"{about['padding']:.0%} of the tokens are padding."
     )
@@ -475,13 +482,13 @@ def write_page(content: Mapping[str, Any], page: Path) -> None:
                     (content["timing"][kind][key], scores[key][field])
                 )
     write_figure(
-        lambda theme: lines_figure(lines, x="wall time, as a multiple of dense", y="", theme=theme),
+        lambda theme: lines_figure(lines, x=f"{kind}, as a multiple of dense", y="", theme=theme),
         picture,
         formats=("svg",),
     )
     image = (
         f'<picture><source media="(prefers-color-scheme: dark)" srcset="images/{picture.name}-dark.svg">'
-        f'<img alt="Fidelity, probe and retrieval of MiniLM against wall time, for every method" '
+        f'<img alt="Fidelity, probe and retrieval of MiniLM against time, for every method" '
         f'src="images/{picture.name}.svg"></picture>'
     )
     replace_part(page, "encoder", "\n".join([textwrap.fill(lead, 120), "", *table(content), "", image]))

@@ -99,7 +99,7 @@ def test_from_texts_to_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for name, row in scores.items():
         assert 0.3 < row["cosine papers"] <= 1.0001 and 0 <= row["probe"] <= 1 and 0 <= row["area"] <= 1, name
     for kind in ("full", "padded"):
-        times = found["timing"][f"{kind}, 1 threads"]
+        times = found["timing"][f"{kind}, processor time"]
         assert times["dense"] == 1.0 and all(times[key] > 0 for key in benchmark.RUNS)
     for rate in benchmark.RATES:
         for place in benchmark.PLACES:
