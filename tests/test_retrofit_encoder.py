@@ -425,7 +425,8 @@ def test_fitted_substitutes_bring_the_model_closer() -> None:
     far = {}
     data = [{"input_ids": draw(20, 30, seed)} for seed in range(5, 8)]
     new = {"input_ids": draw(10, 30, seed=50)}
-    for skipped, neurons in (("nothing", 0), ("linear", 0), ("linear", 16)):
+    cases: list[tuple[Any, int]] = [("nothing", 0), ("linear", 0), ("linear", 16)]
+    for skipped, neurons in cases:
         model = make()
         with torch.no_grad():
             dense = model(**new).last_hidden_state
