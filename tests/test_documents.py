@@ -226,8 +226,8 @@ def test_second_derivatives_and_tensors() -> None:
 @pytest.mark.parametrize(
     ("cu", "message"),
     [
-        (torch.tensor([0, 3]), "rise from 0 to batch \\* time = 12"),
-        (torch.tensor([0, 9, 3, 12]), "rise from 0"),
+        (torch.tensor([0, 3]), "increase from 0 to batch \\* time = 12"),
+        (torch.tensor([0, 9, 3, 12]), "increase from 0"),
         (torch.tensor([0.0, 12.0]), "int32 or int64"),
         ([0, 12], "must be a tensor, got list"),
     ],

@@ -103,9 +103,9 @@ def standing(scores: Scores, row: str, other: str) -> Standing:
         error = math.hypot(standard_error(one), standard_error(two))
         if gap >= 0:
             ahead.append(task)
-        if gap > 2 * error:
+        if error and gap > 2 * error:  # one seed of a language model has no error that is known
             clear.append(task)
-        if gap < -2 * error:
+        if error and gap < -2 * error:
             behind.append(task)
     return Standing(len(tasks), ahead, clear, behind)
 
@@ -169,10 +169,14 @@ def _overview(study: Study, scores: Scores) -> list[str]:
     for trial in study.trials:
         cells = rows.setdefault(trial.title, ["" for _ in ORDER])
         own = scores.get((trial.row, trial.task))
-        text = _score(own) if own else "not run"
+        text = _score(own) if own else "-"
         cells[ORDER.index(trial.task)] = f"{text} ({trial.paper})" if trial.paper else text
     head = [TITLES.get(task, task) for task in ORDER]
-    return table(["ours (paper, full size)", *head], [[title, *cells] for title, cells in rows.items()])
+    return [
+        "A dash stands for a model that was not run.",
+        "",
+        *table(["ours (paper, full size)", *head], [[title, *cells] for title, cells in rows.items()]),
+    ]
 
 
 def _score(records: Sequence[Record]) -> str:
@@ -206,16 +210,16 @@ def _row(trial: Trial, records: Sequence[Record]) -> list[str]:
         f"{first['parameters']:,}",
         f"{first['lr']:g}",
         f"{first['steps']} x {first['batch']}",
-        f"{_average(records, 'tokens_per_second'):,.0f}",
-        f"{_average(records, 'step_memory_mb'):,.0f}",
+        _average(records, "tokens_per_second"),
+        _average(records, "step_memory_mb"),
         rates_text(first["activation"]) if any(r is not None for r in first["activation"]) else "-",
-        f"{_average(records, 'training_seconds'):.0f}",
+        _average(records, "training_seconds"),
     ]
 
 
-def _average(records: Sequence[Record], field: str) -> float:
+def _average(records: Sequence[Record], field: str) -> str:
     known = [r[field] for r in records if r.get(field) is not None]
-    return statistics.mean(known) if known else math.nan
+    return f"{statistics.mean(known):,.0f}" if known else "-"
 
 
 def _draw(scores: Scores, study: Study) -> Callable[[Any], Any] | None:
