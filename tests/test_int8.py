@@ -217,5 +217,5 @@ def test_a_file_of_another_model(small: Path, tmp_path: Path, capsys: pytest.Cap
         ("score", str(folder), __file__),
     ):
         error = fails(capsys, *command)
-        assert "wrong holds no whole checkpoint" in error and "does not match its sha256" in error
+        assert "wrong contains no complete checkpoint" in error and "does not match its sha256" in error
     assert not out.exists()

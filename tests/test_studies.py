@@ -154,7 +154,7 @@ def test_the_command_runs_shows_and_rewrites(
     shown = capsys.readouterr().out
     assert "1 of 3 runs done" in shown and "seed 1, 0.4 s: begun" in shown
     text = page.read_text(encoding="utf-8")
-    assert "1 of 3 runs with 0.4 s are here" in text and "- toy 0 0." in text
+    assert "1 of 3 runs with 0.4 s are finished" in text and "- toy 0 0." in text
     page.unlink()
     assert main([*words, "--rewrite"]) == 0
     assert page.read_text(encoding="utf-8") == text
@@ -336,8 +336,8 @@ def test_a_page_of_every_study_is_written_from_records(tmp_path: Path) -> None:
     assert "Not run: " in text and "not run" in text and "abc" in text
     assert "12 of 12 searches chose the largest learning rate" in text
     assert (
-        "recall, 8 pairs in 64: SeqBoat (50.0 % (state of 2 kB) with the paper's initial weights and 51.0 % (state of "
-        "4 kB) with the library's) is below the better of Mamba-2 54.0 % (state of 10 kB) and Gated DeltaNet"
+        "recall, 8 pairs in 64: SeqBoat (50.0 % (state of 2 kB) with the paper's initial weights and 51.0 % "
+        "(state of 4 kB) with the library's) is below the better of Mamba-2 54.0 % (state of 10 kB) and Gated "
         in text
     )
     assert len(list((tmp_path / "images").glob("evidence-*.svg"))) == 2 * 4
