@@ -9,13 +9,14 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from seqboat.runs import Run
-from seqboat.tasks import TASKS
+from seqboat.runs import Run, SavedFacts
+from seqboat.tasks import TASKS, ClassifyTaskConfig
 from seqboat.training.checkpoint import MODEL, STATE, CheckpointError, CheckpointStore
 from seqboat.training.loop import train
 from small_runs import Spy, ToyConfig, small_run
@@ -153,3 +154,16 @@ print(found.step, found.config.recipe, found.task.name, found.language_model.tra
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     found = Run("enwik8-small")
     assert done.stdout == f"{found.step} {found.config.recipe} enwik8 False\n", done.stderr
+
+
+@pytest.mark.parametrize("facts", ["labels", [1, 2]])
+def test_facts_that_are_no_object_are_refused(facts: Any) -> None:
+    with pytest.raises(ValueError, match=r"state\.json: facts must be an object, got"):
+        SavedFacts(facts, Path("state.json"))
+
+
+def test_a_task_keeps_the_file_that_its_facts_come_from() -> None:
+    task = ClassifyTaskConfig(train="table.csv").build()
+    task.facts = SavedFacts({"input": "text"}, Path("state.json"))
+    with pytest.raises(ValueError, match=r"state\.json says nothing about the 'labels' of the data"):
+        task.facts["labels"]

@@ -40,6 +40,7 @@ from seqboat.tasks.base import BYTES, Split, Task
 from seqboat.tasks.outcomes import Outcomes
 from seqboat.training.checkpoint import (
     MODEL,
+    STATE,
     Checkpoint,
     CheckpointError,
     CheckpointStore,
@@ -91,6 +92,25 @@ def start_from(config: RunConfig, run: Path | str) -> RunConfig:
         source.config.model, vocab=config.model.vocab, **{name: getattr(config.model, name) for name in kept}
     )
     return config.replace(model=model, start={"run": str(source.path.resolve())})
+
+
+class SavedFacts(dict[str, Any]):
+    """What a checkpoint says about its data; a missing part is a ValueError that names the file.
+
+    >>> SavedFacts({"labels": ["a", "b"]}, Path("state.json"))["mean"]
+    Traceback (most recent call last):
+    ValueError: state.json says nothing about the 'mean' of the data: the file was changed
+    """
+
+    def __init__(self, facts: Any, path: Path) -> None:
+        require(
+            isinstance(facts, dict), f"{path}: facts must be an object, got {printable(repr(facts)[:40])}"
+        )
+        super().__init__(facts)
+        self.path = path
+
+    def __missing__(self, key: str) -> Any:
+        raise ValueError(f"{self.path} says nothing about the {key!r} of the data: the file was changed")
 
 
 class Run:
@@ -206,7 +226,7 @@ class Run:
         task = override(self.config, self.fields).build_task()
         state = self.checkpoint.state
         if facts := state.get("facts"):
-            task.facts = facts
+            task.facts = SavedFacts(facts, self.checkpoint.path / STATE)
         elif labels := state.get("labels"):
             task.labels = tuple(labels)
         return task

@@ -10,6 +10,7 @@ Texts are read as bytes of UTF-8, so any language works without a vocabulary.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -316,7 +317,8 @@ class OwnTask(Task):
 
     @facts.setter
     def facts(self, facts: Facts | None) -> None:
-        self._facts, self._source = facts if facts is None else dict(facts), None
+        # a copy of the same type: facts of a checkpoint name their file where something is missing
+        self._facts, self._source = copy.copy(facts), None
 
     @property
     def labels(self) -> tuple[str, ...] | None:
