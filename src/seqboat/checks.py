@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import reprlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -17,6 +19,23 @@ def require(condition: bool, message: str) -> None:
     """Raise a ValueError with this message unless the condition holds."""
     if not condition:
         raise ValueError(message)
+
+
+@contextmanager
+def naming(source: Path | str | None) -> Iterator[None]:
+    """Name the file whose values are used inside in every ValueError; None: there is no such file.
+
+    >>> with naming("config.yaml"):
+    ...     check_positive("classes", -2)
+    Traceback (most recent call last):
+    ValueError: classes must be an integer >= 1, got -2 (settings from config.yaml)
+    """
+    try:
+        yield
+    except ValueError as error:
+        if source is None or str(source) in str(error):
+            raise
+        raise ValueError(f"{error} (settings from {source})") from error
 
 
 class _Short(reprlib.Repr):

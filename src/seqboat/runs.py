@@ -30,7 +30,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from seqboat.checks import check_choice, require
+from seqboat.checks import check_choice, naming, require
 from seqboat.data.console import printable
 from seqboat.data.files import read_json
 from seqboat.inference.int8 import expect_codes, quantize_tensors
@@ -223,8 +223,9 @@ class Run:
     @cached_property
     def task(self) -> Task:
         """The task it was trained on, with the changes of `fields`; its data may be elsewhere or missing."""
-        task = override(self.config, self.fields).build_task()
         state = self.checkpoint.state
+        with naming(self.checkpoint.path / STATE):
+            task = override(self.config, self.fields).build_task()
         if facts := state.get("facts"):
             task.facts = SavedFacts(facts, self.checkpoint.path / STATE)
         elif labels := state.get("labels"):
@@ -236,13 +237,14 @@ class Run:
         """The model, in eval mode on the CPU."""
         path = self.checkpoint.path
         # the number of classes comes from the checkpoint: the training data may be elsewhere
-        model = build_within(
-            lambda: self.config.build_model(self.task, classes=self.checkpoint.state.get("classes")),
-            sum(value.numel() for value in self.weights.values()),
-            self.config.model.num_layers,
-            len(self.weights),
-            str(path),
-        )
+        with naming(path / STATE):
+            model = build_within(
+                lambda: self.config.build_model(self.task, classes=self.checkpoint.state.get("classes")),
+                sum(value.numel() for value in self.weights.values()),
+                self.config.model.num_layers,
+                len(self.weights),
+                str(path),
+            )
         try:
             expect_codes(model, self.weights)
             load_model_tensors(model, self.weights)

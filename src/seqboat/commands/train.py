@@ -102,7 +102,7 @@ def explain_recipe(name: str, fields: Sequence[str]) -> str:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
-    from seqboat.checks import require
+    from seqboat.checks import naming, require
     from seqboat.recipes import find_recipe, seqboat_of
     from seqboat.training.config import from_yaml, override, to_yaml
     from seqboat.training.loop import train
@@ -122,36 +122,33 @@ def run(options: argparse.Namespace) -> int:
         config = start_from(config, options.start)
     if config is None:
         raise ValueError("give a recipe (seqboat list recipes), --config FILE, or --resume --out DIR")
-    config = override(config, options.fields, _say)
-    if options.match_parameters:
-        from seqboat.paper.matching import match_parameters
-
-        require(bool(config.recipe), "--match-parameters needs a recipe whose model is to be matched")
-        config, found = match_parameters(config, seqboat_of(config.recipe)())
-        print(found.report(), file=sys.stderr)
-    if options.fit is not None:
-        config = _fitted(config, options.fit)
-    if options.dry_run:
-        print(_plan(config, options.gpu, options.fit))
-        return 0
-    if options.print_config:
-        print(to_yaml(config), end="")
-        return 0
-    if options.config is None and options.recipe is not None:
-        config = _lengthened(config, options.fields)
     folder = Path(options.out or default_folder(config.recipe))
     is_first = os.environ.get("RANK", "0") == "0"
-    try:
-        outcome = train(config, folder, resume=options.resume)
-    except KeyboardInterrupt:
-        # a second Ctrl-C: nothing is saved any more, but there may be a checkpoint from before
-        if is_first and (folder / "config.yaml").exists():
-            print(resume_line(folder), file=sys.stderr)
-        raise
-    except ValueError as error:
-        if source is None or source in str(error):
+    with naming(source):
+        config = override(config, options.fields, _say)
+        if options.match_parameters:
+            from seqboat.paper.matching import match_parameters
+
+            require(bool(config.recipe), "--match-parameters needs a recipe whose model is to be matched")
+            config, found = match_parameters(config, seqboat_of(config.recipe)())
+            print(found.report(), file=sys.stderr)
+        if options.fit is not None:
+            config = _fitted(config, options.fit)
+        if options.dry_run:
+            print(_plan(config, options.gpu, options.fit))
+            return 0
+        if options.print_config:
+            print(to_yaml(config), end="")
+            return 0
+        if options.config is None and options.recipe is not None:
+            config = _lengthened(config, options.fields)
+        try:
+            outcome = train(config, folder, resume=options.resume)
+        except KeyboardInterrupt:
+            # a second Ctrl-C: nothing is saved any more, but there may be a checkpoint from before
+            if is_first and (folder / "config.yaml").exists():
+                print(resume_line(folder), file=sys.stderr)
             raise
-        raise ValueError(f"{error} (settings from {source})") from error
     if is_first:
         for line in _closing_lines(config, outcome, folder):
             print(line, file=sys.stderr if outcome.exit_code else sys.stdout)

@@ -14,7 +14,7 @@ from seqboat.plugins import load_plugins
 from seqboat.recipes import diagnostics, enwik8, lra, speech, your_data
 from seqboat.recipes.ablations import ABLATIONS
 from seqboat.recipes.base import Recipe
-from seqboat.recipes.rows import ROW_RECIPES, ROWS, SMALL_ROWS, Row
+from seqboat.recipes.rows import ROW_RECIPES, ROWS, SMALL_ROWS, TINY, Row
 
 RECIPES: dict[str, Recipe] = {
     "lra.listops": lra.listops,
@@ -34,6 +34,7 @@ RECIPES: dict[str, Recipe] = {
     "enwik8": enwik8.enwik8,
     "enwik8-small": enwik8.enwik8_small,
     "enwik8-medium": enwik8.enwik8_medium,
+    **TINY,
     "demo": diagnostics.demo,
     "recall": diagnostics.recall,
     "copy": diagnostics.copy,

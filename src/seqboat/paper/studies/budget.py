@@ -5,8 +5,9 @@
 A budget is seconds of processor time for training steps; evaluation is not counted. A quarter of it finds the
 learning rate: one short run for every candidate, of which the lowest validation loss decides. The rest trains the
 model that is scored. The number of steps is fixed before a run from the measured pace, so that each of them is an
-ordinary run: its learning rate reaches zero on its last step, and it resumes bit for bit. The record says how many
-seconds it took in the end.
+ordinary run: its learning rate reaches zero on its last step, and it resumes bit for bit. Routers that turn off on the
+way make later steps faster: a run that misses its time by far is repeated with the pace that it had. The record says
+how many seconds it took in the end.
 """
 
 from __future__ import annotations
@@ -21,21 +22,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from seqboat.core.state import state_bytes
 from seqboat.data.files import read_json, write_json
 from seqboat.paper.machine import apply_settings
 from seqboat.paper.tables import Record
-from seqboat.paper.targets.base import per_step, step_memory
+from seqboat.paper.targets.base import per_step
 from seqboat.paper.trials import Trial
 from seqboat.runs import Run
-from seqboat.tasks.base import Split
+from seqboat.tasks.base import Split, apply_model
 from seqboat.training.config import RunConfig
 from seqboat.training.display import Display
 from seqboat.training.loop import EXIT_DIVERGED, train
 from seqboat.training.planning.pace import step_seconds
 
-RATES = (0.001, 0.003, 0.01)
+RATES = (0.003, 0.01, 0.03)
 """Learning rates to choose from, the same for every model and task."""
 SWEEP = 0.25
 """Fraction of a budget that finds the learning rate."""
@@ -43,10 +45,16 @@ STEPS = 300
 """Batches are halved until at least this many steps fit into a budget..."""
 SMALLEST = 4
 """...but not below this many sequences."""
-SAMPLE = 8
-"""Sequences in a batch of the steps that are timed before anything is known."""
-VALIDATED, SCORED = 2_000, 10_000
-"""Tokens of the validation and of the test split that are scored, for each second of a budget."""
+SAMPLES = (4, 16)
+"""Sequences in the batches of the steps that are timed before anything is known."""
+TOLERANCE = 0.2
+"""Fraction of its time that a run may miss before it is repeated, once."""
+VALIDATED = 4_000
+"""Tokens of the validation split that are scored, for each second of a budget..."""
+SCORED = {"lm": 10_000}
+"""...and of the test split, by kind of task..."""
+SCORED_OTHERWISE = 25_000
+"""...and for classification, where a sequence counts once, not once per token."""
 EVALUATIONS = 3
 """During the run that is scored."""
 
@@ -85,11 +93,15 @@ def spend(
     own = apply_settings(trial.config(0), settings)
     plan = _planned(own, seconds, folder, rates, display or Display())
     config = own.replace(training={"batch_size": plan["batch"]}, optimizer={"lr": plan["lr"]})
-    left = _left(seconds, rates)
-    final = fit_steps(config, left, plan["step_seconds"], EVALUATIONS, VALIDATED * seconds)
-    final = dataclasses.replace(final, seed=seed)
-    run = folder / f"seed-{seed}"
-    done = _train(final, run, display or Display())
+    left, pace = _left(seconds, rates), plan["step_seconds"]
+    for name in (f"seed-{seed}", f"seed-{seed}-again"):
+        final = fit_steps(config, left, pace, EVALUATIONS, VALIDATED * seconds)
+        final = dataclasses.replace(final, seed=seed)
+        run = folder / name
+        done = _train(final, run, display or Display())
+        pace = (done and per_step(Run(run).metrics, "processor")) or pace
+        if abs(pace * final.schedule.steps - left) <= TOLERANCE * left:
+            break
     record = {
         "seed": seed,
         "budget": seconds,
@@ -134,14 +146,22 @@ def fit_steps(
 def fit_batch(config: RunConfig, seconds: float) -> tuple[int, float]:
     """The batch size with which STEPS steps fit into a time, the recipe's at most, and seconds of a step.
 
-    A few steps with small batches are timed.
+    A few steps with batches of two sizes are timed: a step costs something, and so does each of its sequences.
     """
     batch = config.training.batch_size
-    sample = config.replace(training={"batch_size": min(SAMPLE, batch)})
-    each = step_seconds(sample, time.process_time, timed=5, untimed=2) / sample.training.batch_size
-    while batch // 2 >= SMALLEST and seconds / (batch * each) < STEPS:
+    few, many = (min(size, batch) for size in SAMPLES)
+    one, two = (
+        step_seconds(config.replace(training={"batch_size": size}), time.process_time, timed=3, untimed=2)
+        for size in (few, many)
+    )
+    each = max((two - one) / (many - few), 0.0) if many > few else one / few
+
+    def step(size: int) -> float:
+        return max(two + each * (size - many), one / 2)
+
+    while batch // 2 >= SMALLEST and seconds / step(batch) < STEPS:
         batch //= 2
-    return batch, batch * each
+    return batch, step(batch)
 
 
 def _left(seconds: float, rates: Sequence[float]) -> float:
@@ -193,7 +213,8 @@ def _observe(folder: Path, config: RunConfig, seconds: float) -> Record:
     """What a finished run showed."""
     run = Run(folder)
     task, metrics, about = run.task, run.metrics, run.about
-    test = run.evaluate("test", limit=_examples(config, "test", SCORED * seconds))
+    tokens = SCORED.get(task.kind, SCORED_OTHERWISE) * seconds
+    test = run.evaluate("test", limit=_examples(config, "test", tokens))
     step = per_step(metrics, "processor") or 0.0
     scored = [r for r in metrics if r["split"] == config.evaluation.split]
     trained = [r for r in metrics if r["split"] == "train"]
@@ -209,7 +230,7 @@ def _observe(folder: Path, config: RunConfig, seconds: float) -> Record:
         "training_seconds": step * config.schedule.steps,
         "step_seconds": step,
         "tokens_per_second": config.training.batch_size * _tokens(config) / step if step else None,
-        "step_memory_mb": step_memory(metrics),
+        "step_memory_mb": kept_memory(run) / 2**20,
         "processor_seconds": max(r.get("processor", 0.0) for r in metrics),
         "state_bytes": state_size(run, task.max_length) if task.kind == "lm" else None,
         "parameters": about["parameters"],
@@ -217,6 +238,27 @@ def _observe(folder: Path, config: RunConfig, seconds: float) -> Record:
         "versions": about["versions"],
         "commit": about.get("commit"),
     }
+
+
+def kept_memory(run: Run) -> int:
+    """Bytes that a training step of a run keeps for its backward pass, beyond the weights."""
+    model, task, config = run.model.train(), run.task, run.config
+    data = task.dataset("train")
+    batch = task.collate([data[index] for index in range(min(config.training.batch_size, len(data)))])
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = task.loss(apply_model(model, task.kind, batch), batch).total
+    size = sum(nbytes for place, nbytes in kept.items() if place not in weights)
+    del loss  # until here nothing that was kept could be replaced at the same place
+    model.eval()
+    return size
 
 
 @torch.inference_mode()

@@ -3,8 +3,8 @@
     ROWS["lra"]["mega-chunk"].recipes["image"]()     the configuration of a run
     find_recipe("lra.image/mega-chunk")()            the same, by the name that commands use
 
-A row has the name of its mixer. `RECIPE/ROW` works with the small variants as well: the row's mixer, with the
-settings of the small recipe.
+A row has the name of its mixer. `RECIPE/ROW` works with the small and tiny variants as well: the row's mixer, with the
+settings of that recipe.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from seqboat.mixers.carry import carry_over
-from seqboat.recipes import enwik8, lra, speech
+from seqboat.recipes import enwik8, lra, speech, tiny
 from seqboat.recipes.base import MixerChoice, Recipe, choose
 from seqboat.recipes.rows import attention, language, mega, ssm
 from seqboat.recipes.rows.base import Row, Settings, make_row
@@ -39,6 +39,17 @@ SMALL: dict[str, Recipe] = {
     "enwik8-small": enwik8.enwik8_small,
 }
 """The small variants of all tasks."""
+TINY: dict[str, Recipe] = {
+    "lra.listops-tiny": tiny.listops,
+    "lra.text-tiny": tiny.text,
+    "lra.retrieval-tiny": tiny.retrieval,
+    "lra.image-tiny": tiny.image,
+    "lra.pathfinder-tiny": tiny.pathfinder,
+    "lra.pathx-tiny": tiny.pathx,
+    "speech-tiny": tiny.speech_commands,
+    "enwik8-tiny": tiny.enwik8_bytes,
+}
+"""The tiny variants of all tasks."""
 
 PAPER = "table 4 of the paper and the published scripts"
 
@@ -155,13 +166,13 @@ RIVALS = {
     "samba": "Samba",
     "samba-gdn": "Samba with Gated DeltaNet",
 }
-"""Models that came after the paper, in small recipes only. They read in one direction on every task."""
+"""Models that came after the paper, in small and tiny recipes only. They read in one direction on every task."""
 EVERYWHERE = ("transformer", "seqboat-full", "s4d", "s5", "mega-chunk", *RIVALS)
-"""Rows that every small recipe has, whatever the table of its task."""
+"""Rows that every small and tiny recipe has, whatever the table of its task."""
 
 
 def small_rows(table: str) -> dict[str, str]:
-    """Titles of the rows of a table in its small recipes, SeqBoat last, by the name of their mixer.
+    """Titles of the rows of a table in its small and tiny recipes, SeqBoat last, by the name of their mixer.
 
     >>> list(small_rows("speech"))[:4]
     ['s4', 'transformer', 'seqboat-full', 's4d']
@@ -173,18 +184,18 @@ def small_rows(table: str) -> dict[str, str]:
 
 
 def table_of(name: str) -> tuple[str, str]:
-    """Table and task of a small recipe.
+    """Table and task of a small or tiny recipe.
 
-    >>> table_of("lra.image-small"), table_of("enwik8-small")
+    >>> table_of("lra.image-small"), table_of("enwik8-tiny")
     (('lra', 'image'), ('enwik8', 'enwik8'))
     """
-    table, _, task = name.removesuffix("-small").rpartition(".")
+    table, _, task = name.rpartition("-")[0].rpartition(".")
     return table or task, task
 
 
 def _small(name: str, row: str) -> Recipe:
-    """A row in a small recipe: the mixer with the settings of the recipe, except for its attention function."""
-    base = SMALL[name]
+    """A row in a small or tiny recipe: the mixer with the recipe's settings, except for its attention function."""
+    base = (SMALL | TINY)[name]
     table, task = table_of(name)
 
     def recipe(mixer: MixerChoice = None) -> RunConfig:
@@ -204,8 +215,8 @@ def _small(name: str, row: str) -> Recipe:
 
 SMALL_ROWS: dict[str, Recipe] = {
     f"{name}/{row}": _small(name, row)
-    for name in SMALL
+    for name in SMALL | TINY
     for row in small_rows(table_of(name)[0])
     if row != "seqboat"
 }
-"""The rows as small variants."""
+"""The rows as small and tiny variants."""

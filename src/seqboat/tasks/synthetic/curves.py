@@ -90,6 +90,19 @@ PATHX = PathfinderConfig(
     contrast=0.9,
 )
 PATHFINDER16 = PathfinderConfig(size=16, contour=4, distractors=2, distractor_contour=2, seed_distance=4)
+PATHX32 = PathfinderConfig(
+    size=32,
+    contour=4,
+    distractors=2,
+    distractor_contour=2,
+    seed_distance=8,
+    paddle_length=4,
+    thickness=1.0,
+    margins=(2,),
+    marker_radius=3,
+    contrast=0.9,
+)
+"""The curves of PATHFINDER16 at twice the size: longer sequences, not longer curves."""
 
 
 class Dash(NamedTuple):

@@ -7,7 +7,7 @@
     . . . . . . . . O . . .          . . . . . . . . - . . .
 
 The images of Linsley et al. (2018) as in the Long Range Arena, 200,000 of each size: read from its archive, or drawn
-by `curves`. Pathfinder has 32 x 32 pixels, Path-X 128 x 128; pathfinder16 is a small variant for quick experiments.
+by `curves`. Pathfinder has 32 x 32 pixels, Path-X 128 x 128; pathfinder16 and pathx32 are for quick experiments.
 """
 
 from __future__ import annotations
@@ -42,7 +42,14 @@ from seqboat.tasks.stored import (
     StoredTaskConfig,
     shuffled_rows,
 )
-from seqboat.tasks.synthetic.curves import PATHFINDER, PATHFINDER16, PATHX, PathfinderConfig, make_image
+from seqboat.tasks.synthetic.curves import (
+    PATHFINDER,
+    PATHFINDER16,
+    PATHX,
+    PATHX32,
+    PathfinderConfig,
+    make_image,
+)
 
 SHARD = 500
 """Images per shard, the unit of parallel and resumable work."""
@@ -77,6 +84,7 @@ class PathXTaskConfig(PathfinderTaskConfig):
     """Path-X: the same question at 128 x 128 pixels, 16,384 tokens."""
 
     size: int = 128
+    """Height and width in pixels: 128, or 32 for the small images of pathx32."""
 
     def build(self) -> PathXTask:
         return PathXTask(self)
@@ -134,7 +142,7 @@ class PathXTask(PathfinderTask):
 
     @property
     def store_name(self) -> str:
-        return self.config.store or "pathx"
+        return self.config.store or ("pathx" if self.settings.size == 128 else f"pathx{self.settings.size}")
 
 
 def prepare_drawn(
@@ -346,5 +354,15 @@ PATHX_DATASETS = {
         settings=PATHX,
         counts=(160_000, 20_000, 20_000),
     ),
+    "pathx32": DatasetInfo(
+        task=PathXTaskConfig(size=32),
+        title="images of 32 x 32 pixels with the curves of pathfinder16, for quick experiments",
+        license=FREE,
+        size=45_100_000,
+        get="nothing, it is generated",
+        draw=partial(prepare_drawn, config=PATHX32),
+        settings=PATHX32,
+        counts=(40_000, 2_000, 2_000),
+    ),
 }
-"""The data set of Path-X."""
+"""Data sets of Path-X."""
