@@ -349,8 +349,8 @@ def pathfinder_small(mixer: MixerChoice = None) -> RunConfig:
 def pathx_small(mixer: MixerChoice = None) -> RunConfig:
     """Path-X at 32 x 32 pixels: the curves of Pathfinder's small variant in sequences four times as long.
 
-    Cut: images of 32 x 32 pixels with curves of 4 dashes instead of 128 x 128 with 14, 2 layers of width 64 instead of
-    6 of 128, 48,000 images seen instead of 16 million, working memory 64.
+    Cut: images of 32 x 32 pixels with curves of 4 dashes instead of 128 x 128 with 14, 2 layers of width 64 instead
+    of 6 of 128, 48,000 images seen instead of 16 million, working memory 64.
     """
     full = pathx()
     narrow = _resized(full, d_z=32, d_v=128, window=64, max_positions=1024)

@@ -5,8 +5,8 @@
 A budget is seconds of processor time for training steps; evaluation is not counted. A quarter of it finds the
 learning rate: one short run for every candidate, of which the lowest validation loss decides. The rest trains the
 model that is scored. The number of steps is fixed before a run from the measured pace, so that each of them is an
-ordinary run: its learning rate reaches zero on its last step, and it resumes bit for bit. Routers that turn off on the
-way make later steps faster: a run that misses its time by far is repeated with the pace that it had. The record says
+ordinary run: its learning rate reaches zero on its last step, and it resumes bit for bit. Routers that turn off
+during a run make it faster: if it misses its time by far, it is repeated with the pace that it had. The record says
 how many seconds it took in the end.
 """
 

@@ -3,8 +3,8 @@
     ROWS["lra"]["mega-chunk"].recipes["image"]()     the configuration of a run
     find_recipe("lra.image/mega-chunk")()            the same, by the name that commands use
 
-A row has the name of its mixer. `RECIPE/ROW` works with the small and tiny variants as well: the row's mixer, with the
-settings of that recipe.
+A row has the name of its mixer. `RECIPE/ROW` works with the small and tiny variants as well: the row's mixer, with
+the settings of that recipe.
 """
 
 from __future__ import annotations
