@@ -16,7 +16,7 @@ from seqboat.data.files import Lock
 from seqboat.paper.matching import count_of_run
 from seqboat.paper.studies import STUDIES, budget
 from seqboat.paper.studies import page as page_module
-from seqboat.paper.studies.budget import fit_batch, fit_steps, spend
+from seqboat.paper.studies.budget import fit_batch, fit_steps, kept_memory, spend
 from seqboat.paper.studies.in_context import TESTS, in_context_trials
 from seqboat.paper.studies.page import write_page
 from seqboat.paper.studies.run import chosen_cells, run_cells
@@ -45,10 +45,12 @@ def show_names(study: Study, records: Any, pictures: Any) -> list[str]:
 
 @pytest.fixture
 def study(monkeypatch: pytest.MonkeyPatch) -> Study:
-    """Two models whose steps take exactly 0.01 s each, as far as planning knows."""
+    """Two models whose steps take 0.01 s for eight sequences as far as planning knows, and 0.01 s when they run."""
     monkeypatch.setitem(TASKS, "toy", ToyConfig)
     monkeypatch.setitem(RECIPES, "toy", toy)
-    monkeypatch.setattr(budget, "step_seconds", lambda config, *a, **k: 0.01)
+    monkeypatch.setattr(
+        budget, "step_seconds", lambda config, *a, **k: 0.01 * config.training.batch_size / 8
+    )
     monkeypatch.setattr(budget, "per_step", lambda metrics, clock: 0.01)
     made = Study(
         name="toys",
@@ -98,8 +100,11 @@ def test_other_seeds_take_the_rate_of_the_first(study: Study, tmp_path: Path) ->
 
 def test_without_rates_the_whole_budget_trains(study: Study, tmp_path: Path) -> None:
     record = spend(study.trials[0], 0, 0.4, tmp_path)
-    # a step of four sequences is thought to take 0.005 s, half of one of eight
-    assert (record["steps"], record["lr"], record["sweep"]) == (80, 0.01, [])
+    # a step of four sequences is thought to take 0.005 s; it takes 0.01 s, so the run is repeated with half the steps
+    assert Run(tmp_path / "seed-0").config.schedule.steps == 80
+    assert Run(tmp_path / "seed-0-again").config.schedule.steps == 40
+    assert (record["steps"], record["lr"], record["sweep"]) == (40, 0.01, [])
+    assert record["training_seconds"] == pytest.approx(0.4)
 
 
 def test_batches_are_the_recipe_s_if_the_time_suffices(study: Study) -> None:
@@ -107,6 +112,26 @@ def test_batches_are_the_recipe_s_if_the_time_suffices(study: Study) -> None:
     config = toy()
     assert fit_batch(config, 1e6) == (8, pytest.approx(0.01))
     assert fit_batch(config, 2.0) == (4, pytest.approx(0.005))
+
+
+def test_a_step_and_its_sequences_are_timed_apart(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of a step's time does not depend on the batch: half a batch takes three quarters of the time."""
+    monkeypatch.setattr(
+        budget, "step_seconds", lambda config, *a, **k: 0.005 + 0.005 * config.training.batch_size / 8
+    )
+    assert fit_batch(toy(), 2.0) == (4, pytest.approx(0.0075))
+
+
+def test_memory_that_a_step_keeps(study: Study, tmp_path: Path) -> None:
+    """Every sequence keeps as much as any other; weights are not counted."""
+    spend(study.trials[0], 0, 0.4, tmp_path, rates=RATES)
+    run = Run(tmp_path / "seed-0")
+    sizes = []
+    for batch in (4, 8, 12):
+        run.config = run.config.replace(training={"batch_size": batch})
+        sizes.append(kept_memory(run))
+    assert sizes[2] - sizes[1] == pytest.approx(sizes[1] - sizes[0], rel=0.2) and sizes[1] > sizes[0]
+    assert not run.model.training
 
 
 def test_steps_fill_a_time() -> None:
