@@ -75,8 +75,11 @@ def test_a_resumed_run_takes_fields_with_values(tmp_path: Path, capsys: pytest.C
     assert main(["train", "copy", *TINY, "--out", run]) == 0
     assert main(["train", "--resume", "--out", run, "--training.log_every", "2", "--print-config"]) == 0
     assert "log_every: 2" in capsys.readouterr().out
-    # a setting that only building the model refuses
+    # a setting that does not fit one of the command line
     file = tmp_path / "run" / "config.yaml"
+    assert main(["train", "--resume", "--out", run, "--schedule.warmup_steps", "9"]) == 2
+    assert f"must not exceed schedule.steps, got 9 and 3 (settings from {file})" in capsys.readouterr().err
+    # a setting that only building the model refuses
     file.write_text(file.read_text().replace("temperature_scale: ", "temperature_scale: -"))
     assert main(["train", "--resume", "--out", run]) == 2
     assert f"temperature_scale must be positive, got -1.0 (settings from {file})" in capsys.readouterr().err

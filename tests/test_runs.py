@@ -126,6 +126,15 @@ def test_a_configuration_cannot_ask_for_more_than_its_weights(
         _ = Run(copy).model
 
 
+def test_an_impossible_number_of_classes_is_named_with_its_file(run: Path, tmp_path: Path) -> None:
+    copy = _copy(run / "step-8", tmp_path / "step-8")
+    reseal(copy, classes=-0.5)
+    with pytest.raises(
+        ValueError, match=r"classes must be an integer >= 1, got -0\.5 \(settings from .*state\.json"
+    ):
+        _ = Run(copy).model
+
+
 def test_weights_of_another_model_are_named(run: Path, tmp_path: Path) -> None:
     copy = _copy(run / "step-8", tmp_path / "step-8")
     weights = load_file(copy / MODEL)

@@ -48,9 +48,7 @@ def study(monkeypatch: pytest.MonkeyPatch) -> Study:
     """Two models whose steps take 0.01 s for eight sequences as far as planning knows, and 0.01 s when they run."""
     monkeypatch.setitem(TASKS, "toy", ToyConfig)
     monkeypatch.setitem(RECIPES, "toy", toy)
-    monkeypatch.setattr(
-        budget, "step_seconds", lambda config, *a, **k: 0.01 * config.training.batch_size / 8
-    )
+    monkeypatch.setattr(budget, "step_seconds", lambda config, *a, **k: 0.01 * config.training.batch_size / 8)
     monkeypatch.setattr(budget, "per_step", lambda metrics, clock: 0.01)
     made = Study(
         name="toys",
