@@ -219,13 +219,15 @@ class Layers(nn.Module):
 
 MODELS: dict[str, Callable[[int, bool], nn.Module]] = {
     "seqboat": lambda d, causal: Layers(SeqBoatConfig(causal=causal, gau=GAUConfig(max_positions=128)), d),
-    "rotary": lambda d, causal: Layers(SeqBoatConfig(causal=causal, gau=GAUConfig(positions="rotary")), d),
+    "table": lambda d, causal: Layers(
+        SeqBoatConfig(causal=causal, gau=GAUConfig(positions="original", max_positions=128)), d
+    ),
     "encoder": Encoder,
     "gru": GRU,
     "s4d": lambda d, causal: Layers(S4DLayerConfig(causal=causal, ssm=S4DConfig()), d),
 }
-"""Stacks by name: SeqBoat with its defaults (and a table of positions for short sequences), SeqBoat with rotary
-positions, and the others."""
+"""Stacks by name: SeqBoat with its defaults (and a bias table for short sequences), SeqBoat with the paper's positions,
+the bias table alone, and the others."""
 
 
 class Model(nn.Module):
@@ -319,7 +321,7 @@ def spread(values: list[float]) -> str:
 
 NAMES = {
     "seqboat": "SeqBoat",
-    "rotary": "SeqBoat, rotary",
+    "table": "SeqBoat, table",
     "encoder": "encoder layer",
     "gru": "GRU",
     "s4d": "S4D",

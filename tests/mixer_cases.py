@@ -38,6 +38,7 @@ from seqboat.mixers.ssm.ema import EMAConfig
 from seqboat.mixers.ssm.liquid_s4 import LiquidS4Config
 from seqboat.mixers.ssm.s4d import S4DConfig
 from seqboat.models.backbone import StackConfig
+from seqboat.ops.positions import POSITIONS
 
 D_MODEL = 8
 
@@ -370,7 +371,7 @@ def pairwise(options: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
 ROUTER_NAMES = tuple(ROUTERS)
 GRID = (
     ROUTER_NAMES,
-    ("original", "compressed", "rotary", "none"),
+    tuple(POSITIONS),
     ("softmax", "relu2", "laplace"),
     (1, 2, 5, 64),
     ("memory", "full", "chunk"),

@@ -28,6 +28,7 @@ from seqboat.mixers.ssm.s4d import S4DConfig, S4DLayerConfig
 from seqboat.mixers.ssm.s5 import S5Config, S5LayerConfig
 from seqboat.models.backbone import BackboneConfig
 from seqboat.models.heads import LanguageModel
+from seqboat.ops.positions import POSITIONS
 
 TOLERANCE = 1e-10
 VOCAB = 11
@@ -48,7 +49,7 @@ CASES: dict[str, Any] = {
         f"{function} {positions} {span}": attention(function, positions, span)
         for function, positions, span in itertools.product(
             ("softmax", "relu2", "laplace"),
-            ("original", "compressed", "rotary", "none"),
+            tuple(POSITIONS),
             ("memory", "full", "chunk"),
         )
     },

@@ -109,6 +109,7 @@ def test_size_of_the_bias_table() -> None:
         "original": [99, 99],
         "compressed": [8, 99],
         "rotary": [None, None],
+        "rotary-original": [99, 99],
         "none": [None, None],
     }
 

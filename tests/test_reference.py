@@ -29,6 +29,7 @@ from seqboat.mixers.seqboat.layer import SeqBoat, SeqBoatConfig, SeqBoatState
 from seqboat.mixers.ssm import SSMS
 from seqboat.mixers.ssm.ema import EMA, EMAConfig
 from seqboat.mixers.ssm.s4d import S4DConfig
+from seqboat.ops.positions import POSITIONS
 
 TOLERANCE = 1e-9
 
@@ -258,9 +259,9 @@ def cases(draw: st.DrawFn, *, causal: bool, complex_states: bool) -> Case:
             method=method,  # type: ignore[arg-type]
             block=block,
         )
-    positions = draw(st.sampled_from(["original", "compressed", "rotary", "none"]))
+    positions = draw(st.sampled_from(list(POSITIONS)))
     gau = GAUConfig(
-        d_z=2 * draw(st.integers(1, 2)) if positions == "rotary" else draw(st.integers(1, 4)),
+        d_z=2 * draw(st.integers(1, 2)) if POSITIONS[positions].rotates else draw(st.integers(1, 4)),
         d_v=draw(st.none() | st.integers(1, 5)),
         attention=draw(st.sampled_from(["softmax", "relu2", "laplace"])),
         span=draw(st.sampled_from(["memory", "memory", "full", "chunk"])),

@@ -193,11 +193,12 @@ ATTENTION_FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
 }
 """The function of a query's scores, and whether they are scaled by 1 / sqrt(d_z) rather than 1 / keys."""
 
-ROTATED = ("rotary",)
+ROTATED = ("rotary", "rotary-original")
 """Positions that rotate queries and keys."""
 
 DISTANCES: dict[str, Callable[[MemoryEntry, MemoryEntry], int]] = {
     "original": lambda query, key: key.position - query.position,
+    "rotary-original": lambda query, key: key.position - query.position,
     "compressed": lambda query, key: key.slot - query.slot,
 }
 """Positions that add a bias, and the distance it depends on."""

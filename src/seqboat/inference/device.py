@@ -89,7 +89,8 @@ class DeviceSeqBoat(LeanLayer):
         router, border = _fold_router(layer.sma.policy, layer.d_model, weight)
         scale = float(gau.function.scale(d_z, gau.span.window))
         scaling = torch.stack([gau.gamma[0] * scale, gau.beta[0] * scale, gau.gamma[1], gau.beta[1]])
-        bias = {OriginalBias: "original", CompressedBias: "compressed"}.get(type(gau.positions), "none")
+        kinds = {OriginalBias: "original", CompressedBias: "compressed"}
+        bias = next((name for kind, name in kinds.items() if isinstance(gau.positions, kind)), "none")
 
         def wide(x: Tensor) -> Tensor:
             return x.detach().float().contiguous().clone()

@@ -1,7 +1,7 @@
 """Position schemes: how attention knows the order of its tokens.
 
 A token has a position in the original sequence and a slot, its index among the active tokens. A scheme may rotate
-queries and keys (rotary), add a learned bias per distance (in positions or in slots), or do neither.
+queries and keys (rotary), add a learned bias per distance (in positions or in slots), do both, or neither.
 
 To add a scheme, write a class here and give it a name in `PositionsName` and `POSITIONS`.
 """
@@ -75,6 +75,10 @@ class OriginalBias(Positions):
         return position
 
 
+class RotaryOriginal(Rotary, OriginalBias):
+    """Rotary embedding and a learned bias per distance, both of the original positions."""
+
+
 class CompressedBias(Positions):
     """A learned bias per distance among the active tokens."""
 
@@ -88,11 +92,12 @@ class Absolute(Positions):
     added = True
 
 
-PositionsName = Literal["original", "compressed", "rotary", "none"]
+PositionsName = Literal["original", "compressed", "rotary", "rotary-original", "none"]
 POSITIONS: dict[str, Positions] = {
     "original": OriginalBias(),
     "compressed": CompressedBias(),
     "rotary": Rotary(),
+    "rotary-original": RotaryOriginal(),
     "none": Positions(),
 }
 """Schemes for sparse attention by the name that configurations use."""

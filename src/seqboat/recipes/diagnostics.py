@@ -26,7 +26,9 @@ def _diagnostic(task: TaskConfig, mixer: MixerChoice) -> RunConfig:
             init="paper",
             ssm=EMAConfig(d_state=4),
             router=TemperedSoftmaxConfig(temperature_scale=1.0),
-            gau=GAUConfig(d_z=32, d_v=64, attention="softmax", window=64, max_positions=64),
+            gau=GAUConfig(
+                d_z=32, d_v=64, attention="softmax", window=64, positions="original", max_positions=64
+            ),
             causal=True,
             norm="layer",
             prenorm=True,
@@ -74,7 +76,7 @@ def demo(mixer: MixerChoice = None) -> RunConfig:
             # half the default block: most expressions are shorter
             ssm=EMAConfig(d_state=8, block=32),
             router=TemperedSoftmaxConfig(temperature_scale=0.3),
-            gau=GAUConfig(d_z=32, window=64, max_positions=100),
+            gau=GAUConfig(d_z=32, window=64, positions="original", max_positions=100),
         ),
     )
     return RunConfig(

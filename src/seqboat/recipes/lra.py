@@ -68,7 +68,9 @@ def listops(mixer: MixerChoice = None) -> RunConfig:
         init="paper",
         ssm=EMAConfig(d_state=16, truncation=1024),
         router=TemperedSoftmaxConfig(temperature_scale=0.3),
-        gau=GAUConfig(d_z=64, d_v=160, attention="softmax", window=256, max_positions=2002),
+        gau=GAUConfig(
+            d_z=64, d_v=160, attention="softmax", window=256, positions="original", max_positions=2002
+        ),
         norm="layer",
         prenorm=False,
         dropout=0.1,
@@ -122,7 +124,9 @@ def retrieval(mixer: MixerChoice = None) -> RunConfig:
         init="paper",
         ssm=EMAConfig(d_state=16, truncation=1024),
         router=TemperedSoftmaxConfig(temperature_scale=0.3),
-        gau=GAUConfig(d_z=64, d_v=256, attention="softmax", window=256, max_positions=4002),
+        gau=GAUConfig(
+            d_z=64, d_v=256, attention="softmax", window=256, positions="original", max_positions=4002
+        ),
         norm="scale",
         prenorm=False,
         dropout=0.1,
@@ -149,7 +153,9 @@ def image(mixer: MixerChoice = None) -> RunConfig:
         init="paper",
         ssm=EMAConfig(d_state=16, truncation=1024),
         router=TemperedSoftmaxConfig(temperature_scale=0.4),
-        gau=GAUConfig(d_z=96, d_v=320, attention="relu2", window=256, max_positions=1024),
+        gau=GAUConfig(
+            d_z=96, d_v=320, attention="relu2", window=256, positions="original", max_positions=1024
+        ),
         norm="batch",
         prenorm=True,
     )
@@ -216,7 +222,7 @@ def _pathfinder_mixer(**attention: Any) -> SeqBoatConfig:
         init="paper",
         ssm=EMAConfig(d_state=16),
         router=TemperedSoftmaxConfig(temperature_scale=1.0),
-        gau=GAUConfig(d_z=64, d_v=256, attention="relu2", **attention),
+        gau=GAUConfig(d_z=64, d_v=256, attention="relu2", positions="original", **attention),
         norm="batch",
         prenorm=True,
     )

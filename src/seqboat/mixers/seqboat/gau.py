@@ -58,8 +58,8 @@ class GAUConfig(Settings):
     """What a query sees: its working memory, everything, or its chunk of `window` active tokens."""
     window: int = 256
     """Size of the working memory, or of a chunk."""
-    positions: PositionsName = "original"
-    """Relative bias on original or compressed positions, rotary on original ones, or none."""
+    positions: PositionsName = "rotary-original"
+    """Relative bias on original or compressed positions, rotary on original ones, both of these, or none."""
     max_positions: int = 4096
     """Distances (in positions) beyond which the relative bias stays the same."""
     attention_dropout: float = 0.0

@@ -128,7 +128,7 @@ class SeqBoat(RecurrentMixer):
             - router (str or RouterConfig): "tempered-softmax" (default), "sigmoid", "top-k", "always-active", ...
             - d_z (int), d_v (int): widths of queries and keys, and of values. Defaults 64 and 2 d_model.
             - attention (str): "softmax" (default), "relu2" or "laplace".
-            - positions (str): "original" (default), "compressed", "rotary" or "none".
+            - positions (str): "rotary-original" (default), "original", "compressed", "rotary" or "none".
             - target (float): fraction of tokens that should attend; not limited by default.
             - dropout (float), norm (str), prenorm (bool), ffn (bool), init (str): as in `SeqBoatConfig`.
 
