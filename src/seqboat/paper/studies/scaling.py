@@ -219,8 +219,8 @@ SCALING = Study(
     title="Scaling on enwik8",
     about="Bits per byte on part of the test text against the number of parameters, at the same processor time. "
     "Every size is trained twice, with a budget and with four times that budget; a quarter of each goes to choosing "
-    "the learning rate. SeqBoat has the library's initial weights. Lines are parabolas in the logarithm of the size. The last panel and column show how many "
-    "tokens are active.",
+    "the learning rate. SeqBoat has the library's initial weights. Lines are parabolas in the logarithm of the size. "
+    "The last panel and column show how many tokens are active.",
     trials=scaling_trials(),
     budget=20.0,
     multiples=(1.0, 4.0),
