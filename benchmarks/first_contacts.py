@@ -226,8 +226,7 @@ MODELS: dict[str, Callable[[int, bool], nn.Module]] = {
     "gru": GRU,
     "s4d": lambda d, causal: Layers(S4DLayerConfig(causal=causal, ssm=S4DConfig()), d),
 }
-"""Stacks by name: SeqBoat with its defaults (and a bias table for short sequences), SeqBoat with the bias table as its
-only positions, and the others."""
+"""Stacks by name. SeqBoat has its defaults and a bias table for short sequences; "table" has no rotary positions."""
 
 
 class Model(nn.Module):
