@@ -23,7 +23,7 @@ from seqboat.training.config import from_yaml, override
 
 BOAT = SeqBoatConfig(
     ssm=EMAConfig(d_state=4, truncation=99),
-    gau=GAUConfig(d_z=10, d_v=14, attention="relu2", window=6, max_positions=40),
+    gau=GAUConfig(d_z=10, d_v=14, attention="relu2", window=6, positions="original", max_positions=40),
     norm="batch",
     prenorm=True,
     dropout=0.25,
@@ -77,6 +77,7 @@ def test_positions_keep_their_meaning() -> None:
     rotary = SeqBoatConfig(gau=GAUConfig(positions="rotary"))
     for name in ("transformer", "mega"):
         assert carry_over(rotary, name).mixer.positions == "rotary"
+        assert carry_over(SeqBoatConfig(), name).mixer.positions == "rotary", "the bias is left out"
     assert carry_over(TransformerConfig(positions="relative"), "seqboat").mixer.gau.positions == "original"
     left = carry_over(TransformerConfig(positions="none"), "mega").report()
     assert left == "transformer -> mega: not carried over: positions=none"

@@ -120,7 +120,7 @@ def test_state_given_to_a_bidirectional_mixer(case: Case) -> None:
         ),
         (
             lambda: GAUConfig(positions="absolute"),  # type: ignore[arg-type]
-            "positions must be one of original, compressed, rotary, none; got 'absolute'",
+            "positions must be one of original, compressed, rotary, rotary-original, none; got 'absolute'",
         ),
         (lambda: GAUConfig(attention_dropout=1.0), "attention_dropout must be in [0, 1), got 1.0"),
         (lambda: SeqBoatConfig(dropout=-0.1), "dropout must be in [0, 1), got -0.1"),

@@ -13,6 +13,7 @@ from seqboat.mixers.seqboat.gau import GAU, GAUConfig
 from seqboat.ops import band
 from seqboat.ops.band import Neighbors
 from seqboat.ops.gated import _gated, gated_attention
+from seqboat.ops.positions import POSITIONS, rotations
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +44,7 @@ def run(unit: GAU, tokens: Tensor, packed: Packed) -> tuple[Tensor, dict[str, Te
     return y.detach(), {**grads, "x": x.grad}
 
 
-@pytest.mark.parametrize("positions", ["original", "compressed", "none"])
+@pytest.mark.parametrize("positions", POSITIONS)
 @pytest.mark.parametrize("kind", ["softmax", "relu2", "laplace"])
 @pytest.mark.parametrize("window", [1, 2, 7, 40, 300])
 @pytest.mark.parametrize("rate", [0.0, 0.02, 0.5, 1.0])
@@ -61,26 +62,29 @@ def test_one_piece_equals_the_parts(positions: Any, kind: Any, window: int, rate
     torch.testing.assert_close(whole, parts)
 
 
-def test_gradcheck_and_registration() -> None:
+@pytest.mark.parametrize("rotated", [False, True])
+def test_gradcheck_and_registration(rotated: bool) -> None:
     unit = make_unit(window=4)
     packed = pack(torch.rand(2, 11) < 0.7)
     tokens = torch.randn(packed.flat.shape[0], 5, dtype=torch.float64, requires_grad=True)
     assert unit.bias is not None
+    turn = rotations(packed.position, 4, tokens) if rotated else None
     weights = (unit.base.weight, unit.base.bias, unit.gamma, unit.beta, unit.out.weight, unit.out.bias)
 
     def function(*tensors: Any) -> Tensor:
         *rest, table = tensors
         near = Neighbors(packed.row, packed.position, table, 2, 2, "softmax", 0.5)
-        arguments: list[Any] = [*rest, near]
+        arguments: list[Any] = [*rest, near, turn]
         return gated_attention(*arguments)
 
     assert torch.autograd.gradcheck(function, (tokens, *weights, unit.bias.table))
-    arguments = (tokens, *weights, packed.row, packed.position, unit.bias.table, 2, 2, "softmax", 0.5)
+    assert torch.autograd.gradgradcheck(function, (tokens, *weights, unit.bias.table))
+    arguments = (tokens, *weights, turn, packed.row, packed.position, unit.bias.table, 2, 2, "softmax", 0.5)
     torch.library.opcheck(_gated, arguments)
 
 
 def test_what_it_does_not_serve_takes_the_parts() -> None:
-    """Causal units remember keys and values; dropout, rotation and autocast need them too."""
+    """Causal units remember keys and values; dropout and autocast need them too."""
     tokens = torch.randn(3, 5)
     plain = make_unit().float()
     assert plain.fuses(tokens)
@@ -89,7 +93,6 @@ def test_what_it_does_not_serve_takes_the_parts() -> None:
     assert not plain.fuses(tokens.bfloat16())
     assert not GAU(5, GAUConfig(d_z=4), causal=True).fuses(tokens)
     for changes in (
-        {"positions": "rotary"},
         {"span": "full"},
         {"attention_dropout": 0.5},
         {"kernel": "flex"},

@@ -337,14 +337,14 @@ LAYERS = {
     "causal memory": SeqBoatConfig(
         init="paper",
         ssm=EMAConfig(d_state=3, block=8),
-        gau=GAUConfig(d_z=3, window=5, max_positions=12),
+        gau=GAUConfig(d_z=3, window=5, positions="original", max_positions=12),
         causal=True,
         prenorm=True,
     ),
     "bidirectional memory": SeqBoatConfig(
         init="paper",
         ssm=EMAConfig(d_state=3, block=8),
-        gau=GAUConfig(d_z=3, window=5, max_positions=12, attention="relu2"),
+        gau=GAUConfig(d_z=3, window=5, positions="original", max_positions=12, attention="relu2"),
         norm="scale",
     ),
     "causal full": SeqBoatConfig(

@@ -27,8 +27,13 @@ MEANINGS = {"chunk": "window", "ema": "ssm"}
 APART = ("ffn", "init")
 """Fields that mean the same only in variants of one mixer: SeqBoat's block is beside attention, MEGA's after it, and
 each mixer has its own initial weights."""
-SYNONYMS = {"original": "relative", "compressed": "relative", "relative": "original"}
-"""Values with another name for the same thing: a learned bias per distance."""
+SYNONYMS = {
+    "original": "relative",
+    "compressed": "relative",
+    "relative": "original",
+    "rotary-original": "rotary",
+}
+"""Values with another name for the same thing, or for the nearest that there is."""
 
 
 class Carried(NamedTuple):

@@ -18,6 +18,7 @@ from seqboat.ops.band import NEIGHBORS, Band, BandScores, Neighbors, RollingSums
 from seqboat.ops.banded import plain_banded
 from seqboat.ops.functions import ATTENTIONS
 from seqboat.ops.fused import plain_gates
+from seqboat.ops.positions import turn_pairs
 from seqboat.ops.transforms import differentiates_again, gradients_of, transformed
 
 _silu_backward = torch.ops.aten.silu_backward
@@ -51,13 +52,28 @@ class _Kept(NamedTuple):
     gamma: Tensor
     beta: Tensor
     out_weight: Tensor
+    turn: Tensor | None
+    """(tokens, d_z / 2, 2): rotations of queries and keys"""
+
+
+def _turned(x: Tensor, turn: Tensor, back: bool = False) -> Tensor:
+    """As `turn_pairs`, or by the opposite angles; in one pass, without a gradient."""
+    pairs, by = torch.view_as_complex(x.unflatten(-1, (-1, 2))), torch.view_as_complex(turn)
+    return torch.view_as_real(pairs * (by.conj() if back else by)).flatten(-2)
 
 
 class _Blocks:
     """Queries, keys, values and gates of some blocks, from the projection before its activation."""
 
     def __init__(
-        self, band: Band, before: _Columns, gamma: Tensor, beta: Tensor, begin: int, end: int
+        self,
+        band: Band,
+        before: _Columns,
+        gamma: Tensor,
+        beta: Tensor,
+        turn: Tensor | None,
+        begin: int,
+        end: int,
     ) -> None:
         self.size = band.size
         low = max((begin - band.before) * band.size, 0)
@@ -67,6 +83,8 @@ class _Blocks:
         key = torch.addcmul(beta[1], z, gamma[1])
         value = F.silu(before.value[seen])
         query = torch.addcmul(beta[0], z[self.tokens.start - low : self.tokens.stop - low], gamma[0])
+        if turn is not None:
+            key, query = _turned(key, turn[seen]), _turned(query, turn[self.tokens])
         self.gate = F.silu(before.gate[self.tokens])
         self.keys, self.values = band.pad_windows(begin, end, key, value)
         self.queries = self.in_blocks(query)
@@ -82,7 +100,7 @@ class _Blocks:
     mutates_args=(),
     schema=(
         "(Tensor x, Tensor weight, Tensor bias, Tensor gamma, Tensor beta, Tensor out_weight, Tensor out_bias, "
-        f"{NEIGHBORS}) -> (Tensor, Tensor, Tensor)"
+        f"Tensor? turn, {NEIGHBORS}) -> (Tensor, Tensor, Tensor)"
     ),
 )
 def _gated(
@@ -93,6 +111,7 @@ def _gated(
     beta: Tensor,
     out_weight: Tensor,
     out_bias: Tensor,
+    turn: Tensor | None,
     *neighbors: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     tokens, d_v = x.shape[0], out_weight.shape[1]
@@ -104,7 +123,7 @@ def _gated(
     y = x.new_empty(tokens, out_weight.shape[0])
     columns = _columns(before, gamma.shape[1], 1)
     for begin, end in band.parts:
-        part = _Blocks(band, columns, gamma, beta, begin, end)
+        part = _Blocks(band, columns, gamma, beta, turn, begin, end)
         scores, _ = score(begin, end, part.queries, part.keys)
         weights, sums = function.weights(scores), summed[part.tokens]
         if len(sums) == (end - begin) * band.size:
@@ -132,11 +151,11 @@ def _(
     mutates_args=(),
     schema=(
         "(Tensor grad, Tensor before, Tensor summed, Tensor x, Tensor weight, Tensor gamma, Tensor beta, "
-        f"Tensor out_weight, {NEIGHBORS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+        f"Tensor out_weight, Tensor? turn, {NEIGHBORS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
     ),
 )
 def _gated_backward(grad: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    kept, near = _Kept(*rest[:7]), Neighbors(*rest[7:])
+    kept, near = _Kept(*rest[:8]), Neighbors(*rest[8:])
 
     def run(above: Tensor, before: Tensor, summed: Tensor, x: Tensor) -> tuple[Tensor, ...]:
         return _backward(above, kept._replace(before=before, summed=summed, x=x), near)
@@ -146,7 +165,7 @@ def _gated_backward(grad: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 
 
 def _backward(grad: Tensor, kept: _Kept, near: Neighbors) -> tuple[Tensor, ...]:
-    before, summed, x, weight, gamma, beta, out_weight = kept
+    before, summed, x, weight, gamma, beta, out_weight, turn = kept
     d_z, d_v = gamma.shape[1], out_weight.shape[1]
     score, function = BandScores(x, near), ATTENTIONS[near.attention]
     band, dtable = score.band, TableGradient(score)
@@ -174,6 +193,8 @@ def _backward(grad: Tensor, kept: _Kept, near: Neighbors) -> tuple[Tensor, ...]:
         if tokens.stop <= tokens.start:
             return
         dquery, dkey, dvalue = (sums.tokens(tokens) for sums in (dqueries, dkeys, dvalues))
+        if turn is not None:
+            dquery, dkey = (_turned(part, turn[tokens], back=True) for part in (dquery, dkey))
         z = F.silu(columns.z[tokens])
         for i, above in enumerate((dquery, dkey)):
             dbeta[i].add_(above.sum(dim=0))
@@ -184,7 +205,7 @@ def _backward(grad: Tensor, kept: _Kept, near: Neighbors) -> tuple[Tensor, ...]:
 
     def meet(begin: int, end: int) -> None:
         """Score the queries of blocks begin .. end; a function, so that its arrays are freed on return."""
-        part = _Blocks(band, columns, gamma, beta, begin, end)
+        part = _Blocks(band, columns, gamma, beta, turn, begin, end)
         above = grad[part.tokens]
         sums = summed[part.tokens]
         dgated = torch.mm(above, out_weight)
@@ -218,8 +239,8 @@ def _backward(grad: Tensor, kept: _Kept, near: Neighbors) -> tuple[Tensor, ...]:
 
 @_gated_backward.register_fake
 def _(grad: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    _, _, x, weight, gamma, beta, out_weight = _Kept(*rest[:7])
-    table = Neighbors(*rest[7:]).table
+    _, _, x, weight, gamma, beta, out_weight, _ = _Kept(*rest[:8])
+    table = Neighbors(*rest[8:]).table
     return (
         x.new_empty(x.shape[1], x.shape[0]).t(),
         torch.empty_like(weight),
@@ -233,10 +254,10 @@ def _(grad: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, weight, bias, gamma, beta, out_weight, out_bias, group, position, table, *rest = inputs
+    x, weight, bias, gamma, beta, out_weight, out_bias, turn, group, position, table, *rest = inputs
     _, before, summed = output
     ctx.save_for_backward(
-        before, summed, x, weight, gamma, beta, out_weight, group, position, table, bias, out_bias
+        before, summed, x, weight, gamma, beta, out_weight, turn, group, position, table, bias, out_bias
     )
     ctx.rest = rest
     ctx.mark_non_differentiable(before, summed)
@@ -246,13 +267,13 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 def _differentiate(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     *tensors, table, bias, out_bias = ctx.saved_tensors
     if grad is None:
-        return (None,) * 14
+        return (None,) * 15
     if differentiates_again():
         _, _, x, weight, gamma, beta, out_weight, *near = tensors
         inputs = x, weight, bias, gamma, beta, out_weight, out_bias, *near, table, *ctx.rest
         return gradients_of(_plain_gated, inputs, [grad])
     grads = _gated_backward(grad.contiguous(), *tensors, table, *ctx.rest)
-    return *grads[:7], None, None, None if table is None else grads[7], *(None,) * 4
+    return *grads[:7], None, None, None, None if table is None else grads[7], *(None,) * 4
 
 
 _gated.register_autograd(_differentiate, setup_context=_save)
@@ -266,10 +287,13 @@ def _plain_gated(
     beta: Tensor,
     out_weight: Tensor,
     out_bias: Tensor,
+    turn: Tensor | None,
     *neighbors: Any,
 ) -> Tensor:
     """`gated_attention` in ordinary operators, which autograd can differentiate any number of times."""
     query, key, value, gate = plain_gates(x, weight, bias, gamma, beta)
+    if turn is not None:
+        query, key = turn_pairs(query, turn), turn_pairs(key, turn)
     attended = plain_banded(query, key, value, *neighbors, 0.0, 0)
     return torch.addmm(out_bias, gate * attended, out_weight.t())
 
@@ -283,6 +307,7 @@ def gated_attention(
     out_weight: Tensor,
     out_bias: Tensor,
     near: Neighbors,
+    turn: Tensor | None = None,
 ) -> Tensor:
     """A gated attention unit on packed tokens, each of which sees its neighbors of the same group.
 
@@ -292,7 +317,8 @@ def gated_attention(
         gamma, beta: (2, d_z), scale and shift of query and key.
         out_weight, out_bias: of the projection back, (dim, d_v).
         near: which keys a token sees, and how they are scored.
+        turn: (tokens, d_z / 2, 2), rotations of queries and keys (`rotations`); they have no gradient.
     """
     if transformed():
-        return _plain_gated(x, weight, bias, gamma, beta, out_weight, out_bias, *near)
-    return _gated(x, weight, bias, gamma, beta, out_weight, out_bias, *near)[0]
+        return _plain_gated(x, weight, bias, gamma, beta, out_weight, out_bias, turn, *near)
+    return _gated(x, weight, bias, gamma, beta, out_weight, out_bias, turn, *near)[0]

@@ -166,10 +166,20 @@ def rotate(x: Tensor, position: Tensor) -> Tensor:
         x: (..., dim), dim even.
         position: (...), integer.
     """
+    return turn_pairs(x, rotations(position, x.shape[-1], x))
+
+
+def rotations(position: Tensor, dim: int, like: Tensor) -> Tensor:
+    """(..., dim / 2, 2): cosine and sine of the angle by which each pair of `dim` channels turns at a position."""
     # reduced to one turn in float64: in float32 the angle of position one million is off by a tenth of a radian
-    angle = torch.remainder(position[..., None] * frequencies(x.shape[-1], x.device), 2 * math.pi)
-    angle = angle.to(wide_type(x))
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    angle = torch.remainder(position[..., None] * frequencies(dim, like.device), 2 * math.pi)
+    angle = angle.to(wide_type(like))
+    return torch.stack([angle.cos(), angle.sin()], dim=-1).to(like.dtype)
+
+
+def turn_pairs(x: Tensor, turn: Tensor) -> Tensor:
+    """Rotate each pair of adjacent channels of (..., dim) by what `rotations` found."""
+    cos, sin = turn.unbind(-1)
     even, odd = x[..., 0::2], x[..., 1::2]
     turned = [torch.addcmul(even * cos, odd, sin, value=-1), torch.addcmul(odd * cos, even, sin)]
     return torch.stack(turned, dim=-1).flatten(-2)

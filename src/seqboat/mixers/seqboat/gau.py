@@ -35,7 +35,7 @@ from seqboat.ops.functions import ATTENTIONS, HIDDEN, AttentionName
 from seqboat.ops.fused import gates, is_plain, kernel_gates
 from seqboat.ops.gated import gated_attention
 from seqboat.ops.kernels.registry import SEAM
-from seqboat.ops.positions import POSITIONS, PositionsName, RelativeBias
+from seqboat.ops.positions import POSITIONS, PositionsName, RelativeBias, rotations
 from seqboat.ops.precision import wide_type
 
 
@@ -214,7 +214,6 @@ class GAU(PackedModule):
         return (
             not self.causal  # a causal unit remembers its keys and values
             and isinstance(self.span, MemorySpan)
-            and not self.positions.rotates
             and config.kernel == "blocks"
             and (not SEAM.open or SEAM.choice.get("attention", "auto") in ("auto", "torch"))
             and not (config.attention_dropout and self.training)
@@ -235,6 +234,7 @@ class GAU(PackedModule):
             self.out.weight,
             self.out.bias,
             span.neighbors(packed.row, packed.position, self._scoring(), packed.longest),
+            rotations(packed.position, self.d_z, tokens) if self.positions.rotates else None,
         )
 
     def make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> WorkingMemory:
