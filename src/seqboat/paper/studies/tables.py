@@ -244,16 +244,17 @@ def _draw(scores: Scores, study: Study) -> Callable[[Any], Any] | None:
 TABLES = Study(
     name="tables",
     title="Tables 1 to 3 at equal compute",
-    about="Every row of the paper's three tables, and newer models, on tiny variants of all eight tasks: two layers "
-    "of width 32 (enwik8: 64) on the data of the small variants, which leave chance within a minute on most tasks. "
+    about="Every row of the paper's three tables, and newer models, on tiny variants of all eight tasks: two layers of "
+    "width 32 (enwik8: 64) on the data of the small variants, which leave chance within a minute on most tasks. "
     "All models get the same processor time and as many parameters as the recipe's SeqBoat. For each model and "
     "task, the learning rate is chosen from three on validation data, which takes a quarter of the time. Mamba-2, "
     "Gated DeltaNet and Samba have no bidirectional form and read from left to right. SeqBoat with a scaled start "
     "uses the library's default initial weights instead of the paper's. Accuracies are measured on 25,000 tokens "
-    "of the test split for each second of the budget; enwik8 is in bits per byte. MB per step is what a training "
-    "step keeps for its backward pass. ± is the std over seeds; the error is the standard error from seeds or "
-    "from the number of examples, whichever is larger. The paper's numbers come from full-size models and hours "
-    "on GPUs: they show the ranking of the models and are not comparable.",
+    "of the test split for each second of the budget; enwik8 is in bits per byte; there, models whose memory "
+    "grows with the text (Transformer, SeqBoat-full) read segments one by one, and the second half of each is "
+    "scored. MB per step is what a training step keeps for its backward pass. ± is the std over seeds; the error "
+    "is the standard error from seeds or from the number of examples, whichever is larger. The paper's numbers "
+    "come from full-size models and hours on GPUs: they show the ranking of the models and are not comparable.",
     trials=table_trials(),
     budget=45.0,
     command="seqboat reproduce tables --scale small",
