@@ -151,7 +151,8 @@ def _(
     mutates_args=(),
     schema=(
         "(Tensor grad, Tensor before, Tensor summed, Tensor x, Tensor weight, Tensor gamma, Tensor beta, "
-        f"Tensor out_weight, Tensor? turn, {NEIGHBORS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+        f"Tensor out_weight, Tensor? turn, {NEIGHBORS}) -> "
+        "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
     ),
 )
 def _gated_backward(grad: Tensor, *rest: Any) -> tuple[Tensor, ...]:

@@ -244,8 +244,8 @@ def _draw(scores: Scores, study: Study) -> Callable[[Any], Any] | None:
 TABLES = Study(
     name="tables",
     title="Tables 1 to 3 at equal compute",
-    about="Every row of the paper's three tables, and newer models, on tiny variants of all eight tasks: two layers of "
-    "width 32 (enwik8: 64) on the data of the small variants, which leave chance within a minute on most tasks. "
+    about="Every row of the paper's three tables, and newer models, on tiny variants of all eight tasks: two layers "
+    "of width 32 (enwik8: 64) on the data of the small variants, which leave chance within a minute on most tasks. "
     "All models get the same processor time and as many parameters as the recipe's SeqBoat. For each model and "
     "task, the learning rate is chosen from three on validation data, which takes a quarter of the time. Mamba-2, "
     "Gated DeltaNet and Samba have no bidirectional form and read from left to right. SeqBoat with a scaled start "
