@@ -11,11 +11,12 @@ from seqboat.paper.published import CHANCE, TITLES, published_score
 from seqboat.paper.studies.study import Study
 from seqboat.paper.tables import Pictures, Record, rates_text, score_text, table
 from seqboat.paper.trials import Trial
-from seqboat.recipes import ROWS
+from seqboat.recipes import ROWS, find_recipe
 from seqboat.recipes.rows import RIVALS, TINY, small_rows, table_of
 
 SCALED = "seqboat-scaled"
-"""SeqBoat with the initial weights that the library has by default; the recipes have those of the paper."""
+"""SeqBoat with the initial weights that the library has by default, and with rotary positions beside a bias table; the
+recipes have the weights and positions of the paper."""
 FIRST = ("seqboat", SCALED, "mega-chunk", "s4d", "transformer", "seqboat-full", "s5", *RIVALS)
 """Rows that are run first."""
 SEEDED = ("seqboat", "seqboat-full", "mega-chunk", "s4d", "s5", "transformer")
@@ -33,12 +34,15 @@ def table_trials() -> tuple[Trial, ...]:
         name, task = table_of(recipe)
         for row, title in rows_of(name).items():
             own = row in ("seqboat", SCALED)
+            mixer: Any = find_recipe(recipe)().model.mixer
+            rotated = ("--model.mixer.gau.positions=rotary-original",)
+            changes = ("--model.mixer.init=scaled", *(rotated if mixer.gau.positions == "original" else ()))
             trials.append(
                 Trial(
                     name=f"{task}-{row}",
                     title=title,
                     recipe=recipe if own else f"{recipe}/{row}",
-                    arguments=("--model.mixer.init=scaled",) if row == SCALED else (),
+                    arguments=changes if row == SCALED else (),
                     match=not own,
                     seeds=3 if row in SEEDED else 1,
                     paper=_published(name, row, task),
@@ -245,16 +249,17 @@ TABLES = Study(
     name="tables",
     title="Tables 1 to 3 at equal compute",
     about="Every row of the paper's three tables, and newer models, on tiny variants of all eight tasks: two layers "
-    "of width 32 (enwik8: 64) on the data of the small variants, which leave chance within a minute on most tasks. "
-    "All models get the same processor time and as many parameters as the recipe's SeqBoat. For each model and "
-    "task, the learning rate is chosen from three on validation data, which takes a quarter of the time. Mamba-2, "
-    "Gated DeltaNet and Samba have no bidirectional form and read from left to right. SeqBoat with a scaled start "
-    "uses the library's default initial weights instead of the paper's. Accuracies are measured on 25,000 tokens "
-    "of the test split for each second of the budget; enwik8 is in bits per byte; there, models whose memory "
-    "grows with the text (Transformer, SeqBoat-full) read segments one by one, and the second half of each is "
-    "scored. MB per step is what a training step keeps for its backward pass. ± is the std over seeds; the error "
-    "is the standard error from seeds or from the number of examples, whichever is larger. The paper's numbers "
-    "come from full-size models and hours on GPUs: they show the ranking of the models and are not comparable.",
+    "of width 32 (enwik8: 64) on the data of the small variants, which leave chance within a minute on most "
+    "tasks. All models get the same processor time and as many parameters as the recipe's SeqBoat. For each "
+    "model and task, the learning rate is chosen from three on validation data, which takes a quarter of the "
+    "time. Mamba-2, Gated DeltaNet and Samba have no bidirectional form and read from left to right. SeqBoat "
+    "with a scaled start uses the library's default initial weights instead of the paper's, and rotary "
+    "positions beside the bias table where the recipe has one. Accuracies are measured on 25,000 tokens of the "
+    "test split for each second of the budget; enwik8 is in bits per byte; there, models whose memory grows "
+    "with the text (Transformer, SeqBoat-full) read segments one by one, and the second half of each is scored. "
+    "MB per step is what a training step keeps for its backward pass. ± is the std over seeds; the error is the "
+    "standard error from seeds or from the number of examples, whichever is larger. The paper's numbers come "
+    "from full-size models and hours on GPUs: they show the ranking of the models and are not comparable.",
     trials=table_trials(),
     budget=45.0,
     command="seqboat reproduce tables --scale small",
