@@ -15,8 +15,8 @@ from seqboat.recipes import ROWS, find_recipe
 from seqboat.recipes.rows import RIVALS, TINY, small_rows, table_of
 
 SCALED = "seqboat-scaled"
-"""SeqBoat with the initial weights that the library has by default, and with rotary positions beside a bias table; the
-recipes have the weights and positions of the paper."""
+"""SeqBoat with the library's default initial weights, and with rotary positions beside a bias table. The recipes have
+the weights and positions of the paper."""
 FIRST = ("seqboat", SCALED, "mega-chunk", "s4d", "transformer", "seqboat-full", "s5", *RIVALS)
 """Rows that are run first."""
 SEEDED = ("seqboat", "seqboat-full", "mega-chunk", "s4d", "s5", "transformer")
