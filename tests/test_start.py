@@ -98,7 +98,7 @@ def test_scaled_weights_keep_the_size_of_the_signal(ssm: str) -> None:
     assert (layer.ssm.skip == 1).all()
     assert (attention.gamma == 1).all()
     if isinstance(layer.ssm, EMA):
-        assert layer.ssm.gamma.std().item() == pytest.approx(0.5 * 0.88, rel=0.1)
+        assert layer.ssm.gamma.std().item() == pytest.approx(0.25 * 0.88, rel=0.1)
     assert SeqBoatThenFFNConfig().build(64).ffn.hidden.weight.std() > 0.1
     assert SeqBoatThenFFNConfig(init="paper").build(64).ffn.hidden.weight.std() < 0.02
 

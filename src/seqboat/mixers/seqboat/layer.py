@@ -196,7 +196,7 @@ class SeqBoat(RecurrentMixer):
         linear maps                      N(0, 1 / inputs)
         gamma of queries and keys        1: similar tokens attend to each other, but a token not to itself alone
         skip of the state-space layer    1: a token starts out as itself
-        gamma of the moving average      N(0, 0.5): a token stays recognizable beside its neighbors
+        gamma of the moving average      N(0, 0.25): a token stays recognizable beside its neighbors
         router                           every token active
         """
         gau = self.sma.units["gau"]
@@ -206,7 +206,7 @@ class SeqBoat(RecurrentMixer):
         nn.init.ones_(gau.gamma)
         nn.init.ones_(self.ssm.skip)
         if isinstance(self.ssm, EMA):
-            self.ssm.gamma.mul_(0.5)
+            self.ssm.gamma.mul_(0.25)
 
     def closing_norm(self) -> nn.Module | None:
         return make_norm(self.config.norm, self.d_model) if self.config.prenorm else None
