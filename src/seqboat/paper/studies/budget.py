@@ -51,10 +51,8 @@ TOLERANCE = 0.2
 """Fraction of its time that a run may miss before it is repeated, once."""
 VALIDATED = 4_000
 """Tokens of the validation split that are scored, for each second of a budget..."""
-SCORED = {"lm": 10_000}
-"""...and of the test split, by kind of task..."""
-SCORED_OTHERWISE = 25_000
-"""...and for classification, where a sequence counts once, not once per token."""
+SCORED, SCORED_BY_TOKEN = 25_000, 10_000
+"""...and of the test split: more where a sequence counts once than for language models, which score each token."""
 EVALUATIONS = 3
 """During the run that is scored."""
 
@@ -213,7 +211,7 @@ def _observe(folder: Path, config: RunConfig, seconds: float) -> Record:
     """What a finished run showed."""
     run = Run(folder)
     task, metrics, about = run.task, run.metrics, run.about
-    tokens = SCORED.get(task.kind, SCORED_OTHERWISE) * seconds
+    tokens = (SCORED_BY_TOKEN if task.kind == "lm" else SCORED) * seconds
     test = run.evaluate("test", limit=_examples(config, "test", tokens))
     step = per_step(metrics, "processor") or 0.0
     scored = [r for r in metrics if r["split"] == config.evaluation.split]
