@@ -9,7 +9,7 @@ the settings of that recipe.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from seqboat.mixers.carry import carry_over
@@ -50,6 +50,8 @@ TINY: dict[str, Recipe] = {
     "enwik8-tiny": tiny.enwik8_bytes,
 }
 """The tiny variants of all tasks."""
+TINY_HEAD = 16
+"""Width of an attention head in the tiny variants: eight heads of width 4 would take much longer."""
 
 PAPER = "table 4 of the paper and the published scripts"
 
@@ -207,6 +209,12 @@ def _small(name: str, row: str) -> Recipe:
         if row.startswith("mega"):
             given: Any = ROWS[table][row].recipes[which]().model.mixer
             own = replace(own, attention=given.attention, positions=given.positions)
+        if name in TINY:
+            width = config.model.d_model
+            sizes = {"heads": width // TINY_HEAD, "d_state": width}  # their defaults are for wide models
+            own = replace(
+                own, **{field.name: sizes[field.name] for field in fields(own) if field.name in sizes}
+            )
         config = config.replace(model={"mixer": choose(mixer, own)})
         if row in STATE_SPACES:
             config = config.replace(optimizer={"ssm_lr": min(0.001, config.optimizer.lr)})
