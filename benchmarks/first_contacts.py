@@ -413,7 +413,8 @@ def write_page(runs: list[dict[str, Any]], page: Path) -> None:
 
     order = {name: place for place, name in enumerate(MODELS)}
     runs = sorted(runs, key=lambda run: (TASKS.index(run["task"]), order[run["model"]], run["seed"]))
-    commits = ", ".join(f"`{name[:7]}`" for name in dict.fromkeys(run["commit"] or "?" for run in runs))
+    names = dict.fromkeys((run["commit"] or "?")[:7] for run in runs)
+    commits = ", ".join(f"`{name}`" for name in names)
     seeds = " ".join(str(seed) for seed in sorted({run["seed"] for run in runs}))
     lead = (
         f"Written by `python benchmarks/first_contacts.py --out FILE --page {page.as_posix()}` from {len(runs)} runs "
