@@ -20,18 +20,25 @@ EPOCHS = 1.5
 """How often the rows of a table are read, at least, unless that takes too many steps."""
 MOST = 4
 """Times the steps of a recipe that a large table takes at most."""
+BUCKETS = 4
+"""Times the buckets of n-grams that a large table has: it has more different ones, and rows enough to learn them."""
 
 
 def for_rows(config: RunConfig, rows: int) -> RunConfig:
-    """A recipe for a table with this many training rows: more steps if it is large, as many evaluations.
+    """A recipe for a table with this many training rows: more steps and n-grams if it is large, as many evaluations.
 
     >>> [for_rows(classify(), rows).schedule.steps for rows in (3_000, 22_500, 1_000_000)]
     [300, 1055, 1200]
+    >>> [for_rows(classify(), rows).model.ngram_buckets for rows in (3_000, 22_500)]
+    [16384, 65536]
     """
     steps, batch = config.schedule.steps, config.training.batch_size
     wanted = min(max(steps, math.ceil(EPOCHS * rows / batch)), MOST * steps)
     every = math.ceil(config.evaluation.every * wanted / steps)
-    return config.replace(schedule={"steps": wanted}, evaluation={"every": every})
+    buckets = config.model.ngram_buckets * (BUCKETS if wanted > steps else 1)
+    return config.replace(
+        schedule={"steps": wanted}, evaluation={"every": every}, model={"ngram_buckets": buckets}
+    )
 
 
 def classify(mixer: MixerChoice = None) -> RunConfig:
