@@ -236,7 +236,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     parser.add_argument("--rows", type=int, default=1200)
     parser.add_argument("--length", type=int, default=2048, help="steps of a series, bytes of a log")
-    parser.add_argument("--steps", type=int, default=150, help="training steps")
+    parser.add_argument("--steps", type=int, default=300, help="training steps")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--set", nargs="+", default=[], help="settings of SeqBoat, as model.d_model=32")
@@ -249,7 +249,7 @@ def main() -> None:
         sys.path.append(str(ROOT / "tools"))
         from pages import replace_part
 
-        commits = ", ".join(f"`{name[:7]}`" for name in dict.fromkeys(record["commit"] for record in records))
+        commits = ", ".join(f"`{name}`" for name in dict.fromkeys(record["commit"][:7] for record in records))
         commands = ", ".join(f"`{command}`" for command in dict.fromkeys(r["command"] for r in records))
         lead = f"One seed, one thread of a busy machine; commit {commits}; {commands}."
         replace_part(options.page, "long sequences", f"{lead}\n\n{table(records)}")
