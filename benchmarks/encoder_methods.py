@@ -139,19 +139,24 @@ class EarlyExit(Encoder):
 
     @torch.no_grad()
     def fit(self, data: list[Batch], layers: float) -> None:
-        """Fit the maps by least squares, and the threshold to a number of layers per text."""
+        """Fit the maps by least squares, and the threshold to a number of layers per text.
+
+        The last quarter of the texts sets the threshold: on those that the maps were fitted to, predictions agree more.
+        """
         pooled: list[list[Tensor]] = [[] for _ in self.model.encoder.layer]
         for batch in data:
             states = self.model(**batch, output_hidden_states=True).hidden_states[1:]
             for place, state in zip(pooled, states, strict=True):
                 place.append(pool(state, batch))
         wanted = torch.cat(pooled[-1]).double()
+        fitted = len(wanted) * 3 // 4
         guesses = []
         for i, place in enumerate(pooled):
             x = F.pad(torch.cat(place), (0, 1), value=1.0).double()
-            ridge = 1e-3 * len(x) / x.shape[1] * torch.eye(x.shape[1], dtype=x.dtype)
-            self.maps[i] = torch.linalg.solve(x.mT @ x + ridge, x.mT @ wanted).float()
-            guesses.append(F.normalize(x @ self.maps[i].double(), dim=-1))
+            ridge = 1e-3 * fitted / x.shape[1] * torch.eye(x.shape[1], dtype=x.dtype)
+            some = x[:fitted]
+            self.maps[i] = torch.linalg.solve(some.mT @ some + ridge, some.mT @ wanted[:fitted]).float()
+            guesses.append(F.normalize(x[fitted:] @ self.maps[i].double(), dim=-1))
         agree = torch.stack([(a * b).sum(-1) for a, b in pairwise(guesses)], dim=1)
         low, high = -1.0, 1.0 + 1e-6
         for _ in range(40):

@@ -315,7 +315,7 @@ def run_level(
     sparse = handle_of(method)
     fitted = max(args.fit_texts // args.batch, 1)
     if isinstance(method, EarlyExit):
-        method.fit(data[:fitted], level)
+        method.fit(data, level)  # nothing is tuned, so all texts serve
     if sparse is not None and name in PLACES:
         sparse.fit(data[:fitted])
     elif sparse is not None and name == AGAIN:
