@@ -141,7 +141,7 @@ class EarlyExit(Encoder):
     def fit(self, data: list[Batch], layers: float) -> None:
         """Fit the maps by least squares, and the threshold to a number of layers per text.
 
-        The last quarter of the texts sets the threshold: on those that the maps were fitted to, predictions agree more.
+        The last quarter of the texts sets the threshold: on the others, which the maps know, predictions agree more.
         """
         pooled: list[list[Tensor]] = [[] for _ in self.model.encoder.layer]
         for batch in data:
