@@ -46,7 +46,7 @@ LENGTHS = (1024, 4096, 16384)
 
 
 def table(records: Iterable[Record]) -> list[str]:
-    """One row per task: the score on the test split and the fraction of tokens that attend, by layer."""
+    """One row per task that was run: its score on the test split and the fraction of tokens that attend, by layer."""
     lines = [
         "| task | test score | active tokens, by layer | parameters | command |",
         "|---|---|---|---|---|",
@@ -54,6 +54,8 @@ def table(records: Iterable[Record]) -> list[str]:
     small = [r for r in records if r["scale"] == "small"]
     for target, trial, name, unit in TASKS:
         runs = [r for r in small if (r["target"], r["trial"]) == (target, trial)]
+        if not runs:
+            continue
         score = statistics.mean(r["test"] for r in runs)
         shown = f"{score:.2f} {unit}" if unit != "accuracy" else f"{100 * score:.1f} %"
         seeds = f" (mean of {len(runs)} seeds)" if len(runs) > 1 else ""
