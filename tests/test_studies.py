@@ -96,6 +96,28 @@ def test_other_seeds_take_the_rate_of_the_first(study: Study, tmp_path: Path) ->
     assert (first["seed"], second["seed"]) == (0, 1) and first["losses"] != second["losses"]
 
 
+def test_a_search_that_was_stopped_continues_at_the_pace_that_was_measured(
+    study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = spend(study.trials[0], 0, 0.4, tmp_path / "whole", rates=RATES)
+    trained = budget._train
+
+    def stopped(config: RunConfig, folder: Path, display: Any) -> bool:
+        if folder.name == "lr-0.01":
+            raise budget.Stopped("stopped", 143)
+        return trained(config, folder, display)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(budget, "_train", stopped)
+        with pytest.raises(budget.Stopped):
+            spend(study.trials[0], 0, 0.4, tmp_path / "halves", rates=RATES)
+    monkeypatch.setattr(budget, "step_seconds", lambda *a, **k: 1.0)  # on a machine that is busy by now
+    resumed = spend(study.trials[0], 0, 0.4, tmp_path / "halves", rates=RATES)
+    assert [resumed[key] for key in ("sweep", "steps", "losses")] == [
+        whole[key] for key in ("sweep", "steps", "losses")
+    ]
+
+
 def test_without_rates_the_whole_budget_trains(study: Study, tmp_path: Path) -> None:
     record = spend(study.trials[0], 0, 0.4, tmp_path)
     # a step of four sequences is thought to take 0.005 s; it takes 0.01 s, so the run is repeated with half the steps

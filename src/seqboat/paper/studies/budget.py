@@ -175,7 +175,7 @@ def _planned(
     if path.exists():
         found: dict[str, Any] = read_json(path)
         return found
-    batch, step = fit_batch(config, _left(seconds, rates))
+    batch, step = _paced(config, _left(seconds, rates), folder / "pace.json")
     config = config.replace(training={"batch_size": batch})
     plan: dict[str, Any] = {"batch": batch, "lr": config.optimizer.lr, "sweep": [], "step_seconds": step}
     if rates:
@@ -194,9 +194,19 @@ def _planned(
         # where every candidate diverged, the lowest rate is the best guess
         plan["lr"] = min(known)[1] if known else min(rates)
         plan["step_seconds"] = statistics.median(paces) if paces else step
-    folder.mkdir(parents=True, exist_ok=True)
     write_json(path, plan)
     return plan
+
+
+def _paced(config: RunConfig, seconds: float, path: Path) -> tuple[int, float]:
+    """Batch and seconds of a step, measured once: a search that was stopped must continue with as many steps."""
+    if path.exists():
+        batch, step = read_json(path)
+        return int(batch), float(step)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    found = fit_batch(config, seconds)
+    write_json(path, list(found))
+    return found
 
 
 def _train(config: RunConfig, folder: Path, display: Display) -> bool:
