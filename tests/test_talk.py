@@ -104,6 +104,8 @@ def test_a_large_table_takes_more_steps(
     assert main([*command, "--model.ngram_buckets=64"]) == 1
     assert (configs[-1].schedule.steps, configs[-1].model.ngram_buckets) == (675, 64)
     assert "buckets" not in capsys.readouterr().err
+    assert main([*command, "--from=enwik8-small"]) == 1
+    assert configs[-1].model.ngram_buckets == 16_384, "those of a run to start from must fit"
     assert main([*command, "--evaluation.every=10"]) == 1
     assert (configs[-1].schedule.steps, configs[-1].evaluation.every) == (675, 10)
     assert main([*command, "--schedule.steps", "301"]) == 1
