@@ -14,7 +14,7 @@ import seqboat
 PACKAGE = Path(seqboat.__file__).parent
 
 ORDER = """
-    version extras plugins checks | ops | core | mixers | models | inference | data | tasks | training | recipes |
+    version extras plugins checks processor | ops | core | mixers | models | inference | data | tasks | training | recipes |
     runs | reference compat figures text predictor | bench | analysis | report paper retrofitting hf onnx doctor |
     cli | commands | __main__
 """

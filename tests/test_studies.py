@@ -25,6 +25,7 @@ from seqboat.paper.studies.store import append_records, read_records
 from seqboat.paper.studies.study import Study
 from seqboat.paper.studies.tables import FIRST, ORDER, SEEDED, TABLES, by_cell, standard_error, standing
 from seqboat.paper.trials import Trial
+from seqboat.processor import processor_name
 from seqboat.recipes import RECIPES, ROWS
 from seqboat.runs import Run
 from seqboat.tasks import TASKS
@@ -199,7 +200,8 @@ def test_the_command_runs_shows_and_rewrites(
     shown = capsys.readouterr().out
     assert "1 of 3 runs done" in shown and "seed 1, 0.4 s: begun" in shown
     text = page.read_text(encoding="utf-8")
-    assert "1 of 3 runs with 0.4 s are finished" in text and "- toy 0 0." in text
+    where = f"1 of 3 runs with 0.4 s are finished, on {processor_name()}; the same command continues."
+    assert where in text and "- toy 0 0." in text
     page.unlink()
     assert main([*words, "--rewrite"]) == 0
     assert page.read_text(encoding="utf-8") == text

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from seqboat.ops.kernels.registry import kernels
+from seqboat.processor import processor_name, tiles_are_hidden
 from seqboat.training.provenance import device_name, versions
 
 SLOW = 1.5
@@ -27,7 +28,8 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
     """Versions, the processor and the device, without names of people, computers or folders."""
     found: dict[str, Any] = {"versions": versions() | {"triton": _version("triton")}}
     found["system"] = f"{platform.system()} {platform.machine()}"
-    found["processor"] = _processor()
+    found["processor"] = processor_name()
+    found["hidden_tiles"] = tiles_are_hidden()
     found["threads"] = torch.get_num_threads()
     found["device"] = device_name(device)
     if device.type == "cuda":
@@ -47,17 +49,6 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
-
-
-def _processor() -> str:
-    """The model of the processor, as far as the system tells."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return platform.processor() or "unknown"
-    return next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown"
-    )
 
 
 def time_products(device: torch.device, size: int | None = None) -> dict[str, float]:

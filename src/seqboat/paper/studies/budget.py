@@ -30,6 +30,7 @@ from seqboat.paper.machine import apply_settings
 from seqboat.paper.tables import Record
 from seqboat.paper.targets.base import per_step
 from seqboat.paper.trials import Trial
+from seqboat.processor import processor_name
 from seqboat.runs import Run
 from seqboat.tasks.base import Split, apply_model
 from seqboat.training.config import RunConfig
@@ -243,6 +244,7 @@ def _observe(folder: Path, config: RunConfig, seconds: float) -> Record:
         "state_bytes": state_size(run, task.max_length) if task.kind == "lm" else None,
         "parameters": about["parameters"],
         "threads": about.get("threads"),
+        "processor": processor_name(),
         "versions": about["versions"],
         "commit": about.get("commit"),
     }

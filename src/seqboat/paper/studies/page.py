@@ -20,7 +20,8 @@ def write_page(page: Path) -> list[Record]:
         "",
         f"`seqboat reproduce` writes this page from `{source}`, which has a line of JSON for each run with its "
         "command, commit, seed and processor time; do not edit it by hand. Seconds count the training steps on one "
-        "processor core. On a busy machine, fewer steps fit into a second, for all models alike. "
+        "processor core. On a busy machine or a slower processor, fewer steps fit into a second, for all models alike, so "
+        "compare runs of one budget with each other. "
         "[choosing.md](choosing.md) says what the results mean in practice.",
         "",
     ]
@@ -76,12 +77,15 @@ def _edge(records: Sequence[Record]) -> list[str]:
 
 
 def _count(records: Sequence[Record], budgets: Sequence[float], wanted: int) -> str:
-    """How much of a study is there, by budget."""
-    return " ".join(
-        f"{sum(r['budget'] == budget for r in records)} of {wanted} runs with {budget:g} s are finished; the same "
-        "command continues."
-        for budget in budgets
-    )
+    """How much of a study is there, by budget, and what it ran on."""
+    lines = []
+    for budget in budgets:
+        mine = [r for r in records if r["budget"] == budget]
+        processors = sorted({r["processor"] for r in mine if r.get("processor")})
+        where = f", on {_list(processors)}" if processors else ""
+        more = "; the same command continues" if len(mine) < wanted else ""
+        lines.append(f"{len(mine)} of {wanted} runs with {budget:g} s are finished{where}{more}.")
+    return " ".join(lines)
 
 
 def _list(parts: Sequence[object]) -> str:
