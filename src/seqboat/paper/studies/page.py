@@ -20,8 +20,8 @@ def write_page(page: Path) -> list[Record]:
         "",
         f"`seqboat reproduce` writes this page from `{source}`, which has a line of JSON for each run with its "
         "command, commit, seed and processor time; do not edit it by hand. Seconds count the training steps on one "
-        "processor core. On a busy machine or a slower processor, fewer steps fit into a second, for all models alike, so "
-        "compare runs of one budget with each other. "
+        "processor core. On a busy or slower machine, fewer steps fit into a second, for all models alike; "
+        "so compare runs of one budget with each other. "
         "[choosing.md](choosing.md) says what the results mean in practice.",
         "",
     ]
