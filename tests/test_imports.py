@@ -15,8 +15,8 @@ PACKAGE = Path(seqboat.__file__).parent
 
 ORDER = """
     version extras plugins checks processor | ops | core | mixers | models | inference | data | tasks | training |
-    recipes | runs | reference compat figures text predictor | bench | analysis | report paper retrofitting hf onnx doctor |
-    cli | commands | __main__
+    recipes | runs | reference compat figures text predictor | bench | analysis |
+    report paper retrofitting hf onnx doctor | cli | commands | __main__
 """
 """Folders and modules of the package from the bottom up: each imports only what stands in a group before its own,
 or itself. `docs/architecture.md` has the picture."""
