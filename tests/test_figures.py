@@ -28,6 +28,7 @@ from seqboat.figures import (
     training_figure,
     write_figure,
 )
+from seqboat.figures.style import line_style
 
 TASKS: Any = {"ListOps": ([0.0, 0.3, None], [0.0, 0.4, None]), "Text": ([0.9, 0.2], [0.3, 0.1])}
 POINTS = {
@@ -232,3 +233,10 @@ def test_names_of_files(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"must end with \.png, \.svg or \.pdf, got 'a.gif'"):
         save_figure(training_figure(CURVE), tmp_path / "a.gif")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("theme", THEMES)
+def test_sixteen_lines_look_different(theme: Any) -> None:
+    looks = [line_style(STYLES[theme], number) for number in range(16)]
+    assert len({(look["color"], look["marker"]) for look in looks}) == 16
+    assert ["mfc" in look for look in looks] == [False] * 8 + [True] * 8

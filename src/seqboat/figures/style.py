@@ -57,16 +57,21 @@ def style_of(theme: Theme) -> Style:
 
 
 def line_style(style: Style, number: int) -> dict[str, Any]:
-    """Color, marker and dashes of the line with this number; all three differ from its neighbors."""
-    mark = _MARKS[number % len(_MARKS)]
+    """Color, marker and dashes of the line with this number.
+
+    All three differ from its neighbors. When colors repeat, they come with another marker, which is hollow in every
+    second round.
+    """
+    round_, place = divmod(number, len(style.lines))
+    mark, color = _MARKS[(number + round_) % len(_MARKS)], style.lines[place]
+    hollow = {"mfc": style.paper, "mec": color, "mew": 1.2}
     return {
-        "color": style.lines[number % len(style.lines)],
+        "color": color,
         "marker": mark,
         "ls": _STROKES[number % len(_STROKES)],
         "lw": 1.6,
         "ms": _MARK_SIZES.get(mark, 5.5),
-        "mec": style.paper,
-        "mew": 0.4,
+        **(hollow if round_ % 2 else {"mec": style.paper, "mew": 0.4}),
     }
 
 
