@@ -56,6 +56,8 @@ def test_the_backbone_comes_from_the_run_and_the_head_is_new(table: Path, tmp_pa
     weights = backbone(found)
     for name, value in backbone(source).items():
         assert torch.equal(weights[name], value), f"{name} was frozen"
+    packed = Run(found.pack(tmp_path / "packed"))
+    assert found.config.start.run and not packed.config.start.run, "a folder of this machine"
     new = {name for name in found.weights if name not in source.weights}
     assert new == {
         "backbone.ngrams.table.weight",

@@ -47,7 +47,7 @@ from seqboat.training.checkpoint import (
     load_model_tensors,
     verify,
 )
-from seqboat.training.config import RunConfig, override, split_arguments
+from seqboat.training.config import RunConfig, override, split_arguments, to_dict
 from seqboat.training.evaluate import MODES, Streaming, Windows, evaluate
 from seqboat.training.metrics import iterate_metrics
 from seqboat.training.parallel import World
@@ -375,6 +375,8 @@ class Run:
             )
         folder.mkdir(parents=True, exist_ok=True)
         state = {key: self.checkpoint.state[key] for key in PACKED if key in self.checkpoint.state}
+        # where its weights came from is a folder of this machine
+        state["config"] = to_dict(self.config.replace(start={"run": ""}))
         saved = CheckpointStore(folder).save(self.step, {MODEL: weights}, state, best=True)
         # checkpoints are readable by their owner alone, but a package is for everyone on the machine
         (saved / MODEL).chmod(0o644)
