@@ -42,19 +42,19 @@ def for_rows(config: RunConfig, rows: int) -> RunConfig:
 
 
 def classify(mixer: MixerChoice = None) -> RunConfig:
-    """A class for each text of a table (--data.train FILE): one layer of width 64, texts of up to 1,024 bytes.
+    """A class for each text of a table (--data.train FILE): one layer of width 64, texts of up to 2,048 bytes.
 
     The model reads bytes and, in addition, n-grams of 4 and 6 bytes.
     """
     return RunConfig(
-        task=ClassifyTaskConfig(max_length=1024),
+        task=ClassifyTaskConfig(max_length=2048),
         model=BackboneConfig(
             mixer=choose(
                 mixer,
                 SeqBoatConfig(
                     ssm=EMAConfig(d_state=8),
                     router=TemperedSoftmaxConfig(temperature_scale=0.3),
-                    gau=GAUConfig(d_z=32, d_v=64, window=64, positions="compressed", max_positions=1024),
+                    gau=GAUConfig(d_z=32, d_v=64, window=64, positions="compressed", max_positions=2048),
                     norm="scale",
                     dropout=0.1,
                 ),
@@ -75,12 +75,12 @@ def classify(mixer: MixerChoice = None) -> RunConfig:
 
 def regress(mixer: MixerChoice = None) -> RunConfig:
     """A number for each text of a table (--data.train FILE): the model of `classify`."""
-    return replace(classify(mixer), task=RegressTaskConfig(max_length=1024))
+    return replace(classify(mixer), task=RegressTaskConfig(max_length=2048))
 
 
 def tag(mixer: MixerChoice = None) -> RunConfig:
     """A tag for each byte of texts (--data.train FILE): the model of `classify`, with answers for every token."""
-    return replace(classify(mixer), task=TagTaskConfig(max_length=1024))
+    return replace(classify(mixer), task=TagTaskConfig(max_length=2048))
 
 
 def lm(mixer: MixerChoice = None) -> RunConfig:

@@ -144,27 +144,49 @@ def show(study: Study, records: Sequence[Record], pictures: Pictures) -> list[st
 
 
 def _verdict(scores: Scores) -> list[str]:
-    """In words: where SeqBoat stands."""
+    """In words: where SeqBoat stands; against all others as a table."""
     titles = {row: title for table in ROWS for row, title in rows_of(table).items()}
     lines = []
-    others = (*COMPARED, *RIVALS, "s5", "seqboat-full")
-    for row, other in (
-        *(("seqboat", row) for row in others),
-        *((SCALED, row) for row in ("seqboat", *others)),
-    ):
-        found = standing(scores, row, other)
+    for other in COMPARED:
+        found = standing(scores, "seqboat", other)
         if found.tasks:
             lines.append(
-                f"- {titles[row]} is at or above **{titles[other]}** on {len(found.ahead)} of {found.tasks} tasks"
+                f"- SeqBoat is at or above **{titles[other]}** on {len(found.ahead)} of {found.tasks} tasks"
                 f"{_named(found.ahead)}; by more than two standard errors on {len(found.clearly_ahead)}"
                 f"{_named(found.clearly_ahead)}, and below it by as much on {len(found.clearly_behind)}"
                 f"{_named(found.clearly_behind)}."
             )
-    return [*lines, ""] if lines else []
+    rows = []
+    for other, title in titles.items():
+        cells = []
+        for row in ("seqboat", SCALED):
+            found = standing(scores, row, other)
+            cells += [
+                f"{len(found.ahead)} of {found.tasks}" if found.tasks and row != other else "",
+                _task_names(found.clearly_ahead),
+                _task_names(found.clearly_behind),
+            ]
+        if any(cells):
+            rows.append([title, *cells])
+    if not rows:
+        return []
+    head = ["against", "SeqBoat at or above", "clearly above", "clearly below"]
+    head += ["with the scaled start at or above", "clearly above", "clearly below"]
+    return [
+        *lines,
+        "",
+        "Tasks on which SeqBoat is at or above another model; clearly: by more than two standard errors.",
+        "",
+        *table(head, rows),
+    ]
+
+
+def _task_names(tasks: Sequence[str]) -> str:
+    return ", ".join(TITLES.get(task, task) for task in tasks)
 
 
 def _named(tasks: Sequence[str]) -> str:
-    return f" ({', '.join(TITLES.get(task, task) for task in tasks)})" if tasks else ""
+    return f" ({_task_names(tasks)})" if tasks else ""
 
 
 def _overview(study: Study, scores: Scores) -> list[str]:

@@ -80,7 +80,7 @@ class OwnTaskConfig:
     """Name of the label column, which may hold words or numbers."""
     tokenizer: str | None = None
     """Folder or name of a Hugging Face tokenizer, for input tokens."""
-    max_length: int = 1024
+    max_length: int = 2048
     """Maximum length: bytes of a text, samples of a sound, steps of a series; longer inputs are truncated."""
     image_size: int = 32
     """Height and width to which images are resized."""
