@@ -10,9 +10,10 @@ the settings of that recipe.
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, cast
 
 from seqboat.mixers.carry import carry_over
+from seqboat.mixers.seqboat.layer import SeqBoatConfig
 from seqboat.recipes import enwik8, lra, speech, tiny
 from seqboat.recipes.base import MixerChoice, Recipe, choose
 from seqboat.recipes.rows import attention, language, mega, ssm
@@ -210,8 +211,10 @@ def _small(name: str, row: str) -> Recipe:
             given: Any = ROWS[table][row].recipes[which]().model.mixer
             own = replace(own, attention=given.attention, positions=given.positions)
         if name in TINY:
-            width = config.model.d_model
-            sizes = {"heads": width // TINY_HEAD, "d_state": width}  # their defaults are for wide models
+            width, boat = config.model.d_model, cast(SeqBoatConfig, config.model.mixer)
+            # their defaults are for wide models and long segments
+            sizes = {"heads": width // TINY_HEAD, "d_state": width}
+            sizes |= dict.fromkeys(("segment", "memory"), boat.gau.window)
             own = replace(
                 own, **{field.name: sizes[field.name] for field in fields(own) if field.name in sizes}
             )
