@@ -240,3 +240,12 @@ def test_sixteen_lines_look_different(theme: Any) -> None:
     looks = [line_style(STYLES[theme], number) for number in range(16)]
     assert len({(look["color"], look["marker"]) for look in looks}) == 16
     assert ["mfc" in look for look in looks] == [False] * 8 + [True] * 8
+
+
+def test_a_label_looks_the_same_in_all_panels() -> None:
+    def run(label: str) -> dict[str, Any]:
+        return {"metric": "accuracy", "label": label, "curve": [(1, 0.1), (2, 0.2)]}
+
+    figure = curves_figure({"one": [run("a"), run("b")], "two": [run("b")]})
+    colors = [[line.get_color() for line in axes.get_lines()] for axes in figure.axes]
+    assert colors[1] == [colors[0][1]] and colors[0][0] != colors[0][1]

@@ -214,7 +214,7 @@ def curves_figure(
     chance: Mapping[str, float] | None = None,
     theme: Theme = "light",
 ) -> Figure:
-    """Held-out scores during training: a panel per experiment, a line per run.
+    """Held-out scores during training: a panel per experiment, a line per run; a label has one look in all panels.
 
     Accuracies have an axis from 0 to 100 %, so that what stays at chance looks like it.
 
@@ -228,11 +228,12 @@ def curves_figure(
     columns = min(CURVES_PER_ROW, len(panels))
     rows = -(-len(panels) // columns)
     figure = new_figure(3.9 * columns, 2.7 * rows, style)
+    labels = list(dict.fromkeys(str(record["label"]) for runs in panels.values() for record in runs))
     for i, (title, runs) in enumerate(panels.items()):
         axes = figure.add_subplot(rows, columns, i + 1)
-        for number, record in enumerate(runs):
+        for record in runs:
             points = np.asarray(record["curve"], dtype=float).reshape(-1, 2)
-            look = {**line_style(style, number), "ms": 4}
+            look = {**line_style(style, labels.index(str(record["label"]))), "ms": 4}
             axes.plot(*points.T, label=str(record["label"]), **look)
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("steps")
