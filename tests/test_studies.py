@@ -23,7 +23,16 @@ from seqboat.paper.studies.run import chosen_cells, run_cells
 from seqboat.paper.studies.scaling import fit_sizes, scaling_trials
 from seqboat.paper.studies.store import append_records, read_records
 from seqboat.paper.studies.study import Study
-from seqboat.paper.studies.tables import FIRST, ORDER, SEEDED, TABLES, by_cell, standard_error, standing
+from seqboat.paper.studies.tables import (
+    FIRST,
+    ORDER,
+    SEEDED,
+    TABLES,
+    by_cell,
+    guesses,
+    standard_error,
+    standing,
+)
 from seqboat.paper.trials import Trial
 from seqboat.processor import processor_name
 from seqboat.recipes import RECIPES, ROWS
@@ -323,11 +332,18 @@ def test_scores_are_compared_by_task_and_direction() -> None:
             *record("s4d", "enwik8", 1.0, 1.1),
             *record("seqboat", "text", 0.5),
             {"row": "s4d", "task": "text", "diverged": True},
+            *record("seqboat", "pathfinder", 0.53),
+            *record("s4d", "pathfinder", 0.49),
+            *record("seqboat", "pathx", 0.53),
+            *record("s4d", "pathx", 0.6),
         ]
     )
+    assert guesses(scores["seqboat", "pathx"], "pathx") and not guesses(scores["s4d", "pathx"], "pathx")
     found = standing(scores, "seqboat", "s4d")
-    assert (found.tasks, found.ahead, found.clearly_ahead) == (3, ["listops"], ["listops"])
-    assert found.clearly_behind == ["enwik8"]
+    assert (found.tasks, found.ahead, found.clearly_ahead) == (4, ["listops"], ["listops"]), (
+        "pathfinder does not count: both guess"
+    )
+    assert found.clearly_behind == ["enwik8", "pathx"]
     assert standard_error(scores["seqboat", "listops"]) == pytest.approx(0.025)
     assert standard_error(scores["seqboat", "enwik8"]) == pytest.approx(0.05)
 
