@@ -110,7 +110,8 @@ def standing(scores: Scores, row: str, other: str) -> Standing:
         one, two = scores[row, task], scores[other, task]
         sign = 1 if one[0]["better"] == "higher" else -1
         gap = sign * (_mean(one) - _mean(two))
-        error = math.hypot(standard_error(one), standard_error(two))
+        errors = standard_error(one), standard_error(two)
+        error = math.hypot(*errors) if all(errors) else 0.0
         if gap >= 0:
             ahead.append(task)
         if error and gap > 2 * error:  # one seed of a language model has no error that is known
