@@ -214,7 +214,7 @@ def _small(name: str, row: str) -> Recipe:
             width, boat = config.model.d_model, cast(SeqBoatConfig, config.model.mixer)
             # their defaults are for wide models and long segments
             sizes = {"heads": width // TINY_HEAD, "d_state": width}
-            sizes |= dict.fromkeys(("segment", "memory"), boat.gau.window)
+            sizes |= dict.fromkeys(("segment", "memory", "max_span"), boat.gau.window)
             own = replace(
                 own, **{field.name: sizes[field.name] for field in fields(own) if field.name in sizes}
             )
