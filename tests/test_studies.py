@@ -20,7 +20,7 @@ from seqboat.paper.studies.budget import fit_batch, fit_steps, kept_memory, spen
 from seqboat.paper.studies.in_context import TESTS, in_context_trials
 from seqboat.paper.studies.page import write_page
 from seqboat.paper.studies.run import chosen_cells, run_cells
-from seqboat.paper.studies.scaling import fit_sizes, scaling_trials
+from seqboat.paper.studies.scaling import MODELS, Fit, _prediction, fit_sizes, scaling_trials
 from seqboat.paper.studies.store import append_records, read_records
 from seqboat.paper.studies.study import Study
 from seqboat.paper.studies.tables import (
@@ -435,3 +435,14 @@ def test_a_record_that_cannot_be_shown_names_its_file(study: Study, tmp_path: Pa
     append_records(page, [{"study": "toys", "trial": "toy", "budget": 1.0, "seed": 0, "test": "high"}])
     with pytest.raises(ValueError, match=r"evidence\.jsonl: a record cannot be shown: ValueError"):
         page_module.write_page(page)
+
+
+def test_no_number_is_predicted_from_too_far_away() -> None:
+    def fit(loss: float, parameters: float) -> Fit:
+        return Fit(loss, parameters, True, (1.0, 0.0, 0.0))
+
+    near = {("seqboat", 10.0): fit(3.0, 1e5), ("seqboat", 40.0): fit(2.5, 1e6)}
+    far = {("seqboat", 10.0): fit(3.0, 1e5), ("seqboat", 40.0): fit(2.5, 1.2e5)}
+    for fits, found in ((near, "days of this core"), (far, "more than 10,000 times the longest run")):
+        every = {(row, budget): None for row in MODELS for budget in (10.0, 40.0)} | fits
+        assert found in _prediction([10.0, 40.0], every)[0]

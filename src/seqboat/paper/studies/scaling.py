@@ -25,6 +25,10 @@ FULL = 39_000_000
 """Parameters of the paper's language model."""
 
 
+FARTHEST = 10_000
+"""Times the longest run up to which a prediction is worth a number."""
+
+
 def scaling_trials() -> tuple[Trial, ...]:
     """Every model in every size."""
     return tuple(
@@ -163,7 +167,12 @@ def _prediction(budgets: Sequence[float], fits: dict[tuple[str, float], Fit | No
             f"- {title}: {fall:.2f} bits less for ten times the time (loss proportional to time to the power of "
             f"{power:.2f})"
         )
-        if inside:
+        if inside and reach > FARTHEST * two:
+            text += (
+                f"; the best size grows with the power {growth:.2f} of the time, so 39M parameters would be best at "
+                f"more than {FARTHEST:,} times the longest run: too far away for a prediction"
+            )
+        elif inside:
             text += (
                 f"; the best size grows with the power {growth:.2f} of the time, so 39M parameters would be best "
                 f"at about {reach / 86400:,.0f} days of this core, and the two formulas put the loss there between "
@@ -176,8 +185,8 @@ def _prediction(budgets: Sequence[float], fits: dict[tuple[str, float], Fit | No
     if lines:
         lines += [
             "",
-            "Two budgets and five sizes determine two numbers per model. A straight line through two points has no "
-            "error bar, the extrapolation spans orders of magnitude, and neither formula knows the entropy of text. "
+            "Two budgets and at most five sizes determine two numbers per model. A straight line through two points "
+            "has no error bar, the extrapolation spans orders of magnitude, and neither formula knows the entropy of text. "
             "Do not rely on these numbers as predictions for 39M parameters. The paper's model reaches 1.02 bits.",
             "",
         ]
