@@ -187,7 +187,8 @@ def _prediction(budgets: Sequence[float], fits: dict[tuple[str, float], Fit | No
             "",
             "Two budgets and at most five sizes determine two numbers per model. A straight line through two points "
             "has no error bar, the extrapolation spans orders of magnitude, and neither formula knows the entropy of "
-            "text. Do not rely on these numbers as predictions for 39M parameters. The paper's model reaches 1.02 bits.",
+            "text. Do not rely on these numbers as predictions for 39M parameters. The paper's model reaches 1.02 "
+            "bits.",
             "",
         ]
     return lines
