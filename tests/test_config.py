@@ -15,6 +15,7 @@ from seqboat.mixers import MIXERS
 from seqboat.mixers.ssm import SSMS
 from seqboat.mixers.ssm.s4d import S4DConfig
 from seqboat.models.heads import Classifier, LanguageModel, Matcher
+from seqboat.recipes import RECIPES
 from seqboat.tasks import TASKS
 from seqboat.training.config import (
     EvaluationConfig,
@@ -66,6 +67,25 @@ def test_the_direction_of_a_recipe_stays_when_another_mixer_is_chosen() -> None:
         override(causal, ["--model.mixer=linformer"])
     with pytest.raises(ValueError, match="TransformerXL has no bidirectional form, it is causal"):
         override(both, ["--model.mixer=transformer-xl", "--model.mixer.causal=false"])
+
+
+def test_mixers_whose_state_grows_read_segments_one_by_one() -> None:
+    lines: list[str] = []
+    own = RECIPES["lm"]()
+    config: Any = override(own, ["--model.mixer=transformer"], lines.append)
+    assert not config.training.carry_state
+    assert (config.task.segment, config.task.context, config.task.window) == (512, 256, 512)
+    assert lines[-1] == (
+        "the state of transformer grows with the text, so segments are read one by one, and the second half of each "
+        "is scored: training.carry_state=false"
+    )
+    # so does a field of the mixer, but neither a constant state nor an explicit choice changes anything
+    assert not override(own, ["--model.mixer.gau.span=full"]).training.carry_state
+    assert override(own, ["--model.mixer=s5"]).task == own.task
+    explicit = override(own, ["--model.mixer=transformer", "--training.carry_state=true"])
+    assert explicit.training.carry_state and explicit.carries_growing_state()
+    # what was chosen before stays
+    assert override(explicit, ["--model.mixer.dropout=0.2"]).training.carry_state
 
 
 @pytest.mark.parametrize("name", ROUTERS)

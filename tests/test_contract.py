@@ -77,6 +77,17 @@ def test_mixers_have_the_directions_that_they_declare(name: str) -> None:
                 MIXERS[name](causal=causal)
 
 
+@pytest.mark.parametrize("name", [name for name in MIXERS if "causal" in directions_of(MIXERS[name])])
+def test_layers_say_whether_their_state_grows(name: str) -> None:
+    layer = MIXERS[name](causal=True).build(D_MODEL)
+    assert isinstance(layer, RecurrentMixer)
+    with torch.no_grad():
+        sizes = [
+            sum(p.numel() for _, p in tensors(layer(torch.randn(1, n, D_MODEL)).state)) for n in (3, 600)
+        ]
+    assert layer.grows == (sizes[0] < sizes[1])
+
+
 @every_form
 @pytest.mark.parametrize("batch", [0, 1, 3])
 def test_shapes_and_gradients_at_every_length(case: Case, batch: int) -> None:

@@ -24,7 +24,7 @@ from seqboat.core.routers import AlwaysActiveConfig, GumbelConfig, GumbelSoftmax
 from seqboat.tasks import TASKS
 from seqboat.training import diagnosis
 from seqboat.training.checkpoint import MODEL, OPTIM, CheckpointError, CheckpointStore, _seal
-from seqboat.training.config import RunConfig, from_yaml, to_dict
+from seqboat.training.config import RunConfig, from_yaml, override, to_dict
 from seqboat.training.display import PlainDisplay
 from seqboat.training.loader import LoaderError
 from seqboat.training.loop import RunOutcome, train
@@ -203,6 +203,11 @@ def test_carried_state_sees_the_text_before(tmp_path: Path) -> None:
 def test_wrong_uses_of_carried_state(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="carry_state needs a language model, but toy is not one"):
         train(small_run(training={"carry_state": True, "bucketing": False}), tmp_path / "a", display=Spy())
+    assert not (tmp_path / "a").exists()
+    growing = small_run(ToyConfig(kind="lm"), training={"carry_state": True, "bucketing": False})
+    growing = override(growing, ["--model.mixer=seqboat-full", "--training.carry_state=true"])
+    with pytest.raises(ValueError, match=r"needs a state of constant size, .*: --training.carry_state=false"):
+        train(growing, tmp_path / "a", display=Spy())
     assert not (tmp_path / "a").exists()
     lm = small_run(
         ToyConfig(kind="lm"), training={"carry_state": True, "bucketing": False, "accumulation": 3}

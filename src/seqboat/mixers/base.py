@@ -29,7 +29,7 @@ from seqboat.checks import (
 from seqboat.core.documents import Documents, find_documents
 from seqboat.core.padding import Aligned, align, zero_padding
 from seqboat.core.sma import Routing
-from seqboat.core.state import check_state
+from seqboat.core.state import check_state, tensors
 
 Direction = Literal["bidirectional", "causal"]
 DIRECTIONS: tuple[Direction, ...] = ("bidirectional", "causal")
@@ -255,6 +255,15 @@ class RecurrentMixer(Mixer):
     ...     y, state, routing = layer.step(token, state)
     >>> torch.testing.assert_close(y, layer(x).y[:, -1])
     """
+
+    @property
+    def grows(self) -> bool:
+        """Whether the state grows with the sequence, as that of a Transformer does."""
+        if not self.causal:
+            return False
+        # what grows begins with a size of zero
+        fresh = self.make_state(1, torch.float32, torch.device("meta"))
+        return any(part.numel() == 0 for _, part in tensors(fresh))
 
     def init_state(self, batch: int, dtype: torch.dtype | None = None) -> Any:
         """The state before the first token.

@@ -446,6 +446,11 @@ class Backbone(nn.Module):
         recent = None if self.ngrams is None else self.ngrams.begin(batch, device)
         return BackboneState(layers, torch.zeros(batch, dtype=torch.int64, device=device), recent)
 
+    @property
+    def grows(self) -> bool:
+        """Whether the state grows with the sequence, as that of a Transformer does."""
+        return any(isinstance(layer, RecurrentMixer) and layer.grows for layer in self.layers)
+
     def init_state(self, batch: int) -> BackboneState:
         """The state before the first token."""
         require(self.causal, "this model is bidirectional: only causal models carry a state")

@@ -200,6 +200,11 @@ class Trainer:
             )
         if training.carry_state and self.task.kind != "lm":
             raise ValueError(f"training.carry_state needs a language model, but {self.task.name} is not one")
+        if self.config.carries_growing_state():
+            raise ValueError(
+                "training.carry_state needs a state of constant size, but that of this model grows with the text: "
+                "--training.carry_state=false reads segments one by one"
+            )
         if training.carry_state and training.batch_size % parts:
             raise ValueError(
                 f"with training.carry_state, training.batch_size must be a multiple of processes x "

@@ -142,9 +142,6 @@ ROWS: dict[str, dict[str, Row]] = {
 STATE_SPACES = ("s4", "s4d", "s5", "liquid-s4", "h3")
 """Rows whose state-space parameters have a separate learning rate."""
 
-GROWING = ("transformer", "seqboat-full")
-"""Rows that keep all tokens of a text: as language models they read segments one by one, and score second halves."""
-
 
 def recipe_name(table: str, row: str, task: str) -> str:
     """The name of a row's recipe: `lra.image/mega-chunk`; that of SeqBoat has none after the task's.
@@ -221,11 +218,7 @@ def _small(name: str, row: str) -> Recipe:
         config = config.replace(model={"mixer": choose(mixer, own)})
         if row in STATE_SPACES:
             config = config.replace(optimizer={"ssm_lr": min(0.001, config.optimizer.lr)})
-        if row in GROWING and config.training.carry_state:
-            task: Any = config.task
-            task = replace(task, context=task.segment // 2, window=task.segment)
-            config = config.replace(task=task, training={"carry_state": False})
-        return config
+        return config.by_segments() if config.carries_growing_state() else config
 
     recipe.__doc__ = f"{small_rows(table)[row]} in the recipe {name}, with its settings."
     return recipe

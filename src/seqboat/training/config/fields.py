@@ -9,11 +9,12 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from seqboat.checks import check_choice, check_positive, require
 from seqboat.core.settings import Settings
-from seqboat.models.backbone import BackboneConfig
+from seqboat.models.backbone import Backbone, BackboneConfig
 from seqboat.models.heads import Classifier, LanguageModel, Matcher, Tagger
 from seqboat.tasks.base import SPLITS, Split, Task, TaskConfig
 from seqboat.training.optim import OptimizerConfig, ScheduleConfig
@@ -226,6 +227,19 @@ class RunConfig(Settings):
             return LanguageModel(backbone)
         heads: dict[str, type[Matcher | Tagger | Classifier]] = {"match": Matcher, "tag": Tagger}
         return heads.get(task.kind, Classifier)(backbone, classes or task.classes)
+
+    def carries_growing_state(self) -> bool:
+        """Whether training carries a state from segment to segment that keeps growing, as a Transformer's does."""
+        if not self.training.carry_state:
+            return False
+        with torch.device("meta"):
+            return Backbone(dataclasses.replace(self.model, vocab=2, ngrams=())).grows
+
+    def by_segments(self) -> RunConfig:
+        """The same without a carried state: segments are read one by one, and the second half of each is scored."""
+        size = getattr(self.task, "segment", None)
+        cut = {} if size is None else {"context": size // 2, "window": size}
+        return self.replace(task=cut, training={"carry_state": False})
 
     def replace(self, **changes: Any) -> RunConfig:
         """A copy in which fields, or fields of parts, are changed: `replace(seed=1, model=dict(num_layers=2))`."""

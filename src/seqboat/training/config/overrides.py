@@ -78,13 +78,27 @@ def override(config: RunConfig, arguments: Sequence[str], report: Report | None 
     """Apply command-line overrides: `--a.b=value`, or `--a.b value` with as many values as a list takes.
 
     `--model.mixer NAME` picks another mixer, with the settings of the one before where it has them (`mixers.carry`);
-    what it has no place for is reported. Other options (task, router, ssm) start from their defaults. `--data.x` is
-    `--task.x`.
+    what it has no place for is reported. If its state grows with the text and the recipe carries states, segments are
+    read one by one instead. Other options (task, router, ssm) start from their defaults. `--data.x` is `--task.x`.
     """
     data = to_dict(config)
+    names = []
     for name, words in split_arguments(arguments):
         _set(data, name, words, report)
-    return from_dict(data)
+        names.append(name)
+    changed = from_dict(data)
+    # an explicit choice stands, and training refuses it
+    chosen = any(name.startswith("model.mixer") for name in names) and "training.carry_state" not in names
+    if not chosen or config.carries_growing_state() or not changed.carries_growing_state():
+        return changed
+    changed = changed.by_segments()
+    if report is not None:
+        name = data["model"]["mixer"]["name"]
+        report(
+            f"the state of {name} grows with the text, so segments are read one by one, and the second half of each "
+            "is scored: training.carry_state=false"
+        )
+    return changed
 
 
 def change_field(config: Any, path: str, value: Any, label: str) -> Any:
