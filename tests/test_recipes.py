@@ -175,6 +175,16 @@ def test_a_recipe_trains_every_mixer(mixer: str) -> None:
     assert all(p.grad is not None for p in model.parameters())
 
 
+@pytest.mark.parametrize("recipe", ["lm", "enwik8-small", "enwik8-medium", "enwik8-tiny"])
+def test_language_recipes_take_mixers_whose_state_grows(recipe: str) -> None:
+    own: Any = RECIPES[recipe]()
+    config: Any = RECIPES[recipe](mixer="transformer")
+    size = own.task.segment
+    assert own.training.carry_state and not config.training.carry_state
+    assert (config.task.segment, config.task.context, config.task.window) == (size, size // 2, size)
+    assert RECIPES[recipe](mixer="mega-chunk").training.carry_state
+
+
 def test_unknown_recipes_are_named() -> None:
     with pytest.raises(ValueError, match=r"recipe 'lra.txt' is unknown; did you mean lra.text"):
         find_recipe("lra.txt")

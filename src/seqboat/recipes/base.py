@@ -1,4 +1,4 @@
-"""What recipes share: the choice of a mixer."""
+"""What recipes share: the choice of a mixer, and what follows from it."""
 
 from __future__ import annotations
 
@@ -34,3 +34,8 @@ def choose(mixer: MixerChoice, own: MixerConfig) -> MixerConfig:
         logger.warning(line)
     chosen: MixerConfig = carried.mixer
     return chosen
+
+
+def without_growth(config: RunConfig) -> RunConfig:
+    """The recipe of a language model; if its state would grow with the text, segments are read one by one."""
+    return config.by_segments() if config.carries_growing_state() else config

@@ -14,7 +14,7 @@ from seqboat.mixers.seqboat.gau import GAUConfig
 from seqboat.mixers.seqboat.layer import SeqBoatConfig
 from seqboat.mixers.ssm.ema import EMAConfig
 from seqboat.models.backbone import BackboneConfig
-from seqboat.recipes.base import MixerChoice, choose
+from seqboat.recipes.base import MixerChoice, choose, without_growth
 from seqboat.tasks.enwik8 import Enwik8TaskConfig
 from seqboat.training.config import EvaluationConfig, RunConfig, TrainingConfig
 from seqboat.training.optim import OptimizerConfig, ScheduleConfig
@@ -62,7 +62,7 @@ def enwik8_small(mixer: MixerChoice = None) -> RunConfig:
     from one to the next), working memory 128 instead of 1,024, 14 million bytes read instead of 26 billion, no
     dropout; evaluation during training on the first 256 kB of the validation text.
     """
-    return RunConfig(
+    config = RunConfig(
         task=Enwik8TaskConfig(segment=512),
         model=BackboneConfig(
             mixer=choose(
@@ -86,6 +86,7 @@ def enwik8_small(mixer: MixerChoice = None) -> RunConfig:
         training=TrainingConfig(batch_size=16, carry_state=True, log_every=20, save_every=300),
         evaluation=EvaluationConfig(every=300, batch_size=16, limit=512),
     )
+    return config if mixer is None else without_growth(config)
 
 
 def enwik8_medium(mixer: MixerChoice = None) -> RunConfig:
@@ -105,7 +106,7 @@ def enwik8_medium(mixer: MixerChoice = None) -> RunConfig:
         gau=replace(own.gau, d_z=48, d_v=320),
         budget=BudgetConfig(target=0.25),
     )
-    return small.replace(
+    config = small.replace(
         task={"segment": 384},
         model={
             "mixer": choose(mixer, wide),
@@ -119,3 +120,4 @@ def enwik8_medium(mixer: MixerChoice = None) -> RunConfig:
         training={"batch_size": 8, "save_every": 200, "log_every": 50},
         evaluation={"every": 2000},
     )
+    return config if mixer is None else without_growth(config)

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from seqboat.mixers.seqboat.layer import SeqBoatConfig
 from seqboat.recipes import enwik8, lra, speech
-from seqboat.recipes.base import MixerChoice, choose
+from seqboat.recipes.base import MixerChoice, choose, without_growth
 from seqboat.training.config import RunConfig
 
 
@@ -23,7 +23,8 @@ def _tiny(
     own = cast(SeqBoatConfig, small.model.mixer)
     narrow = replace(own, gau=replace(own.gau, d_z=width // 2, d_v=2 * width))
     changed = {"d_model": width, "num_layers": 2, "mixer": choose(mixer, narrow), **model}
-    return small.replace(model=changed, **({} if task is None else {"task": task}))
+    config = small.replace(model=changed, **({} if task is None else {"task": task}))
+    return config if mixer is None else without_growth(config)
 
 
 def listops(mixer: MixerChoice = None) -> RunConfig:

@@ -10,7 +10,7 @@ from seqboat.mixers.seqboat.gau import GAUConfig
 from seqboat.mixers.seqboat.layer import SeqBoatConfig
 from seqboat.mixers.ssm.ema import EMAConfig
 from seqboat.models.backbone import BackboneConfig
-from seqboat.recipes.base import MixerChoice, choose
+from seqboat.recipes.base import MixerChoice, choose, without_growth
 from seqboat.tasks.lmtext import LMTextTaskConfig
 from seqboat.tasks.own.task import ClassifyTaskConfig, RegressTaskConfig, TagTaskConfig
 from seqboat.training.config import EvaluationConfig, RunConfig, TrainingConfig
@@ -85,7 +85,7 @@ def tag(mixer: MixerChoice = None) -> RunConfig:
 
 def lm(mixer: MixerChoice = None) -> RunConfig:
     """The next byte of text files (--data.text FILES): three layers of width 128, with a carried state."""
-    return RunConfig(
+    config = RunConfig(
         task=LMTextTaskConfig(segment=512),
         model=BackboneConfig(
             mixer=choose(
@@ -110,3 +110,4 @@ def lm(mixer: MixerChoice = None) -> RunConfig:
         training=TrainingConfig(batch_size=8, carry_state=True, save_every=200),
         evaluation=EvaluationConfig(every=200, batch_size=8, limit=512),
     )
+    return config if mixer is None else without_growth(config)

@@ -15,7 +15,7 @@ from typing import Any, cast
 from seqboat.mixers.carry import carry_over
 from seqboat.mixers.seqboat.layer import SeqBoatConfig
 from seqboat.recipes import enwik8, lra, speech, tiny
-from seqboat.recipes.base import MixerChoice, Recipe, choose
+from seqboat.recipes.base import MixerChoice, Recipe, choose, without_growth
 from seqboat.recipes.rows import attention, language, mega, ssm
 from seqboat.recipes.rows.base import Row, Settings, make_row
 from seqboat.training.config import RunConfig
@@ -218,7 +218,7 @@ def _small(name: str, row: str) -> Recipe:
         config = config.replace(model={"mixer": choose(mixer, own)})
         if row in STATE_SPACES:
             config = config.replace(optimizer={"ssm_lr": min(0.001, config.optimizer.lr)})
-        return config.by_segments() if config.carries_growing_state() else config
+        return without_growth(config)
 
     recipe.__doc__ = f"{small_rows(table)[row]} in the recipe {name}, with its settings."
     return recipe
