@@ -137,6 +137,25 @@ def test_without_rates_the_whole_budget_trains(study: Study, tmp_path: Path) -> 
     assert record["training_seconds"] == pytest.approx(0.4)
 
 
+def test_of_runs_that_miss_their_time_the_nearest_counts(
+    study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pace of this machine keeps changing: 80, 20 and 160 steps take 1.6, 0.05 and 3.2 s."""
+    paces = {"seed-0": 0.02, "seed-0-again": 0.0025, "seed-0-again-again": 0.02}
+    steps = {}
+
+    def pace(metrics: Any, key: str) -> float:
+        name = next(name for name in reversed(paces) if (tmp_path / name).exists())
+        steps[name] = Run(tmp_path / name).config.schedule.steps
+        return paces[name]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(budget, "per_step", pace)
+        record = spend(study.trials[0], 0, 0.4, tmp_path)
+    assert steps == {"seed-0": 80, "seed-0-again": 20, "seed-0-again-again": 160}
+    assert record["steps"] == 20
+
+
 def test_batches_are_the_recipe_s_if_the_time_suffices(study: Study) -> None:
     # eight sequences take 0.01 s
     config = toy()
