@@ -25,6 +25,7 @@ from seqboat.paper.studies.store import append_records, read_records
 from seqboat.paper.studies.study import Study
 from seqboat.paper.studies.tables import (
     FIRST,
+    FORMS,
     ORDER,
     SEEDED,
     TABLES,
@@ -373,9 +374,31 @@ def test_the_best_size_is_inside_or_at_the_edge() -> None:
     assert falling.parameters == pytest.approx(1e7) and fit_sizes([(1e5, 3.0), (1e6, 2.0)]) is None
 
 
+def test_all_forms_of_seqboat_have_as_many_parameters() -> None:
+    sizes: dict[str, list[int]] = {}
+    for trial in TABLES.trials:
+        if trial.row in ("seqboat", *FORMS):
+            with torch.device("meta"):
+                model = trial.config(0).build_model()
+            sizes.setdefault(trial.task, []).append(sum(p.numel() for p in model.parameters()))
+    assert len(sizes) == 8
+    for own, *others in sizes.values():
+        assert len(others) == len(FORMS) and all(own <= size <= 1.01 * own for size in others)
+
+
 def test_cells_are_chosen_by_row_and_task() -> None:
     cells = chosen_cells(TABLES.cells(10.0, 1), rows=["s*"], tasks=["speech"])
-    found = {"seqboat", "seqboat-scaled", "seqboat-full", "s4", "s4d", "s5", "samba", "samba-gdn"}
+    found = {
+        "seqboat",
+        "seqboat-scaled",
+        "seqboat-s4d",
+        "seqboat-full",
+        "s4",
+        "s4d",
+        "s5",
+        "samba",
+        "samba-gdn",
+    }
     assert {cell.trial.row for cell in cells} == found
 
 
