@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from seqboat.cli import main
 from seqboat.data.files import Lock
