@@ -486,6 +486,13 @@ def test_no_number_is_predicted_from_too_far_away() -> None:
 
     near = {("seqboat", 10.0): fit(3.0, 1e5), ("seqboat", 40.0): fit(2.5, 1e6)}
     far = {("seqboat", 10.0): fit(3.0, 1e5), ("seqboat", 40.0): fit(2.5, 1.2e5)}
-    for fits, found in ((near, "days of this core"), (far, "more than 10,000 times the longest run")):
+    back = {("seqboat", 10.0): fit(3.0, 1e5), ("seqboat", 40.0): fit(2.5, 0.9e5)}
+    edge = {("seqboat", 10.0): fit(3.0, 1e5)._replace(inside=False), ("seqboat", 40.0): fit(2.5, 1e6)}
+    for fits, found in (
+        (near, "days of this core"),
+        (far, "more than 10,000 times the longest run"),
+        (back, "does not grow with the time, so nothing"),
+        (edge, "at the edge of the range, so nothing"),
+    ):
         every = {(row, budget): None for row in MODELS for budget in (10.0, 40.0)} | fits
         assert found in _prediction([10.0, 40.0], every)[0]

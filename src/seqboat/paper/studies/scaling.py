@@ -179,6 +179,8 @@ def _prediction(budgets: Sequence[float], fits: dict[tuple[str, float], Fit | No
                 f"{max(high.loss - fall * math.log10(reach / two), 0.0):.2f} and "
                 f"{high.loss * (reach / two) ** power:.2f} bits"
             )
+        elif low.inside and high.inside:
+            text += "; the best size does not grow with the time, so nothing can be said about 39M parameters"
         else:
             text += "; a best size is at the edge of the range, so nothing can be said about 39M parameters"
         lines.append(f"{text}.")
