@@ -392,6 +392,7 @@ def test_cells_are_chosen_by_row_and_task() -> None:
     found = {
         "seqboat",
         "seqboat-scaled",
+        "seqboat-quarter",
         "seqboat-s4d",
         "seqboat-full",
         "s4",
