@@ -440,7 +440,7 @@ def test_a_page_of_every_study_is_written_from_records(tmp_path: Path) -> None:
     write_page(page)
     text = page.read_text(encoding="utf-8")
     assert "SeqBoat is at or above **MEGA-chunk** on 0 of 1 tasks" in text
-    assert "| MEGA-chunk | 0 of 1 |  |  | 0 of 1 |  |  |" in text
+    assert "| MEGA-chunk | 0 of 1 (+0, -0) |" in text
     assert "Not run: " in text and "not run" in text and "abc" in text
     assert "12 of 12 searches chose the largest learning rate" in text
     assert (

@@ -315,10 +315,10 @@ TABLES = Study(
     "with a scaled start uses the library's default initial weights instead of the paper's, and rotary "
     "positions beside the bias table where the recipe has one; with 25 % active, a quarter of the tokens attend in "
     "every layer; with the S4D kernel it has S4D's in place of the moving average. Accuracies are measured "
-    "on 25,000 tokens of the test split for each second of the budget; enwik8 is in bits per byte; there, models whose memory grows "
-    "with the text (Transformer, SeqBoat-full) read segments one by one, and the second half of each is scored. "
-    "MB per step is what a training step keeps for its backward pass. ± is the std over seeds; the error is the "
-    "standard error from seeds or from the number of examples, whichever is larger. The paper's numbers come "
+    "on 25,000 tokens of the test split for each second of the budget; enwik8 is in bits per byte; there, models "
+    "whose memory grows with the text (Transformer, SeqBoat-full) read segments one by one, and the second half of "
+    "each is scored. MB per step is what a training step keeps for its backward pass. ± is the std over "
+    "seeds; the error is the standard error from seeds or from the number of examples, whichever is larger. The paper's numbers come "
     "from full-size models and hours on GPUs: they show the ranking of the models and are not comparable.",
     trials=table_trials(),
     budget=45.0,
