@@ -319,7 +319,8 @@ TABLES = Study(
     "whose memory grows with the text (Transformer, SeqBoat-full) read segments one by one, and the second half of "
     "each is scored. MB per step is what a training step keeps for its backward pass. ± is the std over "
     "seeds; the error is the standard error from seeds or from the number of examples, whichever is larger. The "
-    "paper's numbers come from full-size models and hours on GPUs: they show the ranking of the models and are not comparable.",
+    "paper's numbers come from full-size models and hours on GPUs: they show the ranking of the models and "
+    "are not comparable.",
     trials=table_trials(),
     budget=45.0,
     command="seqboat reproduce tables --scale small",
