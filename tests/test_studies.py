@@ -375,8 +375,9 @@ def test_the_best_size_is_inside_or_at_the_edge() -> None:
     assert falling.parameters == pytest.approx(1e7) and fit_sizes([(1e5, 3.0), (1e6, 2.0)]) is None
 
 
-def test_all_forms_of_seqboat_have_as_many_parameters() -> None:
+def test_all_forms_of_seqboat_differ_and_have_as_many_parameters() -> None:
     sizes: dict[str, list[int]] = {}
+    assert len({trial.command() for trial in TABLES.trials}) == len(TABLES.trials)
     for trial in TABLES.trials:
         if trial.row in ("seqboat", *FORMS):
             with torch.device("meta"):

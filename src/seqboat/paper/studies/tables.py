@@ -46,11 +46,10 @@ def table_trials() -> tuple[Trial, ...]:
             own = row == "seqboat" or row in FORMS
             mixer: Any = find_recipe(recipe)().model.mixer
             rotated = ("--model.mixer.gau.positions=rotary-original",)
+            scaled = ("--model.mixer.init=scaled", *(rotated if mixer.gau.positions == "original" else ()))
             changes = {
-                SCALED: (
-                    "--model.mixer.init=scaled",
-                    *(rotated if mixer.gau.positions == "original" else ()),
-                ),
+                SCALED: scaled,
+                QUARTER: (*scaled, "--model.mixer.budget.target=0.25"),
                 # as many parameters as the moving average
                 KERNEL: (
                     "--model.mixer.ssm=s4d",
@@ -63,7 +62,7 @@ def table_trials() -> tuple[Trial, ...]:
                     name=f"{task}-{row}",
                     title=title,
                     recipe=recipe if own else f"{recipe}/{row}",
-                    arguments=changes.get(row, ()),
+                    arguments=changes[row] if row in FORMS else (),
                     match=not own,
                     seeds=3 if row in SEEDED else 1,
                     paper=_published(name, row, task),
