@@ -106,6 +106,7 @@ def _draw(
 
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
     drawn: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    active: dict[str, list[tuple[float, float]]] = {}
     for budget in budgets:
         name = f"{budget:g} seconds"
         for row, title in MODELS.items():
@@ -123,11 +124,11 @@ def _draw(
             if _of(r, "seqboat", budget)
         ]
         if activation:
-            panels.setdefault("active fraction of SeqBoat (not a loss)", {})[f"SeqBoat, {budget:g} s"] = (
-                activation
-            )
+            active[f"SeqBoat, {budget:g} s"] = activation
     if not panels:
         return None
+    if active:
+        panels["active fraction of SeqBoat (not a loss)"] = active
     return lambda theme: lines_figure(
         panels, x="parameters", y="bits per byte", log="x", fits=drawn, theme=theme
     )
