@@ -84,6 +84,11 @@ def test_mixers_whose_state_grows_read_segments_one_by_one() -> None:
     assert override(own, ["--model.mixer=s5"]).task == own.task
     explicit = override(own, ["--model.mixer=transformer", "--training.carry_state=true"])
     assert explicit.training.carry_state and explicit.carries_growing_state()
+    # a file over a recipe
+    over = {"model": {"mixer": {"name": "transformer"}}}
+    assert from_dict(over, own).task == config.task and not from_dict(over, own).training.carry_state
+    assert from_dict(over | {"training": {"carry_state": True}}, own).carries_growing_state()
+    assert from_dict({"model": {"mixer": {"name": "s5"}}}, own).training.carry_state
     # what was chosen before stays
     assert override(explicit, ["--model.mixer.dropout=0.2"]).training.carry_state
 

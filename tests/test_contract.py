@@ -36,7 +36,8 @@ from mixer_cases import (
 from seqboat.core.state import map_state, select_rows, tensors
 from seqboat.mixers import MIXERS
 from seqboat.mixers.base import DIRECTIONS, RecurrentMixer, directions_of
-from seqboat.models.backbone import BackboneConfig
+from seqboat.mixers.ssm.ema import EMAConfig
+from seqboat.models.backbone import Backbone, BackboneConfig
 from seqboat.models.heads import LanguageModel
 from small_runs import same_tensors
 
@@ -86,6 +87,21 @@ def test_layers_say_whether_their_state_grows(name: str) -> None:
             sum(p.numel() for _, p in tensors(layer(torch.randn(1, n, D_MODEL)).state)) for n in (3, 600)
         ]
     assert layer.grows == (sizes[0] < sizes[1])
+
+
+def test_an_empty_part_of_a_state_does_not_grow() -> None:
+    """One tap of a kernel or a convolution remembers nothing."""
+    boat: Any = MIXERS["seqboat"]
+    assert not boat(ssm=EMAConfig(truncation=1), causal=True).build(D_MODEL).grows
+    for name in ("mamba2", "gated-deltanet"):
+        one: Any = MIXERS[name]
+        assert not one(conv=1).build(D_MODEL).grows
+
+
+def test_hybrids_grow_with_their_attention() -> None:
+    mixer: Any = MIXERS["h3-hybrid"]
+    stack = Backbone(BackboneConfig(mixer=mixer(causal=True), d_model=D_MODEL, num_layers=2, vocab=5))
+    assert stack.grows and not stack.layers[0].grows
 
 
 @every_form

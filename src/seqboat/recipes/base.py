@@ -36,6 +36,6 @@ def choose(mixer: MixerChoice, own: MixerConfig) -> MixerConfig:
     return chosen
 
 
-def without_growth(config: RunConfig) -> RunConfig:
-    """The recipe of a language model; if its state would grow with the text, segments are read one by one."""
-    return config.by_segments() if config.carries_growing_state() else config
+def without_growth(config: RunConfig, mixer: MixerChoice) -> RunConfig:
+    """The recipe with this choice of a mixer; if its state would grow with the text, segments are read one by one."""
+    return config.by_segments() if mixer is not None and config.carries_growing_state() else config

@@ -86,7 +86,7 @@ def enwik8_small(mixer: MixerChoice = None) -> RunConfig:
         training=TrainingConfig(batch_size=16, carry_state=True, log_every=20, save_every=300),
         evaluation=EvaluationConfig(every=300, batch_size=16, limit=512),
     )
-    return config if mixer is None else without_growth(config)
+    return without_growth(config, mixer)
 
 
 def enwik8_medium(mixer: MixerChoice = None) -> RunConfig:
@@ -120,4 +120,4 @@ def enwik8_medium(mixer: MixerChoice = None) -> RunConfig:
         training={"batch_size": 8, "save_every": 200, "log_every": 50},
         evaluation={"every": 2000},
     )
-    return config if mixer is None else without_growth(config)
+    return without_growth(config, mixer)

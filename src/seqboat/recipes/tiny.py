@@ -24,7 +24,7 @@ def _tiny(
     narrow = replace(own, gau=replace(own.gau, d_z=width // 2, d_v=2 * width))
     changed = {"d_model": width, "num_layers": 2, "mixer": choose(mixer, narrow), **model}
     config = small.replace(model=changed, **({} if task is None else {"task": task}))
-    return config if mixer is None else without_growth(config)
+    return without_growth(config, mixer)
 
 
 def listops(mixer: MixerChoice = None) -> RunConfig:

@@ -110,4 +110,4 @@ def lm(mixer: MixerChoice = None) -> RunConfig:
         training=TrainingConfig(batch_size=8, carry_state=True, save_every=200),
         evaluation=EvaluationConfig(every=200, batch_size=8, limit=512),
     )
-    return config if mixer is None else without_growth(config)
+    return without_growth(config, mixer)

@@ -244,10 +244,6 @@ class AdaptiveSpan(RecurrentMixer):
         weights = raised / raised.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(raised.dtype).tiny)
         return self.block.drop(weights)
 
-    @property
-    def grows(self) -> bool:
-        return False
-
     def make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> Fifo:
         # no slots yet: the first token makes room for what the spans need
         return make_fifo(batch, self.heads, 0, self.d_head, dtype, device)

@@ -297,6 +297,10 @@ class Mega(RecurrentMixer):
         )
         return Cache(keys, values, seen)
 
+    @property
+    def grows(self) -> bool:
+        return self.causal and self.chunk is None
+
     def make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> MegaState:
         cache = make_cache(batch, 1, self.d_z, self.d_v, dtype, device)
         if self.chunk is not None:

@@ -292,6 +292,10 @@ class Reformer(RecurrentMixer):
         weight = torch.softmax(total, dim=2)[..., None].to(attended.dtype)
         return (attended * weight).sum(dim=2), chunk
 
+    @property
+    def grows(self) -> bool:
+        return self.causal
+
     def make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> ReformerState:
         empty = torch.zeros(batch, self.heads, 0, self.d_head, dtype=dtype, device=device)
         chunks = torch.zeros(batch, self.heads, 0, self.config.hashes, dtype=torch.int64, device=device)

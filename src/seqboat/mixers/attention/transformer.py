@@ -244,6 +244,10 @@ class Transformer(RecurrentMixer):
     def _drop(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.config.dropout, self.training) if self.config.dropout else x
 
+    @property
+    def grows(self) -> bool:
+        return self.causal
+
     def make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> Cache:
         return make_cache(batch, self.heads, self.d_head, self.d_head, dtype, device)
 

@@ -154,6 +154,10 @@ class SeqBoatThenFFN(RecurrentMixer):
         y = x + (F.dropout(added, self.config.dropout, self.training) if self.config.dropout else added)
         return y if prenorm else self.norm(y, mask).to(x.dtype)
 
+    @property
+    def grows(self) -> bool:
+        return self.layer.grows
+
     def make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> SeqBoatState:
         return self.layer.make_state(batch, dtype, device)
 

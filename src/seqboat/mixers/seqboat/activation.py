@@ -22,7 +22,7 @@ from seqboat.core.padding import Aligned
 from seqboat.core.policy import Override, Policy, overridden
 from seqboat.core.routers import ROUTERS, Router, RouterConfig, TemperedSoftmax
 from seqboat.core.sma import Gathered, Packed, PackedModule, Routing, pack_modules
-from seqboat.core.state import keep_state
+from seqboat.core.state import keep_state, tensors
 from seqboat.core.watch import Watch
 from seqboat.mixers.base import MixerOutput, RecurrentMixer
 from seqboat.mixers.seqboat.wrapping import as_unit, name_modules
@@ -305,6 +305,14 @@ class SparseModularActivation(RecurrentMixer):
         if self.combine == "average":
             weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=1e-12)
         return weights
+
+    @property
+    def grows(self) -> bool:
+        if not self.causal:
+            return False
+        # the contract of packed modules: what grows begins with a size of zero
+        fresh = self.make_state(1, torch.float32, torch.device("meta"))
+        return any(part.numel() == 0 for _, part in tensors(fresh))
 
     def make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> SMAState:
         return SMAState(

@@ -258,6 +258,10 @@ class SeqBoat(RecurrentMixer):
         y = F.silu(summed) if self.config.prenorm else self.norm.after_silu(summed, mask)
         return y.to(dtype)
 
+    @property
+    def grows(self) -> bool:
+        return self.sma.grows
+
     def make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> SeqBoatState:
         return SeqBoatState(
             self.ssm.make_state(batch, dtype, device), self.sma.make_state(batch, dtype, device)

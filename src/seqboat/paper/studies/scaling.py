@@ -23,8 +23,6 @@ WIDE = {
 """Fields of the mixers that are twice as wide as the model."""
 FULL = 39_000_000
 """Parameters of the paper's language model."""
-
-
 FARTHEST = 10_000
 """Times the longest run up to which a prediction is worth a number."""
 

@@ -218,7 +218,7 @@ def _small(name: str, row: str) -> Recipe:
         config = config.replace(model={"mixer": choose(mixer, own)})
         if row in STATE_SPACES:
             config = config.replace(optimizer={"ssm_lr": min(0.001, config.optimizer.lr)})
-        return without_growth(config)
+        return without_growth(config, row)
 
     recipe.__doc__ = f"{small_rows(table)[row]} in the recipe {name}, with its settings."
     return recipe

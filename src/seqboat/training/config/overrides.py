@@ -24,6 +24,7 @@ from seqboat.training.config.serialization import (
     join_names,
     spell_type,
     to_dict,
+    without_growth,
 )
 
 
@@ -86,19 +87,7 @@ def override(config: RunConfig, arguments: Sequence[str], report: Report | None 
     for name, words in split_arguments(arguments):
         _set(data, name, words, report)
         names.append(name)
-    changed = from_dict(data)
-    # an explicit choice stands, and training refuses it
-    chosen = any(name.startswith("model.mixer") for name in names) and "training.carry_state" not in names
-    if not chosen or config.carries_growing_state() or not changed.carries_growing_state():
-        return changed
-    changed = changed.by_segments()
-    if report is not None:
-        name = data["model"]["mixer"]["name"]
-        report(
-            f"the state of {name} grows with the text, so segments are read one by one, and the second half of each "
-            "is scored: training.carry_state=false"
-        )
-    return changed
+    return without_growth(config, from_dict(data), names, report)
 
 
 def change_field(config: Any, path: str, value: Any, label: str) -> Any:

@@ -13,7 +13,7 @@ import dataclasses
 import difflib
 import re
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -105,7 +105,35 @@ def from_dict(
     merged = data if base is None else _merge(to_dict(base), data, RunConfig, "", report)
     config = _read(RunConfig, merged, "")
     assert isinstance(config, RunConfig)
-    return config
+    if base is None:
+        return config
+    parts = [f"{part}.{name}" for part in ("model", "training") for name in data.get(part) or ()]
+    return without_growth(base, config, parts, report)
+
+
+def without_growth(
+    base: RunConfig, config: RunConfig, changed: Sequence[str], report: Report | None
+) -> RunConfig:
+    """A changed configuration; if its mixer's state would grow with the text, segments are read one by one.
+
+    Args:
+        base: the configuration before; if its state grew already, nothing happens.
+        config: the configuration after.
+        changed: dotted names of what was changed. An explicit `training.carry_state` stands, and training refuses it.
+        report: told if it happens.
+    """
+    mixer = any(name.startswith("model.mixer") for name in changed)
+    if not mixer or "training.carry_state" in changed:
+        return config
+    if base.carries_growing_state() or not config.carries_growing_state():
+        return config
+    if report is not None:
+        name = to_dict(config.model)["mixer"]["name"]
+        report(
+            f"the state of {name} grows with the text, so segments are read one by one, and the second half of each "
+            "is scored: training.carry_state=false"
+        )
+    return config.by_segments()
 
 
 def part_from_dict(kind: Any, data: Mapping[str, Any], where: str) -> Any:
