@@ -18,7 +18,7 @@ from seqboat.paper.matching import count_of_run
 from seqboat.paper.studies import STUDIES, budget
 from seqboat.paper.studies import page as page_module
 from seqboat.paper.studies.budget import fit_batch, fit_steps, kept_memory, spend
-from seqboat.paper.studies.in_context import TESTS, in_context_trials
+from seqboat.paper.studies.in_context import IN_CONTEXT, TESTS, in_context_trials, lines_by_state
 from seqboat.paper.studies.page import write_page
 from seqboat.paper.studies.run import chosen_cells, run_cells
 from seqboat.paper.studies.scaling import MODELS, Fit, _prediction, fit_sizes, scaling_trials
@@ -315,6 +315,19 @@ def test_tests_of_memory_have_the_chance_that_is_stated() -> None:
         data = task.dataset("val")
         answers = {int(token) for i in range(200) for token in np.atleast_1d(data[i].target) if token >= 0}
         assert len(answers) == pytest.approx(1 / test.chance, abs=1.5), name
+
+
+def test_each_start_of_seqboat_has_its_own_line() -> None:
+    found = {
+        trial.name: {"state_bytes": 1024 * (trial.size or 100), "test": 0.5}
+        for trial in in_context_trials()
+        if trial.task == "recall-8"
+    }
+    (lines,) = lines_by_state(IN_CONTEXT, found).values()
+    windows = {name: sorted(size for size, _ in points) for name, points in lines.items()}
+    assert windows["SeqBoat, window"] == windows["SeqBoat, scaled start, window"] == [16, 32, 64]
+    assert windows["Transformer"] == [100] and windows["MEGA-chunk"] == [16, 64]
+    assert sum(map(len, lines.values())) == len(found)
 
 
 def test_a_run_of_the_memory_study_is_recorded(tmp_path: Path) -> None:

@@ -68,19 +68,23 @@ TESTS = {
 
 def _model(row: str, title: str, name: str, size: int, *more: str) -> Model:
     field = f"--model.mixer.{name}={size}"
-    mixer = (f"--model.mixer={row}",) if row != "seqboat" else ()
+    mixer = () if row.startswith("seqboat") else (f"--model.mixer={row}",)
     return Model(row, f"{title}, {size}", (*mixer, field, *more), size)
 
 
-_BOAT: tuple[str, str, str] = ("seqboat", "SeqBoat, window", "gau.window")
+def _boat(window: int) -> Model:
+    return _model("seqboat", "SeqBoat, window", "gau.window", window)
+
+
+def _scaled(window: int) -> Model:
+    """With the library's default initial weights and positions, as in the tables."""
+    changes = "--model.mixer.init=scaled", "--model.mixer.gau.positions=rotary-original"
+    return _model("seqboat-scaled", "SeqBoat, scaled start, window", "gau.window", window, *changes)
+
+
 MODELS = (
-    _model(*_BOAT, 64),
-    Model(
-        "seqboat-scaled",
-        "SeqBoat, scaled start, 64",
-        ("--model.mixer.gau.window=64", "--model.mixer.init=scaled"),
-        64,
-    ),
+    _boat(64),
+    _scaled(64),
     _model("mega-chunk", "MEGA-chunk", "chunk", 64),
     _model("s4d", "S4D, states", "ssm.d_state", 64),
     _model("mamba2", "Mamba-2, states", "d_state", 64),
@@ -90,8 +94,10 @@ MODELS = (
 )
 """Models on every test."""
 SIZES = (
-    _model(*_BOAT, 16),
-    _model(*_BOAT, 32),
+    _boat(16),
+    _boat(32),
+    _scaled(16),
+    _scaled(32),
     _model("mega-chunk", "MEGA-chunk", "chunk", 16),
     _model("s4d", "S4D, states", "ssm.d_state", 16),
     _model("mamba2", "Mamba-2, states", "d_state", 16),
@@ -200,16 +206,22 @@ def _sizes(study: Study, found: dict[str, Record]) -> list[str]:
     return table(head, rows)
 
 
-def _by_state(study: Study, found: dict[str, Record]) -> Callable[[Any], Any] | None:
-    from seqboat.figures import lines_figure
-
+def lines_by_state(study: Study, found: dict[str, Record]) -> dict[str, dict[str, list[tuple[float, float]]]]:
+    """For each test with several sizes, a line for each model: size of the state in kB, accuracy."""
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for trial in study.trials:
         if trial.name in found and trial.task in WITH_SIZES:
             record = found[trial.name]
-            name = trial.title.partition(",")[0]
+            name = trial.title.rpartition(", ")[0] or trial.title
             lines = panels.setdefault(TESTS[trial.task].title, {})
             lines.setdefault(name, []).append((record["state_bytes"] / 1024, record["test"]))
+    return panels
+
+
+def _by_state(study: Study, found: dict[str, Record]) -> Callable[[Any], Any] | None:
+    from seqboat.figures import lines_figure
+
+    panels = lines_by_state(study, found)
     if not panels:
         return None
     chance = {test.title: test.chance for test in TESTS.values()}
@@ -238,9 +250,11 @@ IN_CONTEXT = Study(
     name="in-context",
     title="Recall, needles and memory",
     about="All models have two layers, as many parameters as the recipe's SeqBoat (width 64), the same processor "
-    "time, and a learning rate chosen from three. The state is what a model keeps after reading an example; that of "
-    "the Transformer grows with the text. Recall asks which value followed a key. Needle asks, byte by byte, which "
-    "digit was assigned to a letter. Memorization has pairs that never change, so the weights must store them.",
+    "time, and a learning rate chosen from three. SeqBoat with a scaled start has the library's default initial "
+    "weights, and rotary positions beside the bias table. The state is what a model keeps after reading an "
+    "example; that of the Transformer grows with the text. Recall asks which value followed a key. Needle asks, "
+    "byte by byte, which digit was assigned to a letter. Memorization has pairs that never change, so the weights "
+    "must store them.",
     trials=in_context_trials(),
     budget=20.0,
     command="seqboat reproduce in-context",
