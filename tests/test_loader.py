@@ -30,6 +30,26 @@ def flat(epoch: list[Any]) -> list[int]:
     return [int(i) for batch in epoch for i in batch]
 
 
+@pytest.mark.parametrize(("count", "size", "passage"), [(45, 2, 5), (100, 8, 3), (8, 8, 1), (24, 4, 6)])
+def test_streams_read_passages_in_random_order(count: int, size: int, passage: int) -> None:
+    plan = Plan(count, size, 3, streams=True, passage=passage)
+    epoch = np.array(plan.epoch(0))
+    assert epoch.shape == (plan.per_epoch, size) and plan.per_epoch == count // (size * passage) * passage
+    assert len(set(epoch.flat)) == epoch.size, "no window twice"
+    for step, batch in enumerate(epoch):
+        anew = plan.starts_anew(step)
+        assert anew == (step % passage == 0)
+        if anew:
+            assert not (batch % passage).any(), "passages begin where they begin in the text"
+        else:
+            assert (batch == epoch[step - 1] + 1).all()
+    assert plan.starts_anew(plan.per_epoch), "an epoch begins with a passage"
+    if count > size * passage:
+        assert flat(plan.epoch(1)) != epoch.flatten().tolist()
+    with pytest.raises(ValueError, match=f"{size} streams need at least {size * passage} windows"):
+        Plan(size * passage - 1, size, 3, streams=True, passage=passage)
+
+
 @pytest.mark.parametrize("bucketing", [False, True])
 @pytest.mark.parametrize(("count", "size"), [(45, 8), (8, 8), (3, 8), (1, 1), (1000, 7)])
 def test_an_epoch_holds_every_example_once(count: int, size: int, bucketing: bool) -> None:
@@ -69,7 +89,7 @@ def test_streams_continue_from_batch_to_batch() -> None:
     plan = Plan(11, 3, 0, streams=True)
     assert [b.tolist() for b in plan.epoch(0)] == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
     assert plan.batch(3).tolist() == [0, 3, 6]
-    with pytest.raises(ValueError, match="4 streams need at least as many windows of text, got 3"):
+    with pytest.raises(ValueError, match="4 streams need at least 4 windows of text, got 3"):
         Plan(3, 4, 0, streams=True)
 
 

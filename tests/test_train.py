@@ -26,7 +26,7 @@ from seqboat.training import diagnosis
 from seqboat.training.checkpoint import MODEL, OPTIM, CheckpointError, CheckpointStore, _seal
 from seqboat.training.config import RunConfig, from_yaml, override, to_dict
 from seqboat.training.display import PlainDisplay
-from seqboat.training.loader import LoaderError
+from seqboat.training.loader import LoaderError, Plan
 from seqboat.training.loop import RunOutcome, train
 from seqboat.training.metrics import MemoryMeter, iterate_metrics
 from seqboat.training.signals import StopSignals
@@ -158,10 +158,13 @@ def test_resuming_with_other_settings(tmp_path: Path, changes: Any) -> None:
     assert same_runs(tmp_path / "one", tmp_path / "two")
 
 
-def test_resuming_a_language_model_with_its_state(tmp_path: Path) -> None:
+@pytest.mark.parametrize("segments", [None, 2, 5])
+def test_resuming_a_language_model_with_its_state(tmp_path: Path, segments: int | None) -> None:
     task = ToyConfig(kind="lm", count=40)
     config = small_run(
-        task, training={"carry_state": True, "bucketing": False}, schedule={"steps": 12, "warmup_steps": 2}
+        task,
+        training={"carry_state": True, "carry_segments": segments, "bucketing": False, "batch_size": 8},
+        schedule={"steps": 12, "warmup_steps": 2},
     )
     train(config, tmp_path / "one", display=Spy())
     with pytest.raises(Stop):
@@ -174,14 +177,14 @@ def test_resuming_a_language_model_with_its_state(tmp_path: Path) -> None:
     assert not same_runs(tmp_path / "one", tmp_path / "three")
 
 
-def test_carried_state_sees_the_text_before(tmp_path: Path) -> None:
-    """With a state, segments read one after the other are one text: the loss of the second batch shows it."""
+@pytest.mark.parametrize("segments", [None, 1, 2])
+def test_carried_state_sees_the_text_before(tmp_path: Path, segments: int | None) -> None:
+    """With a state, segments read one after the other are one text: the losses of later batches show it."""
     task = ToyConfig(kind="lm", count=8, length=3)
-    config = small_run(
-        task, training={"carry_state": True, "bucketing": False, "batch_size": 2, "accumulation": 1}
-    )
+    training = {"carry_state": True, "carry_segments": segments, "bucketing": False}
+    config = small_run(task, training={**training, "batch_size": 2, "accumulation": 1})
     config = config.replace(
-        schedule={"steps": 2, "warmup_steps": 0}, optimizer={"lr": 1e-12}, model={"dropout": 0.0}
+        schedule={"steps": 4, "warmup_steps": 0}, optimizer={"lr": 1e-12}, model={"dropout": 0.0}
     )
     mixer: Any = config.model.mixer
     config = config.replace(model={"mixer": type(mixer)(gau=mixer.gau, causal=True)})
@@ -192,8 +195,10 @@ def test_carried_state_sees_the_text_before(tmp_path: Path) -> None:
     built = config.build_task()
     data = built.dataset("train")
     state, losses = None, []
-    for step in range(2):
-        batch = built.collate([data[step], data[4 + step]])
+    plan = Plan(8, 2, config.seed, streams=True, passage=segments)
+    for step in range(4):
+        state = None if segments and step % segments == 0 else state
+        batch = built.collate([data[i] for i in plan.batch(step)])
         out = model(batch.inputs, batch.mask, state)
         state = out.state
         losses.append(float(built.loss(out, batch).mean.detach()))

@@ -141,11 +141,14 @@ class Trainer:
         self._check_batches()
         self.data = self.task.dataset("train")
         self.task.dataset(config.evaluation.split)  # problems with it are reported now, not after many steps
-        if training.carry_state and len(self.data) < training.batch_size:
+        passage = training.carry_segments or 1
+        if training.carry_state and len(self.data) < training.batch_size * passage:
             source = ", ".join(getattr(config.task, "text", ())) or self.task.name
+            needs = "a window" if passage == 1 else f"{passage} windows"
+            lower = "training.batch_size" + (" or training.carry_segments" if passage > 1 else "")
             raise ValueError(
-                f"{source}: with training.carry_state, each of the {training.batch_size} texts of a batch needs a "
-                f"window of tokens, and there are {len(self.data)}: give more text, or lower training.batch_size"
+                f"{source}: with training.carry_state, each of the {training.batch_size} texts of a batch needs "
+                f"{needs} of tokens, and there are {len(self.data)}: give more text, or lower {lower}"
             )
         self.plan = Plan(
             len(self.data),
@@ -153,6 +156,7 @@ class Trainer:
             config.seed,
             self.data.lengths() if training.bucketing else None,
             training.carry_state,
+            training.carry_segments,
         )
         self.lengths = self._sizes("train") if not training.carry_state else None
         self._sizes(config.evaluation.split)
@@ -175,7 +179,7 @@ class Trainer:
         self.parameters = sum(p.numel() for p in model.parameters())
         parallel = parallelize(model, world, training.distributed)
         self.module = parallel.module
-        self.stepper = Stepper(config, self.task, parallel, world, self.plan.per_epoch)
+        self.stepper = Stepper(config, self.task, parallel, world, self.plan)
         self.store = ck.CheckpointStore(folder, training.keep, warn=display.tell)
         self.metrics = MetricsWriter(folder / "metrics.jsonl", display.tell)
         self.memory = MemoryMeter(world.device)
@@ -356,7 +360,7 @@ class Trainer:
                 self.module,
                 self.data,
                 self._parts,
-                self.plan.per_epoch,
+                self.plan,
                 self.world,
                 self.progress.step,
             )

@@ -26,7 +26,7 @@ from seqboat.tasks.base import Batch, Loss, Task, apply_model
 from seqboat.training.config import RunConfig
 from seqboat.training.diagnosis import activated_tokens, explain_nonfinite, first_nonfinite, routed_modules
 from seqboat.training.evaluate import activation_sums, rates
-from seqboat.training.loader import Loaded
+from seqboat.training.loader import Loaded, Plan
 from seqboat.training.optim import build_optimizer, learning_rate, set_learning_rate
 from seqboat.training.parallel import ParallelModel, World, gather_shards
 from seqboat.training.precision import SMALLEST, LossScale, autocast
@@ -94,14 +94,12 @@ class Stepper:
         task: computes losses and scores.
         model: as all processes see it.
         world: the processes.
-        steps_per_epoch: after which a carried state starts from nothing.
+        plan: which examples are read, and when a carried state starts from nothing.
     """
 
-    def __init__(
-        self, config: RunConfig, task: Task, model: ParallelModel, world: World, steps_per_epoch: int
-    ) -> None:
+    def __init__(self, config: RunConfig, task: Task, model: ParallelModel, world: World, plan: Plan) -> None:
         self.config, self.task, self.model, self.world = config, task, model, world
-        self.steps_per_epoch = steps_per_epoch
+        self.plan = plan
         self.module = model.module
         factor = (
             partial(config.start.lr_factor, num_layers=config.model.num_layers) if config.start.run else None
@@ -126,7 +124,7 @@ class Stepper:
         lr = learning_rate(step, config.optimizer.lr, config.schedule)
         set_learning_rate(self.optimizer, lr, frozen=step < config.start.freeze_steps)
         set_training_step(self.module, step)
-        if config.training.carry_state and step % self.steps_per_epoch == 0:
+        if config.training.carry_state and self.plan.starts_anew(step):
             self.carried = [None] * len(self.carried)
         # running averages of norms move in the forward pass: a step that is not applied must not move them either
         buffers = [buffer.clone() for buffer in self.module.buffers()]

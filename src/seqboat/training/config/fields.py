@@ -38,6 +38,9 @@ class TrainingConfig(Settings):
     """Whether examples of similar length share a batch."""
     carry_state: bool = False
     """Whether a language model reads contiguous text and keeps its state from batch to batch, without gradient."""
+    carry_segments: int | None = None
+    """Segments after which a carried state is dropped and every sequence goes on at a random place of the text; None:
+    at its end."""
     workers: int = 0
     """Processes that read data; 0 reads between the steps."""
     prefetch: int = 2
@@ -88,6 +91,8 @@ class TrainingConfig(Settings):
         require(self.timeout > 0, f"training.timeout must be positive, got {self.timeout!r}")
         if self.max_micro_batch is not None:
             check_positive("training.max_micro_batch", self.max_micro_batch)
+        if self.carry_segments is not None:
+            check_positive("training.carry_segments", self.carry_segments)
         check_choice("training.precision", self.precision, PRECISIONS)
         check_choice("training.distributed", self.distributed, ("ddp", "fsdp"))
         require(

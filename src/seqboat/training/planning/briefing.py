@@ -16,7 +16,7 @@ from seqboat.tasks.base import Dataset, Task
 from seqboat.tasks.summary import count_text, heading
 from seqboat.training.config import RunConfig
 from seqboat.training.evaluate import evaluate
-from seqboat.training.loader import Part, batches
+from seqboat.training.loader import Part, Plan, batches
 from seqboat.training.parallel import World, parallelize
 from seqboat.training.step import Stepper, finite_or_none
 
@@ -110,7 +110,7 @@ def estimate_duration(
     model: nn.Module,
     data: Dataset,
     parts: Callable[[int], list[Part]],
-    per_epoch: int,
+    plan: Plan,
     world: World,
     done: int = 0,
 ) -> Duration:
@@ -122,14 +122,14 @@ def estimate_duration(
         model: stays as it is.
         data: to train on.
         parts: the micro-batches of a step.
-        per_epoch: steps in an epoch.
+        plan: the batches of the run.
         world: of one process.
         done: steps that were taken already.
     """
     trial = copy.deepcopy(model)
-    stepper = Stepper(config, task, parallelize(trial, world, config.training.distributed), world, per_epoch)
+    stepper = Stepper(config, task, parallelize(trial, world, config.training.distributed), world, plan)
     # batches of an epoch may differ much in length
-    numbers = [per_epoch * (2 * i + 1) // (2 * TIMED) for i in range(TIMED)]
+    numbers = [plan.per_epoch * (2 * i + 1) // (2 * TIMED) for i in range(TIMED)]
     times = []
     for number in [numbers[0], *numbers]:
         micro = list(batches(task, data, "train", iter(parts(number)), 0))
