@@ -158,7 +158,7 @@ def test_resuming_with_other_settings(tmp_path: Path, changes: Any) -> None:
     assert same_runs(tmp_path / "one", tmp_path / "two")
 
 
-@pytest.mark.parametrize("segments", [None, 2, 5])
+@pytest.mark.parametrize("segments", [None, 2, 99])
 def test_resuming_a_language_model_with_its_state(tmp_path: Path, segments: int | None) -> None:
     task = ToyConfig(kind="lm", count=40)
     config = small_run(

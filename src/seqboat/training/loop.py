@@ -141,14 +141,11 @@ class Trainer:
         self._check_batches()
         self.data = self.task.dataset("train")
         self.task.dataset(config.evaluation.split)  # problems with it are reported now, not after many steps
-        passage = training.carry_segments or 1
-        if training.carry_state and len(self.data) < training.batch_size * passage:
+        if training.carry_state and len(self.data) < training.batch_size:
             source = ", ".join(getattr(config.task, "text", ())) or self.task.name
-            needs = "a window" if passage == 1 else f"{passage} windows"
-            lower = "training.batch_size" + (" or training.carry_segments" if passage > 1 else "")
             raise ValueError(
-                f"{source}: with training.carry_state, each of the {training.batch_size} texts of a batch needs "
-                f"{needs} of tokens, and there are {len(self.data)}: give more text, or lower {lower}"
+                f"{source}: with training.carry_state, each of the {training.batch_size} texts of a batch needs a "
+                f"window of tokens, and there are {len(self.data)}: give more text, or lower training.batch_size"
             )
         self.plan = Plan(
             len(self.data),
@@ -156,7 +153,9 @@ class Trainer:
             config.seed,
             self.data.lengths() if training.bucketing else None,
             training.carry_state,
-            training.carry_segments,
+            # a short text has no passages of that length for every sequence
+            training.carry_segments
+            and min(training.carry_segments, len(self.data) // training.batch_size or 1),
         )
         self.lengths = self._sizes("train") if not training.carry_state else None
         self._sizes(config.evaluation.split)
