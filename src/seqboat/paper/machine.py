@@ -12,7 +12,7 @@ from seqboat.training.config import RunConfig, override, split_arguments
 from seqboat.training.config.fields import FREE_TO_CHANGE, TrainingConfig
 from seqboat.training.planning.estimate import estimate
 
-EXPERIMENT = ("batch_size", "bucketing", "carry_state")
+EXPERIMENT = ("batch_size", "bucketing", "carry_state", "carry_segments")
 """Fields of training that belong to the experiment."""
 KEPT = tuple(
     field.name

@@ -84,7 +84,7 @@ def tag(mixer: MixerChoice = None) -> RunConfig:
 
 
 def lm(mixer: MixerChoice = None) -> RunConfig:
-    """The next byte of text files (--data.text FILES): three layers of width 128, with a carried state."""
+    """The next byte of text files (--data.text FILES): three layers of width 128; evaluation carries the state."""
     config = RunConfig(
         task=LMTextTaskConfig(segment=512),
         model=BackboneConfig(
@@ -107,7 +107,7 @@ def lm(mixer: MixerChoice = None) -> RunConfig:
         ),
         optimizer=OptimizerConfig(name="radam", lr=0.005, weight_decay=0.1, clip=0.25),
         schedule=ScheduleConfig(steps=2000, warmup_steps=100, warmup_from=0.002),
-        training=TrainingConfig(batch_size=8, carry_state=True, save_every=200),
+        training=TrainingConfig(batch_size=8, carry_state=True, carry_segments=1, save_every=200),
         evaluation=EvaluationConfig(every=200, batch_size=8, limit=512),
     )
     return without_growth(config, mixer)

@@ -39,8 +39,8 @@ class TrainingConfig(Settings):
     carry_state: bool = False
     """Whether a language model reads contiguous text and keeps its state from batch to batch, without gradient."""
     carry_segments: int | None = None
-    """Segments after which a carried state is dropped and every sequence goes on at a random place of the text, fewer
-    if it is short; None: at its end."""
+    """Segments after which a carried state is dropped and every sequence continues at a random place of the text
+    (fewer if it is short). None carries states to its end."""
     workers: int = 0
     """Processes that read data; 0 reads between the steps."""
     prefetch: int = 2
