@@ -50,6 +50,12 @@ def test_streams_read_passages_in_random_order(count: int, size: int, passage: i
         Plan(size * passage - 1, size, 3, streams=True, passage=passage)
 
 
+def test_passages_of_one_window_are_random_segments() -> None:
+    streams, free = Plan(24, 4, 3, streams=True, passage=1), Plan(24, 4, 3)
+    assert flat(streams.epoch(2)) == flat(free.epoch(2))
+    assert all(streams.starts_anew(step) for step in range(12))
+
+
 @pytest.mark.parametrize("bucketing", [False, True])
 @pytest.mark.parametrize(("count", "size"), [(45, 8), (8, 8), (3, 8), (1, 1), (1000, 7)])
 def test_an_epoch_holds_every_example_once(count: int, size: int, bucketing: bool) -> None:
