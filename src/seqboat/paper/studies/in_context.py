@@ -151,7 +151,8 @@ def _verdict(found: dict[str, Record]) -> list[str]:
         if test.recipe == "recall" and own and others:
             mine = " and ".join(f"{_percent(r)} with {starts[row]}" for row, r in own.items())
             theirs = " and ".join(f"{rivals[row]} {_percent(r)}" for row, r in others.items())
-            best, rival = (max(r["test"] for r in rows.values()) for rows in (own, others))
+            # as precisely as it is shown
+            best, rival = (round(max(r["test"] for r in rows.values()), 3) for rows in (own, others))
             word = "at or above" if best >= rival else "below"
             lines.append(f"- {test.title}: SeqBoat ({mine}) is {word} the better of {theirs}.")
     return [*lines, ""] if lines else []
