@@ -46,8 +46,13 @@ def test_streams_read_passages_in_random_order(count: int, size: int, passage: i
     assert plan.starts_anew(plan.per_epoch), "an epoch begins with a passage"
     if count > size * passage:
         assert flat(plan.epoch(1)) != epoch.flatten().tolist()
-    with pytest.raises(ValueError, match=f"{size} streams need at least {size * passage} windows"):
-        Plan(size * passage - 1, size, 3, streams=True, passage=passage)
+
+
+def test_passages_of_a_short_text_are_shorter() -> None:
+    plan = Plan(11, 3, 0, streams=True, passage=99)
+    epoch = np.array(plan.epoch(0))
+    assert epoch.shape == (3, 3) and sorted(epoch.flat) == list(range(9))
+    assert [plan.starts_anew(step) for step in range(4)] == [True, False, False, True]
 
 
 def test_passages_of_one_window_are_random_segments() -> None:
@@ -95,7 +100,7 @@ def test_streams_continue_from_batch_to_batch() -> None:
     plan = Plan(11, 3, 0, streams=True)
     assert [b.tolist() for b in plan.epoch(0)] == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
     assert plan.batch(3).tolist() == [0, 3, 6]
-    with pytest.raises(ValueError, match="4 streams need at least 4 windows of text, got 3"):
+    with pytest.raises(ValueError, match="4 streams need at least as many windows of text, got 3"):
         Plan(3, 4, 0, streams=True)
 
 

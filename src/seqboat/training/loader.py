@@ -58,8 +58,9 @@ class Plan:
         lengths: (count,), to put examples of similar length together; None for any order.
         streams: whether sequence b of every batch continues sequence b of the batch before, for models that carry
             their state along; examples are then windows of one long text, in its order.
-        passage: windows after which streams continue elsewhere: passages of this many windows are read in random
-            order, and what is left of the text at the end is not read. None reads the text from front to end.
+        passage: windows after which streams continue elsewhere, fewer if the text is short: passages of this many
+            windows are read in random order. None reads the text from front to end. What is left over at the end of
+            the text is not read.
 
     >>> [batch.tolist() for batch in Plan(8, 2, seed=0, streams=True).epoch(0)]
     [[0, 4], [1, 5], [2, 6], [3, 7]]
@@ -82,16 +83,17 @@ class Plan:
             lengths is None or len(lengths) == count,
             f"lengths must hold one entry for each of {count} examples",
         )
-        need = batch_size * (passage or 1)
         require(
-            not streams or count >= need,
-            f"{batch_size} streams need at least {need} windows of text, got {count}",
+            not streams or count >= batch_size,
+            f"{batch_size} streams need at least as many windows of text, got {count}",
         )
         self.count, self.batch_size, self.seed = count, batch_size, seed
-        self.lengths, self.streams, self.passage = lengths, streams, passage
+        self.lengths, self.streams, self.random = lengths, streams, passage is not None
         self.per_epoch = -(-count // batch_size)
         if streams:
-            self.per_epoch = count // need * (passage or 1)
+            whole = count // batch_size
+            self.passage = min(passage or whole, whole)
+            self.per_epoch = count // (batch_size * self.passage) * self.passage
         # the order of an epoch takes time to make and is asked for once per batch
         self._cached = lru_cache(maxsize=2)(self._epoch)
 
@@ -105,16 +107,14 @@ class Plan:
 
     def starts_anew(self, step: int) -> bool:
         """Whether the streams are somewhere else than at the step before."""
-        return step % (self.passage or self.per_epoch) == 0
+        return step % self.passage == 0
 
     def _epoch(self, number: int) -> list[NDArray[np.int64]]:
         size = self.batch_size
-        if self.streams and self.passage is None:
-            rows = np.arange(size, dtype=np.int64) * self.per_epoch
-            return [rows + t for t in range(self.per_epoch)]
-        if self.streams and self.passage is not None:
-            starts = shuffled(self.count // self.passage, self.seed, number, 0) * self.passage
-            groups = starts[: self.per_epoch // self.passage * size].reshape(-1, size)
+        if self.streams:
+            count = self.count // self.passage
+            order = shuffled(count, self.seed, number, 0) if self.random else np.arange(count, dtype=np.int64)
+            groups = order[: self.per_epoch // self.passage * size].reshape(-1, size) * self.passage
             return [rows + t for rows in groups for t in range(self.passage)]
         order = shuffled(self.count, self.seed, number, 0)
         if self.lengths is None:

@@ -153,9 +153,7 @@ class Trainer:
             config.seed,
             self.data.lengths() if training.bucketing else None,
             training.carry_state,
-            # a short text has no passages of that length for every sequence
-            training.carry_segments
-            and min(training.carry_segments, len(self.data) // training.batch_size or 1),
+            training.carry_segments,
         )
         self.lengths = self._sizes("train") if not training.carry_state else None
         self._sizes(config.evaluation.split)
