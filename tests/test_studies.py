@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from lm_runs import TEXT, lm_config, write_run
 from seqboat.cli import main
 from seqboat.data.files import Lock
 from seqboat.paper.matching import count_of_run
@@ -106,6 +107,42 @@ def test_other_seeds_take_the_rate_of_the_first(study: Study, tmp_path: Path) ->
     second = spend(study.trials[0], 1, 0.4, tmp_path, rates=RATES)
     assert [second[k] for k in ("lr", "batch", "steps")] == [first[k] for k in ("lr", "batch", "steps")]
     assert (first["seed"], second["seed"]) == (0, 1) and first["losses"] != second["losses"]
+
+
+def test_other_seeds_take_the_rate_of_a_record_from_another_machine(
+    study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = tmp_path / "evidence.md"
+    first, _, second = study.cells(0.4)
+    run_cells([first], page, tmp_path / "there")
+    (record,) = read_records(page)
+    # another rate than the search would choose, and another batch
+    other = min(RATES) if record["lr"] == max(RATES) else max(RATES)
+    append_records(page, [{**record, "lr": other, "batch": 8, "step_seconds": 0.02}])
+    monkeypatch.setattr(budget, "fit_batch", lambda *_: pytest.fail("nothing is searched again"))
+    run_cells([second], page, tmp_path / "here")
+    found = read_records(page)[-1]
+    assert (found["seed"], found["lr"], found["batch"], found["sweep"]) == (1, other, 8, record["sweep"])
+    # 15 steps of 0.02 s, but here they take 0.01 s
+    assert found["steps"] == 30
+    assert not list((tmp_path / "here").rglob("lr-*"))
+
+
+def test_a_record_of_a_run_that_diverged_does_not_tell_the_rate(study: Study, tmp_path: Path) -> None:
+    known = {"seed": 0, "batch": 8, "lr": 7.0, "sweep": [], "diverged": True}
+    assert spend(study.trials[0], 1, 0.4, tmp_path, rates=RATES, known=known)["lr"] in RATES
+
+
+def test_language_models_are_scored_on_the_same_bytes(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    config = lm_config(tmp_path / "text.txt").replace(training={"carry_state": True})
+    carried = Run(write_run(tmp_path / "carried", config))
+    apart = Run(write_run(tmp_path / "apart", config.by_segments()))
+    seconds = 50 / budget.SCORED_BY_TOKEN
+    found = [budget._test(run, seconds) for run in (carried, apart)]
+    assert [(f["mode"], f["tokens"]) for f in found] == [("stream", 50), ("windows", 50)]
+    # segments of 32 bytes; windows of 32, of which 16 are scored
+    assert [f["examples"] for f in found] == [2, 4]
 
 
 def test_a_search_that_was_stopped_continues_at_the_pace_that_was_measured(

@@ -33,8 +33,10 @@ from seqboat.paper.trials import Trial
 from seqboat.processor import processor_name
 from seqboat.runs import Run
 from seqboat.tasks.base import Split, apply_model
+from seqboat.tasks.segments import LongTextTask
 from seqboat.training.config import RunConfig
 from seqboat.training.display import Display
+from seqboat.training.evaluate import Streaming, Windows
 from seqboat.training.loop import EXIT_DIVERGED, train
 from seqboat.training.planning.pace import step_seconds
 
@@ -77,6 +79,7 @@ def spend(
     rates: Sequence[float] = (),
     settings: Sequence[str] = (),
     display: Display | None = None,
+    known: Record | None = None,
 ) -> Record:
     """Train and score a model within a budget; returns what it showed.
 
@@ -90,9 +93,11 @@ def spend(
         rates: learning rates to choose from; without any, the whole budget trains with the trial's own.
         settings: of training and data on this machine, by their dotted names.
         display: of every run.
+        known: the record of another seed, whose batch and learning rate are used if the folder does not have any: the
+            first seed may have run on another machine.
     """
     own = apply_settings(trial.config(0), settings)
-    plan = _planned(own, seconds, folder, rates, display or Display())
+    plan = _planned(own, seconds, folder, rates, display or Display(), known)
     config = own.replace(training={"batch_size": plan["batch"]}, optimizer={"lr": plan["lr"]})
     left, pace = _left(seconds, rates), plan["step_seconds"]
     tries: list[tuple[float, int, RunConfig, Path, bool]] = []
@@ -175,12 +180,21 @@ def _left(seconds: float, rates: Sequence[float]) -> float:
 
 
 def _planned(
-    config: RunConfig, seconds: float, folder: Path, rates: Sequence[float], display: Display
+    config: RunConfig,
+    seconds: float,
+    folder: Path,
+    rates: Sequence[float],
+    display: Display,
+    known: Record | None,
 ) -> dict[str, Any]:
-    """Batch, learning rate and seconds of a step, as found by the first call."""
+    """Batch, learning rate and seconds of a step, as found by the first call or recorded by another seed."""
     path = folder / "plan.json"
     if path.exists():
         found: dict[str, Any] = read_json(path)
+        return found
+    if known is not None and "step_seconds" in known:  # a run that diverged has none
+        found = {key: known[key] for key in ("batch", "lr", "sweep", "step_seconds")}
+        write_json(path, found)
         return found
     batch, step = _paced(config, _left(seconds, rates), folder / "pace.json")
     config = config.replace(training={"batch_size": batch})
@@ -197,9 +211,9 @@ def _planned(
                 loss = next(r["loss"] for r in reversed(metrics) if r["split"] == tried.evaluation.split)
                 paces.append(per_step(metrics, "processor") or step)
             plan["sweep"].append([rate, None if loss is None or not math.isfinite(loss) else loss])
-        known = [(loss, rate) for rate, loss in plan["sweep"] if loss is not None]
+        finite = [(loss, rate) for rate, loss in plan["sweep"] if loss is not None]
         # where every candidate diverged, the lowest rate is the best guess
-        plan["lr"] = min(known)[1] if known else min(rates)
+        plan["lr"] = min(finite)[1] if finite else min(rates)
         plan["step_seconds"] = statistics.median(paces) if paces else step
     write_json(path, plan)
     return plan
@@ -228,8 +242,7 @@ def _observe(folder: Path, config: RunConfig, seconds: float) -> Record:
     """What a finished run showed."""
     run = Run(folder)
     task, metrics, about = run.task, run.metrics, run.about
-    tokens = (SCORED_BY_TOKEN if task.kind == "lm" else SCORED) * seconds
-    test = run.evaluate("test", limit=_examples(config, "test", tokens))
+    test = _test(run, seconds)
     step = per_step(metrics, "processor") or 0.0
     scored = [r for r in metrics if r["split"] == config.evaluation.split]
     trained = [r for r in metrics if r["split"] == "train"]
@@ -254,6 +267,19 @@ def _observe(folder: Path, config: RunConfig, seconds: float) -> Record:
         "versions": about["versions"],
         "commit": about.get("commit"),
     }
+
+
+def _test(run: Run, seconds: float) -> dict[str, Any]:
+    """Score a run on part of the test split: language models on the same bytes, from its first one on."""
+    config, task = run.config, run.task
+    if not isinstance(task, LongTextTask):
+        tokens = (SCORED_BY_TOKEN if task.kind == "lm" else SCORED) * seconds
+        return run.evaluate("test", limit=_examples(config, "test", tokens))
+    reading: Windows | Streaming = Streaming(chunk=task.segment)
+    if not config.training.carry_state:
+        reading = Windows(window=task.scored + task.context, context=task.context)
+    limit = round(SCORED_BY_TOKEN * seconds)
+    return run.evaluate("test", reading=reading, limit=limit, batch_size=config.evaluation.batch_size)
 
 
 def kept_memory(run: Run) -> int:

@@ -50,13 +50,14 @@ def run_cells(
     count = 0
     for cell in cells:
         # read each time: another process may have finished it
-        if cell.key in {record_key(r) for r in read_records(page)}:
+        records = read_records(page)
+        if cell.key in {record_key(r) for r in records}:
             continue
         folder = cell.folder(out)
         folder.mkdir(parents=True, exist_ok=True)
         try:
             with Lock(folder):
-                record = run_cell(cell, folder, settings)
+                record = run_cell(cell, folder, settings, first_seed(cell, records))
                 append_records(page, [record])
         except InUse:
             tell(f"{cell.describe()}: left to another process")
@@ -66,10 +67,18 @@ def run_cells(
     return count
 
 
-def run_cell(cell: Cell, folder: Path, settings: Sequence[str] = ()) -> Record:
-    """Run one cell; returns its record."""
-    found = spend(cell.trial, cell.seed, cell.budget, folder, rates=cell.study.rates, settings=settings)
+def run_cell(cell: Cell, folder: Path, settings: Sequence[str] = (), known: Record | None = None) -> Record:
+    """Run one cell, with batch and learning rate of another seed if its record is known; returns its record."""
+    found = spend(
+        cell.trial, cell.seed, cell.budget, folder, rates=cell.study.rates, settings=settings, known=known
+    )
     return {**cell.study.describe(cell.trial), **found}
+
+
+def first_seed(cell: Cell, records: Sequence[Record]) -> Record | None:
+    """The record of the first seed of a cell's trial at the same budget, if there is one."""
+    seeds = [r for r in records if (r["study"], r["trial"], r["budget"]) == cell.key[:3]]
+    return min(seeds, key=lambda r: int(r["seed"]), default=None)
 
 
 def summarize(record: Record) -> str:
