@@ -12,25 +12,18 @@ from typing import Any, cast
 
 from seqboat.mixers.seqboat.layer import SeqBoatConfig
 from seqboat.recipes import enwik8, lra, speech
-from seqboat.recipes.base import MixerChoice, choose, without_growth
+from seqboat.recipes.base import MixerChoice, choose
 from seqboat.training.config import RunConfig
 
 
 def _tiny(
-    small: RunConfig,
-    mixer: MixerChoice,
-    *,
-    width: int = 32,
-    task: dict[str, Any] | None = None,
-    training: dict[str, Any] | None = None,
-    **model: Any,
+    small: RunConfig, mixer: MixerChoice, *, width: int = 32, task: dict[str, Any] | None = None, **model: Any
 ) -> RunConfig:
     """A small variant with two layers of this width; queries are half as wide, values twice."""
     own = cast(SeqBoatConfig, small.model.mixer)
     narrow = replace(own, gau=replace(own.gau, d_z=width // 2, d_v=2 * width))
     changed = {"d_model": width, "num_layers": 2, "mixer": choose(mixer, narrow), **model}
-    config = small.replace(model=changed, task=task or {}, training=training or {})
-    return without_growth(config, mixer)
+    return small.replace(model=changed, task=task or {})
 
 
 def listops(mixer: MixerChoice = None) -> RunConfig:
@@ -94,7 +87,7 @@ def enwik8_bytes(mixer: MixerChoice = None) -> RunConfig:
     """enwik8 in segments of 256 bytes in two layers of width 64.
 
     Cut from the small variant: 2 layers of width 64 instead of 3 of 128, segments of 256 bytes instead of 512.
-    Changed: segments come from random places; only evaluation carries the state.
+    Changed: no model carries a state; segments come from random places, and the second half of each is scored.
     """
-    random = {"carry_segments": 1}
-    return _tiny(enwik8.enwik8_small(), mixer, width=64, task={"segment": 256}, training=random)
+    small = enwik8.enwik8_small().replace(task={"segment": 256})
+    return _tiny(small.by_segments(), mixer, width=64)

@@ -33,10 +33,8 @@ from seqboat.paper.trials import Trial
 from seqboat.processor import processor_name
 from seqboat.runs import Run
 from seqboat.tasks.base import Split, apply_model
-from seqboat.tasks.segments import LongTextTask
 from seqboat.training.config import RunConfig
 from seqboat.training.display import Display
-from seqboat.training.evaluate import Streaming, Windows
 from seqboat.training.loop import EXIT_DIVERGED, train
 from seqboat.training.planning.pace import step_seconds
 
@@ -242,7 +240,8 @@ def _observe(folder: Path, config: RunConfig, seconds: float) -> Record:
     """What a finished run showed."""
     run = Run(folder)
     task, metrics, about = run.task, run.metrics, run.about
-    test = _test(run, seconds)
+    tokens = (SCORED_BY_TOKEN if task.kind == "lm" else SCORED) * seconds
+    test = run.evaluate("test", limit=_examples(config, "test", tokens))
     step = per_step(metrics, "processor") or 0.0
     scored = [r for r in metrics if r["split"] == config.evaluation.split]
     trained = [r for r in metrics if r["split"] == "train"]
@@ -267,19 +266,6 @@ def _observe(folder: Path, config: RunConfig, seconds: float) -> Record:
         "versions": about["versions"],
         "commit": about.get("commit"),
     }
-
-
-def _test(run: Run, seconds: float) -> dict[str, Any]:
-    """Score a run on part of the test split: language models on the same bytes, from its first one on."""
-    config, task = run.config, run.task
-    if not isinstance(task, LongTextTask):
-        tokens = (SCORED_BY_TOKEN if task.kind == "lm" else SCORED) * seconds
-        return run.evaluate("test", limit=_examples(config, "test", tokens))
-    reading: Windows | Streaming = Streaming(chunk=task.segment)
-    if not config.training.carry_state:
-        reading = Windows(window=task.scored + task.context, context=task.context)
-    limit = round(SCORED_BY_TOKEN * seconds)
-    return run.evaluate("test", reading=reading, limit=limit, batch_size=config.evaluation.batch_size)
 
 
 def kept_memory(run: Run) -> int:
