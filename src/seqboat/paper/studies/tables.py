@@ -314,7 +314,7 @@ TABLES = Study(
     "with a scaled start uses the library's default initial weights instead of the paper's, and rotary "
     "positions beside the bias table where the recipe has one; with 25 % active, a quarter of the tokens attend in "
     "every layer; with the S4D kernel it has S4D's in place of the moving average. Accuracies are measured "
-    "on 25,000 tokens of the test split for each second of the budget; enwik8 is in bits per byte; there, every model "
+    "on 25,000 tokens of the test split for each second of the budget; enwik8 is in bits per byte: every model "
     "reads segments of 256 bytes from random places without a carried state, and the second half of "
     "each is scored. MB per step is what a training step keeps for its backward pass. ± is the std over "
     "seeds; the error is the standard error from seeds or from the number of examples, whichever is larger. The "
