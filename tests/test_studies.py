@@ -20,7 +20,7 @@ from seqboat.paper.studies import page as page_module
 from seqboat.paper.studies.budget import fit_batch, fit_steps, kept_memory, spend
 from seqboat.paper.studies.in_context import IN_CONTEXT, TESTS, in_context_trials, lines_by_state
 from seqboat.paper.studies.page import write_page
-from seqboat.paper.studies.run import chosen_cells, run_cells
+from seqboat.paper.studies.run import chosen_cells, first_seed, relative_pace, run_cells
 from seqboat.paper.studies.scaling import MODELS, Fit, _prediction, fit_sizes, scaling_trials
 from seqboat.paper.studies.store import append_records, read_records
 from seqboat.paper.studies.study import Study
@@ -125,6 +125,29 @@ def test_other_seeds_take_the_rate_of_a_record_from_another_machine(
     # 15 steps of 0.02 s, but here they take 0.01 s
     assert found["steps"] == 30
     assert not list((tmp_path / "here").rglob("lr-*"))
+
+
+def test_paces_of_another_processor_are_converted(study: Study) -> None:
+    def record(trial: str, processor: str, pace: float | None, seed: int = 0) -> dict[str, Any]:
+        found = {
+            "study": "toys",
+            "trial": trial,
+            "budget": 0.4,
+            "seed": seed,
+            "batch": 8,
+            "processor": processor,
+        }
+        return found if pace is None else {**found, "step_seconds": pace}
+
+    here = processor_name()
+    records = [record("toy", "other", 0.5), record("s4d", "other", 1.0), record("s4d", here, 3.0, seed=1)]
+    assert relative_pace(records, here, "other") == 3.0 and relative_pace(records, "other", here) == 1 / 3
+    assert relative_pace(records, here, "unknown") == 1.0
+    toy, _, _ = study.cells(0.4)
+    found = first_seed(toy, records)
+    assert found is not None and found["step_seconds"] == 1.5
+    assert first_seed(toy, [record("toy", "other", None)]) == record("toy", "other", None), "it diverged"
+    assert first_seed(toy, records[1:]) is None
 
 
 def test_a_record_of_a_run_that_diverged_does_not_tell_the_rate(study: Study, tmp_path: Path) -> None:
