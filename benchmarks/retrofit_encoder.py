@@ -11,7 +11,8 @@ enwik8/enwik8, each plain or with .xz. Texts are cut to `--length` tokens.
 
 Every method starts from the pre-trained weights and learns to reproduce them without labels: the states of all tokens
 and the sentence embedding (their mean) of the dense model, on reviews of IMDB's training part and pieces of enwik8.
-Every level is tuned apart, with the same number of steps on the same texts; the embedding table is frozen.
+Every level is tuned apart, with the same number of steps on the same texts; the embedding table is frozen. Each has
+the best of several learning rates, by the cosine on some texts that nothing is tuned on.
 
 - retrofitted: feed-forward blocks, these and attention, or whole layers process 75, 50 and 30 % of the tokens; others
   get a linear map and `--neurons` of the block's hidden neurons. Routers and maps are fitted first, by least squares;
@@ -88,7 +89,7 @@ LEVELS: dict[str, tuple[float, ...]] = {
     "whole layers": RATES,
 }
 """Methods, and for each the fraction of tokens or the number of layers."""
-SIZES: dict[str, tuple[float, str]] = {
+SIZES: dict[str, tuple[Any, str]] = {
     "length": (64, "tokens of a text at most"),
     "tune_texts": (1600, "texts without labels"),
     "fit_texts": (640, "those of them that substitutes are fitted to"),
@@ -96,10 +97,12 @@ SIZES: dict[str, tuple[float, str]] = {
     "citing": (100, "citing papers whose pairs are taken"),
     "steps": (80, "tuning steps of every level"),
     "batch": (16, "texts per step"),
-    "lr": (1e-4, "highest learning rate"),
-    "neurons": (256, "hidden neurons of a substitute"),
+    "lr": ([2e-5, 1e-4], "highest learning rates to choose from"),
+    "neurons": (512, "hidden neurons of a substitute"),
 }
 """What a run depends on: defaults, and what they are."""
+HELD_OUT = 4
+"""Batches of the texts without labels that nothing is tuned on: they choose the learning rate."""
 RUNS = {f"{name} {level:g}": (name, level) for name, levels in LEVELS.items() for level in levels}
 TEACHER = "teacher.safetensors"
 ROOT = Path(__file__).parents[1]
@@ -191,7 +194,12 @@ def distance(found: Tensor, wanted: Tensor, batch: Batch) -> Tensor:
 
 
 def tune(
-    method: Encoder, data: list[Batch], targets: Mapping[str, Tensor], args: argparse.Namespace, label: str
+    method: Encoder,
+    data: list[Batch],
+    targets: Mapping[str, Tensor],
+    args: argparse.Namespace,
+    lr: float,
+    label: str,
 ) -> None:
     """Learn the dense states, with all weights but the embedding table."""
     method.train()
@@ -200,12 +208,12 @@ def tune(
             part.p = 0.0
     method.model.embeddings.requires_grad_(False)
     optimizer = torch.optim.AdamW(
-        [p for p in method.parameters() if p.requires_grad], lr=args.lr, betas=(0.9, 0.98), weight_decay=0.0
+        [p for p in method.parameters() if p.requires_grad], lr=lr, betas=(0.9, 0.98), weight_decay=0.0
     )
     begin = time.process_time()
     for step in range(args.steps):
         number = step % len(data)
-        optimizer.param_groups[0]["lr"] = args.lr * min((step + 1) / 5, 1 - step / args.steps)
+        optimizer.param_groups[0]["lr"] = lr * min((step + 1) / 5, 1 - step / args.steps)
         loss = distance(method.states(data[number]), targets[str(number)].float(), data[number])
         optimizer.zero_grad()
         loss.backward()
@@ -326,11 +334,18 @@ def run_level(
         sparse.calibrate(data[:8])
     elif sparse is not None:
         sparse.calibrate(data[:8])
-    row["cosine before tuning"] = fidelity(method, data, targets, fitted)
+    row["cosine before tuning"] = fidelity(method, data, targets)
     if name not in (ZERO, AGAIN) and not isinstance(method, EarlyExit):
-        tune(method, data, targets, args, f"{name} {level:g}")
-        if sparse is not None:
-            sparse.calibrate(data[:8])
+        start, row["cosine by learning rate"], best = copy.deepcopy(method.state_dict()), {}, {}
+        for lr in args.lr:
+            method.load_state_dict(start)
+            tune(method, data[:-HELD_OUT], targets, args, lr, f"{name} {level:g}, lr {lr:g}")
+            if sparse is not None:
+                sparse.calibrate(data[:8])
+            found = row["cosine by learning rate"][f"{lr:g}"] = fidelity(method, data, targets)
+            if found >= max(row["cosine by learning rate"].values()):
+                best = copy.deepcopy(method.state_dict())
+        method.load_state_dict(best)
     row["processor seconds"] = round(time.process_time() - begin, 1)
     tensors = {k: v for k, v in method.state_dict().items() if ".embeddings." not in k and "pooler" not in k}
     save_file({k: v.contiguous() for k, v in tensors.items()}, weights_file(results.folder, name, level))
@@ -339,9 +354,9 @@ def run_level(
 
 
 @torch.no_grad()
-def fidelity(method: Encoder, data: list[Batch], targets: Mapping[str, Tensor], first: int) -> float:
-    """Mean cosine to the dense embedding on four batches to tune on, the last ones or those after the first."""
-    numbers = range(len(data))[min(first, len(data) - 1) :][:4]
+def fidelity(method: Encoder, data: list[Batch], targets: Mapping[str, Tensor]) -> float:
+    """Mean cosine to the dense embedding on the batches that nothing is tuned on."""
+    numbers = range(len(data))[-HELD_OUT:]
     cosines = [(method.embed(data[n]) * pool(targets[str(n)].float(), data[n])).sum(dim=-1) for n in numbers]
     return float(torch.cat(cosines).mean())
 
@@ -453,12 +468,15 @@ def write_page(content: Mapping[str, Any], page: Path) -> None:
 
     sizes, about = content["sizes"], content["timing"]["about"]
     spent = sum(content[key]["processor seconds"] for key in RUNS if key in content)
-    command = " ".join(f"--{field.replace('_', '-')} {sizes[field]}" for field in SIZES)
+    rates = " ".join(f"{lr:g}" for lr in sizes["lr"])
+    command = " ".join(f"--{field.replace('_', '-')} {(sizes | {'lr': rates})[field]}" for field in SIZES)
     lead = (
         f"Made by `python benchmarks/retrofit_encoder.py all --out runs/encoder {command}` and written by "
         f"`show --out runs/encoder --page {page.as_posix()}`. Texts are cut to {sizes['length']} tokens. Every "
         f"level of every method is tuned for {sizes['steps']} steps of {sizes['batch']} texts "
-        f"({sizes['tune_texts']:,} texts in all; substitutes are fitted to {sizes['fit_texts']:,} of them); "
+        f"({sizes['tune_texts']:,} texts in all; substitutes are fitted to {sizes['fit_texts']:,} of them), with "
+        f"the best of {len(sizes['lr'])} learning rates by the cosine on {HELD_OUT * sizes['batch']} of these texts, "
+        f"which are not tuned on; "
         f"tuning took {spent / 60:.0f} minutes of processor time in all. The probe is fitted to "
         f"{sizes['probe_texts']:,} reviews and tested on as many others; retrieval has {sizes['pairs']:,} "
         f"pairs of {sizes['papers']:,} papers. One seed. Active is the mean fraction of tokens over all sparse "
@@ -518,6 +536,8 @@ def run(results: Results, args: argparse.Namespace) -> None:
         file.write_text(json.dumps(found), encoding="utf-8")
     texts = Texts(*json.loads(file.read_text()))
     if args.part in ("tune", "all"):
+        if args.tune_texts <= HELD_OUT * args.batch:
+            raise SystemExit(f"--tune-texts must exceed {HELD_OUT * args.batch}, which are not tuned on")
         sizes = {field: getattr(args, field) for field in SIZES}
         sizes |= {"papers": len(texts.papers), "pairs": len(texts.pairs)}
         if results.content.setdefault("sizes", sizes) != sizes:
@@ -541,8 +561,8 @@ def main() -> None:
         "--only", nargs="*", help='some of the methods, or levels of them: "feed-forward 0.5"'
     )
     for field, (default, text) in SIZES.items():
-        kind = float if field == "lr" else int
-        parser.add_argument(f"--{field.replace('_', '-')}", type=kind, default=default, help=text)
+        kind: dict[str, Any] = {"type": float, "nargs": "+"} if field == "lr" else {"type": int}
+        parser.add_argument(f"--{field.replace('_', '-')}", **kind, default=default, help=text)
     parser.add_argument("--timed-batch", type=int, default=32, help="texts per batch when scoring and timing")
     parser.add_argument("--rounds", type=int, default=20, help="timed rounds")
     parser.add_argument("--threads", type=int, default=2, help="threads")

@@ -93,6 +93,8 @@ def test_from_texts_to_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     finally:
         torch.set_num_threads(threads)
     assert (tmp_path / "out" / "feed-forward-0.5.safetensors").stat().st_mtime_ns == before
+    tried = found["feed-forward 0.5"]["cosine by learning rate"]
+    assert list(tried) == ["2e-05", "0.0001"] and all(0.3 < cosine <= 1.0001 for cosine in tried.values())
     scores = found["scores"]
     assert set(scores) == {"dense", *benchmark.RUNS}
     assert scores["dense"]["cosine papers"] == pytest.approx(1.0)
