@@ -109,7 +109,7 @@ _MINUTES = {
     "retrieval": 9,
     "image": 15,
     "pathfinder": 11,
-    "pathx": 15,
+    "pathx": 17,
     "speech": 15,
     "enwik8": 15,
 }
