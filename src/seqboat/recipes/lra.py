@@ -358,8 +358,8 @@ def pathx_small(mixer: MixerChoice = None) -> RunConfig:
 
     Cut: images of 32 x 32 pixels with curves of 4 dashes instead of 128 x 128 with 14, 2 layers of width 64 instead
     of 6 of 128, 48,000 images seen instead of 16 million, working memory 128: four rows of pixels, as at full size.
-    Changed: the kernel of S4D in place of the moving average, which learns much more slowly here (docs/analysis.md), and
-    the learning rates that go with it.
+    Changed: the kernel of S4D in place of the moving average, which learns much more slowly here (docs/analysis.md),
+    and the learning rates that go with it.
     """
     full = pathx()
     narrow = _resized(full, d_z=32, d_v=128, window=128, max_positions=1024)
