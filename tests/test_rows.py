@@ -81,9 +81,18 @@ def test_small_rows_have_the_sizes_of_their_recipe(name: str) -> None:
             task.segment,
         )
         same = same.replace(task=own.task, training={"carry_state": True})
-    assert same == own
+    assert same == own.replace(optimizer={"ssm_lr": None})
     with torch.device("meta"):
         config.build_model()
+
+
+def test_the_rate_of_a_kernel_stays_with_it() -> None:
+    """Path-X's small variant has the kernel of S4D, and so has its SeqBoat-full; MEGA keeps a moving average."""
+    rates = {
+        row: SMALL_ROWS[f"lra.pathx-small/{row}"]().optimizer.ssm_lr
+        for row in ("seqboat-full", "mega", "s4d")
+    }
+    assert rates == {"seqboat-full": 0.001, "mega": None, "s4d": 0.001}
 
 
 def test_mega_is_that_of_its_scripts() -> None:

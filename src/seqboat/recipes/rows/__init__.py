@@ -218,6 +218,8 @@ def _small(name: str, row: str) -> Recipe:
         config = config.replace(model={"mixer": choose(mixer, own)})
         if row in STATE_SPACES:
             config = config.replace(optimizer={"ssm_lr": min(0.001, config.optimizer.lr)})
+        elif row != "seqboat-full":  # the recipe's rate is that of its kernel, which other mixers do not have
+            config = config.replace(optimizer={"ssm_lr": None})
         return without_growth(config, row)
 
     recipe.__doc__ = f"{small_rows(table)[row]} in the recipe {name}, with its settings."
