@@ -342,7 +342,7 @@ def test_the_command(target: Target, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert main(["reproduce", *out]) == 0
     listed = capsys.readouterr().out
     assert (
-        "lra                Long Range Arena (table 1): 0 of 90 done at --scale small, 69 minutes left"
+        "lra                Long Range Arena (table 1): 0 of 90 done at --scale small, 71 minutes left"
         in listed
     )
     assert "toys               Toys (table 0): 0 of 3 done at --scale small, 4 minutes left" in listed
