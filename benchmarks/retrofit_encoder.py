@@ -11,8 +11,9 @@ enwik8/enwik8, each plain or with .xz. Texts are cut to `--length` tokens.
 
 Every method starts from the pre-trained weights and learns to reproduce them without labels: the states of all tokens
 and the sentence embedding (their mean) of the dense model, on reviews of IMDB's training part and pieces of enwik8.
-Every level is tuned apart, with the same number of steps on the same texts; the embedding table is frozen. Each has
-the best of several learning rates, by the cosine on some texts that nothing is tuned on.
+Every level is tuned apart, with the same number of steps on the same texts; the embedding table is frozen. Its
+learning rate is the best of several in runs of a quarter of the steps, by the cosine on some texts that nothing is
+tuned on.
 
 - retrofitted: feed-forward blocks, these and attention, or whole layers process 75, 50 and 30 % of the tokens; others
   get a linear map and `--neurons` of the block's hidden neurons. Routers and maps are fitted first, by least squares;
@@ -91,11 +92,11 @@ LEVELS: dict[str, tuple[float, ...]] = {
 """Methods, and for each the fraction of tokens or the number of layers."""
 SIZES: dict[str, tuple[Any, str]] = {
     "length": (64, "tokens of a text at most"),
-    "tune_texts": (1600, "texts without labels"),
-    "fit_texts": (640, "those of them that substitutes are fitted to"),
-    "probe_texts": (1000, "reviews to fit the probe, and to test it"),
+    "tune_texts": (5120, "texts without labels"),
+    "fit_texts": (2560, "those of them that substitutes are fitted to"),
+    "probe_texts": (2000, "reviews to fit the probe, and to test it"),
     "citing": (100, "citing papers whose pairs are taken"),
-    "steps": (80, "tuning steps of every level"),
+    "steps": (160, "tuning steps of every level"),
     "batch": (16, "texts per step"),
     "lr": ([2e-5, 1e-4], "highest learning rates to choose from"),
     "neurons": (512, "hidden neurons of a substitute"),
@@ -103,6 +104,8 @@ SIZES: dict[str, tuple[Any, str]] = {
 """What a run depends on: defaults, and what they are."""
 HELD_OUT = 4
 """Batches of the texts without labels that nothing is tuned on: they choose the learning rate."""
+SEARCH = 4
+"""How many times as many steps the final run has as one that tries a learning rate."""
 RUNS = {f"{name} {level:g}": (name, level) for name, levels in LEVELS.items() for level in levels}
 TEACHER = "teacher.safetensors"
 ROOT = Path(__file__).parents[1]
@@ -197,7 +200,7 @@ def tune(
     method: Encoder,
     data: list[Batch],
     targets: Mapping[str, Tensor],
-    args: argparse.Namespace,
+    steps: int,
     lr: float,
     label: str,
 ) -> None:
@@ -211,17 +214,17 @@ def tune(
         [p for p in method.parameters() if p.requires_grad], lr=lr, betas=(0.9, 0.98), weight_decay=0.0
     )
     begin = time.process_time()
-    for step in range(args.steps):
+    for step in range(steps):
         number = step % len(data)
-        optimizer.param_groups[0]["lr"] = lr * min((step + 1) / 5, 1 - step / args.steps)
+        optimizer.param_groups[0]["lr"] = lr * min((step + 1) / 5, 1 - step / steps)
         loss = distance(method.states(data[number]), targets[str(number)].float(), data[number])
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(method.parameters(), 1.0)
         optimizer.step()
-        if step % 8 == 7 or step == args.steps - 1:
+        if step % 8 == 7 or step == steps - 1:
             spent = time.process_time() - begin
-            print(f"  {label}: {step + 1}/{args.steps}  {loss.item():.4f}  {spent:.0f} s", file=sys.stderr)
+            print(f"  {label}: {step + 1}/{steps}  {loss.item():.4f}  {spent:.0f} s", file=sys.stderr)
     method.eval()
 
 
@@ -336,16 +339,20 @@ def run_level(
         sparse.calibrate(data[:8])
     row["cosine before tuning"] = fidelity(method, data, targets)
     if name not in (ZERO, AGAIN) and not isinstance(method, EarlyExit):
-        start, row["cosine by learning rate"], best = copy.deepcopy(method.state_dict()), {}, {}
-        for lr in args.lr:
+        start, tried = copy.deepcopy(method.state_dict()), {}
+
+        def tuned_cosine(lr: float, steps: int) -> float:
             method.load_state_dict(start)
-            tune(method, data[:-HELD_OUT], targets, args, lr, f"{name} {level:g}, lr {lr:g}")
+            tune(method, data[:-HELD_OUT], targets, steps, lr, f"{name} {level:g}, lr {lr:g}")
             if sparse is not None:
                 sparse.calibrate(data[:8])
-            found = row["cosine by learning rate"][f"{lr:g}"] = fidelity(method, data, targets)
-            if found >= max(row["cosine by learning rate"].values()):
-                best = copy.deepcopy(method.state_dict())
-        method.load_state_dict(best)
+            return fidelity(method, data, targets)
+
+        if len(args.lr) > 1:
+            tried = {lr: tuned_cosine(lr, max(args.steps // SEARCH, 1)) for lr in args.lr}
+        lr = max(tried, key=tried.__getitem__, default=args.lr[0])
+        row |= {"cosine by learning rate": {f"{key:g}": value for key, value in tried.items()}, "lr": lr}
+        row["cosine after tuning"] = tuned_cosine(lr, args.steps)
     row["processor seconds"] = round(time.process_time() - begin, 1)
     tensors = {k: v for k, v in method.state_dict().items() if ".embeddings." not in k and "pooler" not in k}
     save_file({k: v.contiguous() for k, v in tensors.items()}, weights_file(results.folder, name, level))
@@ -475,8 +482,8 @@ def write_page(content: Mapping[str, Any], page: Path) -> None:
         f"`show --out runs/encoder --page {page.as_posix()}`. Texts are cut to {sizes['length']} tokens. Every "
         f"level of every method is tuned for {sizes['steps']} steps of {sizes['batch']} texts "
         f"({sizes['tune_texts']:,} texts in all; substitutes are fitted to {sizes['fit_texts']:,} of them), with "
-        f"the best of {len(sizes['lr'])} learning rates by the cosine on {HELD_OUT * sizes['batch']} of these texts, "
-        f"which are not tuned on; "
+        f"the best of {len(sizes['lr'])} learning rates in runs of a quarter of the steps, by the cosine on "
+        f"{HELD_OUT * sizes['batch']} of these texts, which are not tuned on; "
         f"tuning took {spent / 60:.0f} minutes of processor time in all. The probe is fitted to "
         f"{sizes['probe_texts']:,} reviews and tested on as many others; retrieval has {sizes['pairs']:,} "
         f"pairs of {sizes['papers']:,} papers. One seed. Active is the mean fraction of tokens over all sparse "
