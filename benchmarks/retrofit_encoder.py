@@ -93,10 +93,10 @@ LEVELS: dict[str, tuple[float, ...]] = {
 SIZES: dict[str, tuple[Any, str]] = {
     "length": (64, "tokens of a text at most"),
     "tune_texts": (5120, "texts without labels"),
-    "fit_texts": (2560, "those of them that substitutes are fitted to"),
+    "fit_texts": (1280, "those of them that substitutes are fitted to"),
     "probe_texts": (2000, "reviews to fit the probe, and to test it"),
     "citing": (100, "citing papers whose pairs are taken"),
-    "steps": (160, "tuning steps of every level"),
+    "steps": (120, "tuning steps of every level"),
     "batch": (16, "texts per step"),
     "lr": ([2e-5, 1e-4], "highest learning rates to choose from"),
     "neurons": (512, "hidden neurons of a substitute"),

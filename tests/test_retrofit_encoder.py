@@ -407,6 +407,75 @@ def test_fit_at_a_rate(part: str, neurons: int) -> None:
     torch.testing.assert_close(unit.substitute(x), inputs @ weight.T + bias)
 
 
+def llama() -> Any:
+    """A decoder: its layers write to a cache."""
+    own = {"num_key_value_heads": 2, "num_hidden_layers": 5}
+    return transformers.LlamaModel(transformers.LlamaConfig(**(SIZES | own)))
+
+
+@pytest.mark.parametrize("select", SELECT)
+@pytest.mark.parametrize("model", [lambda: bert(num_hidden_layers=5), llama], ids=["bert", "llama"])
+def test_fit_runs_every_layer_three_times_at_most(
+    model: Callable[[], Any], select: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers before the one that is fitted repeat what they gave; that changes nothing."""
+    data = [padded(), {"input_ids": draw(20, 30, seed=5)}]
+
+    def fitted() -> tuple[dict[str, Tensor], dict[str, int]]:
+        torch.manual_seed(0)
+        dense = model().double().eval()
+        retrofitted = retrofit(dense, select, skipped="linear")
+        dense.double()
+        retrofitted.set_rate(0.5)
+        forwards = {name: part.__dict__.get("forward") for name, part in dense.named_modules()}
+        runs: dict[str, int] = {}
+        for name, part in dense.named_modules():
+            if name.endswith(("query", "q_proj")):  # of attention, which every layer has once
+                part.register_forward_pre_hook(
+                    lambda *_, name=name: runs.update({name: runs.get(name, 0) + 1})
+                )
+        retrofitted.fit(data)
+        assert forwards == {name: part.__dict__.get("forward") for name, part in dense.named_modules()}
+        assert not any(part._forward_hooks for part in dense.modules())
+        return dense.state_dict(), runs
+
+    quick, few = fitted()
+    monkeypatch.setattr("seqboat.retrofitting.fitting._outermost", lambda model: [])
+    slow, many = fitted()
+    torch.testing.assert_close(quick, slow)
+    assert max(few.values()) <= 3 * len(data)
+    assert max(many.values()) > 4 * len(data)
+
+
+def test_fit_with_a_layer_that_runs_twice() -> None:
+    """What it gives the second time is not what it gave the first time."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for index in (0, 1, 0, 2):
+                x = torch.tanh(self.layers[index](x))
+            return x
+
+    torch.manual_seed(0)
+    model = Twice().double()
+    x = torch.randn(4, 30, 8, dtype=torch.float64)
+    inputs = []
+    handle = model.layers[2].register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    model(x)
+    handle.remove()
+    wanted = model.layers[2](inputs[0]).detach()
+    retrofitted = retrofit(model, {"layers.1": "tokens", "layers.2": "tokens"}, d_model=8, skipped="linear")
+    model.double()
+    retrofitted.fit([{"x": x}])
+    substitute: Any = retrofitted.units["layers.2"].substitute
+    # up to the penalty, a linear map is replaced by itself
+    torch.testing.assert_close(substitute(inputs[0]), wanted, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("matters", [3, 40])
 def test_the_neuron_that_matters_is_copied(matters: int) -> None:
     model = make()

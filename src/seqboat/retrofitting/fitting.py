@@ -91,7 +91,8 @@ def fit_skipped(
     worst become active. Below rate 1 the substitute is then fitted again, to the tokens that it will serve. Its
     neurons are copied from the module.
 
-    One vector per token and module is kept in memory.
+    A layer is run about three times, whatever the depth of the model. One vector per token and module is kept in
+    memory, or one per token and layer where these are more.
 
     Args:
         model: the retrofitted model.
@@ -107,17 +108,21 @@ def fit_skipped(
         require(isinstance(unit.router, SigmoidRouter), f"{name}: only the default router can be fitted")
     was, rates = model.training, {name: unit.rate for name, unit in units.items()}
     model.eval()
+    layers = _Layers(model)
     try:
         for unit in units.values():
             unit.rate = 1.0
         wanted = _dense_outputs(model, units, batches)
-        for name, targets in wanted.items():  # in the order in which they run
+        layers.begin(len(batches))
+        for name in list(wanted):  # in the order in which they run
+            targets = wanted.pop(name)
             units[name].rate = rates[name]
-            tokens = _inputs(model, units[name], batches)
+            tokens = _inputs(model, units[name], batches, layers)
             if units[name].inside_residual:
                 targets = [y - x for x, y in zip(tokens, targets, strict=True)]
             _fit_unit(units[name], tokens, targets)
     finally:
+        layers.restore()
         for name, unit in units.items():
             unit.rate = rates[name]
         model.train(was)
@@ -246,7 +251,70 @@ class _Reached(Exception):
     """The module in question has been called: the rest of the model need not run."""
 
 
-def _inputs(model: nn.Module, unit: SparseUnit, batches: Sequence[Mapping[str, Any]]) -> list[Tensor]:
+class _Layers:
+    """The layers of a model, which repeat what they gave once nothing before them changes any more.
+
+    Modules are fitted in the order in which they run: what ran to its end before a module was reached stays as it is.
+    Layers are the elements of outermost module lists; one that runs several times in a call (as shared layers do) is
+    not repeated.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.batch = 0
+        self.calls = dict.fromkeys(_outermost(model), 0)
+        self.outputs: dict[nn.Module, list[Any]] | None = None
+        self.forwards: dict[nn.Module, Any] = {}
+        self.handles = {layer: layer.register_forward_hook(self._note) for layer in self.calls}
+
+    def _note(self, layer: nn.Module, args: Any, out: Any) -> None:
+        if self.outputs is None:
+            self.calls[layer] += 1
+        else:
+            self.outputs[layer].append(out)
+
+    def begin(self, batches: int) -> None:
+        """After one call of the model per batch: from now on keep what layers give."""
+        self.outputs = {layer: [] for layer in self.calls}
+        for layer, calls in self.calls.items():
+            if calls != batches:
+                self.handles.pop(layer).remove()
+
+    def settle(self, batches: int) -> None:
+        """After the model ran up to a module, per batch: layers that came to their end repeat what they gave."""
+        assert self.outputs is not None
+        for layer, found in self.outputs.items():
+            if len(found) == batches and layer not in self.forwards:
+                self.handles.pop(layer).remove()
+                self.forwards[layer] = layer.__dict__.get("forward")
+                layer.forward = lambda *args, found=found, **kwargs: _copy(found[self.batch])
+
+    def restore(self) -> None:
+        for handle in self.handles.values():
+            handle.remove()
+        for layer, forward in self.forwards.items():
+            if forward is None:
+                del layer.forward
+            else:
+                layer.forward = forward
+
+
+def _outermost(model: nn.Module) -> list[nn.Module]:
+    """The elements of module lists that are not in another one."""
+    lists = [name for name, part in model.named_modules() if isinstance(part, nn.ModuleList)]
+    own = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+    return [layer for name in own for layer in model.get_submodule(name).children()]
+
+
+def _copy(out: Any) -> Any:
+    """What a layer gave, safe from changes in place."""
+    if isinstance(out, tuple):
+        return tuple(map(_copy, out))
+    return out.clone() if isinstance(out, Tensor) else out
+
+
+def _inputs(
+    model: nn.Module, unit: SparseUnit, batches: Sequence[Mapping[str, Any]], layers: _Layers
+) -> list[Tensor]:
     """Per batch, the real tokens (tokens, dim) that a module gets."""
     found: list[Tensor] = []
 
@@ -256,11 +324,12 @@ def _inputs(model: nn.Module, unit: SparseUnit, batches: Sequence[Mapping[str, A
 
     handle = unit._owner[0].register_forward_pre_hook(stop, with_kwargs=True)
     try:
-        for batch in batches:
+        for layers.batch, batch in enumerate(batches):
             with contextlib.suppress(_Reached):
                 model(**batch)
     finally:
         handle.remove()
+    layers.settle(len(batches))
     return found
 
 

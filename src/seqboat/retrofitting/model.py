@@ -211,8 +211,8 @@ class Retrofit:
         Set the rate before: the substitute is fitted to the tokens that will be skipped, and the threshold is set.
 
         Args:
-            batches: keyword arguments of the model, one call per batch; in evaluation mode all are run once as a
-                whole, and once per module up to this module.
+            batches: keyword arguments of the model, one call per batch; all are run in evaluation mode, about
+                three times.
         """
         fit_skipped(self.model, self.units, list(batches))
 
