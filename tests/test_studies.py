@@ -228,6 +228,20 @@ def test_a_step_and_its_sequences_are_timed_apart(study: Study, monkeypatch: pyt
     assert fit_batch(toy(), 2.0) == (4, pytest.approx(0.0075))
 
 
+def test_a_batch_is_timed_before_it_is_chosen(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small batches that take the same time promise that large ones do, too."""
+    sizes: list[int] = []
+
+    def busy(config: RunConfig, *args: Any, **options: Any) -> float:
+        sizes.append(config.training.batch_size)
+        return max(0.01, 0.01 * config.training.batch_size / 16)
+
+    monkeypatch.setattr(budget, "step_seconds", busy)
+    config = toy().replace(training={"batch_size": 64})
+    assert fit_batch(config, 300 * 0.02) == (32, pytest.approx(0.02))
+    assert sizes == [4, 16, 64, 32]
+
+
 def test_memory_that_a_step_keeps(study: Study, tmp_path: Path) -> None:
     """Every sequence keeps as much as any other; weights are not counted."""
     spend(study.trials[0], 0, 0.4, tmp_path, rates=RATES)

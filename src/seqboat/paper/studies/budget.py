@@ -154,22 +154,27 @@ def fit_steps(
 def fit_batch(config: RunConfig, seconds: float) -> tuple[int, float]:
     """The batch size with which STEPS steps fit into a time, the recipe's at most, and seconds of a step.
 
-    A few steps with batches of two sizes are timed: a step costs something, and so does each of its sequences.
+    A few steps with batches of two sizes are timed: a step costs something, and so does each of its sequences. What
+    that promises of a larger batch is timed too: a few steps on a busy machine say little about four times as many
+    sequences.
     """
     batch = config.training.batch_size
     few, many = (min(size, batch) for size in SAMPLES)
-    one, two = (
-        step_seconds(config.replace(training={"batch_size": size}), time.process_time, timed=3, untimed=2)
-        for size in (few, many)
-    )
+
+    def timed(size: int) -> float:
+        sized = config.replace(training={"batch_size": size})
+        return step_seconds(sized, time.process_time, timed=3, untimed=2)
+
+    one, two = timed(few), timed(many)
     each = max((two - one) / (many - few), 0.0) if many > few else one / few
 
     def step(size: int) -> float:
-        return max(two + each * (size - many), one / 2)
+        promised = max(two + each * (size - many), one / 2)
+        return timed(size) if size > many and seconds / promised >= STEPS else promised
 
-    while batch // 2 >= SMALLEST and seconds / step(batch) < STEPS:
+    while (pace := step(batch)) * STEPS > seconds and batch // 2 >= SMALLEST:
         batch //= 2
-    return batch, step(batch)
+    return batch, pace
 
 
 def _left(seconds: float, rates: Sequence[float]) -> float:
