@@ -564,19 +564,35 @@ def test_a_record_that_cannot_be_shown_names_its_file(study: Study, tmp_path: Pa
         page_module.write_page(page)
 
 
-def test_no_number_is_predicted_from_too_far_away() -> None:
-    def fit(loss: float, parameters: float) -> Fit:
-        return Fit(loss, parameters, True, (1.0, 0.0, 0.0))
+def predicted(*fits: tuple[float, float, bool]) -> str:
+    """What budgets of 10, 40, ... s say, by the best loss, its size, and whether that is inside the range."""
+    budgets = [10.0 * 4**number for number in range(len(fits))]
+    every: dict[tuple[str, float], Fit | None] = {
+        (row, seconds): None for row in MODELS for seconds in budgets
+    }
+    for seconds, fit in zip(budgets, fits, strict=True):
+        every["seqboat", seconds] = Fit(*fit, (1.0, 0.0, 0.0))
+    return _prediction(budgets, every)[0]
 
-    near = {("seqboat", 10.0): fit(3.0, 1e5), ("seqboat", 40.0): fit(2.5, 1e6)}
-    far = {("seqboat", 10.0): fit(3.0, 1e5), ("seqboat", 40.0): fit(2.5, 1.2e5)}
-    back = {("seqboat", 10.0): fit(3.0, 1e5), ("seqboat", 40.0): fit(2.5, 0.9e5)}
-    edge = {("seqboat", 10.0): fit(3.0, 1e5)._replace(inside=False), ("seqboat", 40.0): fit(2.5, 1e6)}
-    for fits, found in (
-        (near, "days of this core"),
-        (far, "more than 10,000 times the longest run"),
-        (back, "does not grow with the time, so nothing"),
-        (edge, "at the edge of the range, so nothing"),
-    ):
-        every = {(row, budget): None for row in MODELS for budget in (10.0, 40.0)} | fits
-        assert found in _prediction([10.0, 40.0], every)[0]
+
+def test_no_number_is_predicted_from_too_far_away() -> None:
+    first = 3.0, 1e5, True
+    assert "days of this core" in predicted(first, (2.5, 1e6, True))
+    assert "more than 10,000 times the longest run" in predicted(first, (2.5, 1.2e5, True))
+    assert "more than 10,000 times the longest run" in predicted(first, (2.5, 1.0001e5, True))
+    assert "does not grow with the time, so nothing" in predicted(first, (2.5, 0.9e5, True))
+    assert "edge of the range but with 40 s (1.00M), so nothing" in predicted(
+        (3.0, 1e5, False), (2.5, 1e6, True)
+    )
+    assert "edge of the range at every budget, so nothing" in predicted((3.0, 1e5, False), (2.5, 1e5, False))
+
+
+def test_a_prediction_fits_every_budget() -> None:
+    # the best size grows with the square root of the time: 39M after 160 s * 97.5**2
+    exact = predicted((3.2, 1e5, True), (3.2 * 0.8, 2e5, True), (3.2 * 0.8**2, 4e5, True))
+    assert "to the power of -0.16), which misses the losses by up to 0.04 (0.00) bits" in exact
+    assert "with the power 0.50 of the time, so 39M parameters would be best at about 18 days" in exact
+    assert "and 0.47 bits" in exact, exact
+    # one at the edge counts for the loss alone
+    edge = predicted((3.2, 1.5e5, False), (3.2 * 0.8, 2e5, True), (3.2 * 0.8**2, 4e5, True))
+    assert "with the power 0.50 of the time" in edge and "up to 0.04 (0.00)" in edge

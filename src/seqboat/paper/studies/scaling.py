@@ -149,47 +149,64 @@ def _best_table(budgets: Sequence[float], fits: dict[tuple[str, float], Fit | No
 
 
 def _prediction(budgets: Sequence[float], fits: dict[tuple[str, float], Fit | None]) -> list[str]:
-    """What two budgets say about the paper's size, and how little that is."""
-    lines = []
+    """What a few budgets say about the paper's size, and how little that is."""
+    lines, most = [], 0
     for row, title in MODELS.items():
         known = [(budget, fit) for budget in budgets if (fit := fits[row, budget]) is not None]
         if len(known) < 2:
             continue
-        (one, low), (two, high) = known[0], known[-1]
-        decades = math.log10(two / one)
-        fall = (low.loss - high.loss) / decades
-        power = math.log(high.loss / low.loss) / math.log(two / one)
-        growth = math.log(high.parameters / low.parameters) / math.log(two / one)
-        inside = low.inside and high.inside and growth > 0
-        reach = two * (FULL / high.parameters) ** (1 / growth) if inside else math.nan
+        most = max(most, len(known))
+        times, losses = np.array([budget for budget, _ in known]), np.array([fit.loss for _, fit in known])
+        fall, start = np.polyfit(np.log10(times), losses, 1)
+        power, scale = np.polyfit(np.log(times), np.log(losses), 1)
         text = (
-            f"- {title}: {fall:.2f} bits less for ten times the time (loss proportional to time to the power of "
+            f"- {title}: {-fall:.2f} bits less for ten times the time (loss proportional to time to the power of "
             f"{power:.2f})"
         )
-        if inside and reach > FARTHEST * two:
+        if len(known) > 2:
+            off = [
+                np.abs(line - losses).max()
+                for line in (fall * np.log10(times) + start, np.exp(power * np.log(times) + scale))
+            ]
+            text += f", which misses the losses by up to {off[0]:.2f} ({off[1]:.2f}) bits"
+        sizes = [(budget, fit.parameters) for budget, fit in known if fit.inside]
+        if len(sizes) < 2:
+            where = (
+                "at every budget" if not sizes else f"but with {sizes[0][0]:g} s ({sizes[0][1] / 1e6:.2f}M)"
+            )
+            lines.append(
+                f"{text}; the best size is at the edge of the range {where}, so nothing can be said about 39M "
+                f"parameters."
+            )
+            continue
+        seconds, best = np.log(sizes).T
+        growth, first = np.polyfit(seconds, best, 1)
+        longest = times.max()
+        # an exponent of almost nothing would ask for more seconds than a number holds
+        far = (math.log(FULL) - first) / growth - math.log(longest) if growth > 0 else math.inf
+        if growth <= 0:
+            text += "; the best size does not grow with the time, so nothing can be said about 39M parameters"
+        elif far > math.log(FARTHEST):
             text += (
                 f"; the best size grows with the power {growth:.2f} of the time, so 39M parameters would be best at "
                 f"more than {FARTHEST:,} times the longest run: too far away for a prediction"
             )
-        elif inside:
+        else:
+            reach = longest * math.exp(far)
             text += (
                 f"; the best size grows with the power {growth:.2f} of the time, so 39M parameters would be best "
                 f"at about {reach / 86400:,.0f} days of this core, and the two formulas put the loss there between "
-                f"{max(high.loss - fall * math.log10(reach / two), 0.0):.2f} and "
-                f"{high.loss * (reach / two) ** power:.2f} bits"
+                f"{max(fall * math.log10(reach) + start, 0.0):.2f} and "
+                f"{math.exp(power * math.log(reach) + scale):.2f} bits"
             )
-        elif low.inside and high.inside:
-            text += "; the best size does not grow with the time, so nothing can be said about 39M parameters"
-        else:
-            text += "; a best size is at the edge of the range, so nothing can be said about 39M parameters"
         lines.append(f"{text}.")
     if lines:
+        few = {2: "Two", 3: "Three"}.get(most, str(most))
         lines += [
             "",
-            "Two budgets and at most five sizes determine two numbers per model. A straight line through two points "
-            "has no error bar, the extrapolation spans orders of magnitude, and neither formula knows the entropy of "
-            "text. Do not rely on these numbers as predictions for 39M parameters. The paper's model reaches 1.02 "
-            "bits.",
+            f"{few} budgets and at most five sizes determine two numbers per model. One seed has no error bar, the "
+            "extrapolation spans orders of magnitude, and neither formula knows the entropy of text. Do not rely on "
+            "these numbers as predictions for 39M parameters. The paper's model reaches 1.02 bits.",
             "",
         ]
     return lines
@@ -229,9 +246,9 @@ SCALING = Study(
     name="scaling",
     title="Scaling on enwik8",
     about="Bits per byte on part of the test text against the number of parameters, at the same processor time. "
-    "Every size is trained twice, with a budget and with four times that budget; a quarter of each goes to choosing "
-    "the learning rate. SeqBoat has the library's initial weights. Lines are parabolas in the logarithm of the size. "
-    "The last panel and column show how many tokens are active.",
+    "A command trains every size twice, with a budget and with four times that budget; a quarter of each goes to "
+    "choosing the learning rate. SeqBoat has the library's initial weights. Lines are parabolas in the logarithm of "
+    "the size. The last panel and column show how many tokens are active.",
     trials=scaling_trials(),
     budget=20.0,
     multiples=(1.0, 4.0),
