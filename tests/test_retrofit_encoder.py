@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from closeness import assert_same_numbers
 from seqboat.core.counts import activation
 from seqboat.core.routers import TemperedSoftmaxConfig
+from seqboat.retrofitting.fitting import choose_columns
 from seqboat.retrofitting.model import RateSchedule, Retrofit, find_modules, load_retrofit, retrofit
 
 transformers = pytest.importorskip("transformers", reason="needs the hf extra")
@@ -474,6 +475,27 @@ def test_fit_with_a_layer_that_runs_twice() -> None:
     substitute: Any = retrofitted.units["layers.2"].substitute
     # up to the penalty, a linear map is replaced by itself
     torch.testing.assert_close(substitute(inputs[0]), wanted, rtol=1e-3, atol=1e-3)
+
+
+def test_columns_are_chosen_one_after_the_other() -> None:
+    """Each is the one with which least squares leaves the smallest error."""
+    torch.manual_seed(0)
+    matrix = torch.randn(300, 40, dtype=torch.float64) @ torch.randn(40, 40, dtype=torch.float64)
+    matrix[:, 30] = 2 * matrix[:, 3]
+    targets = matrix[:, :10] @ torch.randn(10, 6, dtype=torch.float64)
+    targets = targets + torch.randn_like(targets)
+
+    def error(columns: list[int]) -> float:
+        some = matrix[:, columns]
+        return float((targets - some @ torch.linalg.lstsq(some, targets).solution).square().sum())
+
+    wanted: list[int] = []
+    for _ in range(12):
+        wanted.append(min(set(range(40)) - set(wanted), key=lambda one: error([*wanted, one])))
+    assert choose_columns(matrix.T @ matrix, matrix.T @ targets, 12) == wanted
+    everything = choose_columns(matrix.T @ matrix, matrix.T @ targets, 40)
+    assert sorted(everything) == list(range(40)), "also those that add nothing, if so many are asked for"
+    assert everything[-1] in (3, 30)
 
 
 @pytest.mark.parametrize("matters", [3, 40])

@@ -16,8 +16,10 @@ from seqboat.retrofitting.unit import SparseUnit
 
 RIDGE = 1e-4
 """Added to the diagonal of the inputs' covariance, relative to its mean."""
-SAMPLE = 8192
-"""Tokens that the neurons of a substitute are chosen from."""
+SAMPLE = 16384
+"""Tokens that the neurons of a substitute are chosen by."""
+REDUNDANT = 1e-6
+"""Fraction of a neuron's variance that linear maps of others must leave for it to be chosen."""
 
 
 class Substitute(nn.Linear):
@@ -131,11 +133,8 @@ def fit_skipped(
 def _fit_unit(unit: SparseUnit, tokens: list[Tensor], targets: list[Tensor]) -> None:
     """Fit one module to batches of (tokens, dim) and what should be added to them."""
     substitute: Any = unit.substitute
-    if substitute.inner is not None:
-        _choose_neurons(unit, tokens, targets)
-    inputs = [substitute.features(x) for x in tokens]
     directions = [F.rms_norm(x, x.shape[1:]) for x in tokens]
-    substitute.set(*_solve(inputs, targets))
+    _fit_substitute(unit, tokens, targets)
     # after the norm, as the next module sees it: before it a few large channels would decide
     norm = unit.norm if unit.halved else None
     logs = []
@@ -150,18 +149,25 @@ def _fit_unit(unit: SparseUnit, tokens: list[Tensor], targets: list[Tensor]) -> 
         unit.threshold.copy_(torch.nanquantile(torch.cat(probs), 1 - unit.rate))
         unit.updates.zero_()
         served = [part < unit.threshold for part in probs]
-        substitute.set(
-            *_solve(
-                [x[rows] for x, rows in zip(inputs, served, strict=True)],
-                [y[rows] for y, rows in zip(targets, served, strict=True)],
-            )
+        _fit_substitute(
+            unit,
+            [x[rows] for x, rows in zip(tokens, served, strict=True)],
+            [y[rows] for y, rows in zip(targets, served, strict=True)],
         )
 
 
-def _choose_neurons(unit: SparseUnit, tokens: list[Tensor], targets: list[Tensor]) -> None:
-    """Copy the neurons of the module that explain most of what a linear map leaves, each judged alone.
+def _fit_substitute(unit: SparseUnit, tokens: list[Tensor], targets: list[Tensor]) -> None:
+    """Choose the neurons of a substitute, if it has any, and set its weights."""
+    substitute: Any = unit.substitute
+    if substitute.inner is not None:
+        _choose_neurons(unit, tokens, targets)
+    substitute.set(*_solve([substitute.features(x) for x in tokens], targets))
 
-    They come from the widest of its linear maps of a token.
+
+def _choose_neurons(unit: SparseUnit, tokens: list[Tensor], targets: list[Tensor]) -> None:
+    """Copy neurons of the module, one after the other: the one that explains most of what those before it leave.
+
+    A linear map of the token comes first. They are neurons of the widest of the module's linear maps of a token.
     """
     substitute: Any = unit.substitute
     own = set(unit.modules())
@@ -178,15 +184,46 @@ def _choose_neurons(unit: SparseUnit, tokens: list[Tensor], targets: list[Tensor
     )
     assert widest is not None
     x, y = torch.cat(tokens)[:SAMPLE], torch.cat(targets)[:SAMPLE]
-    both = torch.cat([F.gelu(widest(x)), y], dim=1)
-    weight, bias = _solve([x], [both])
-    left = both - x @ weight.mT.to(x.dtype) - bias.to(x.dtype)
+    neurons = F.gelu(widest(x))
+    weight, bias = _solve([x], [torch.cat([neurons, y], dim=1)])
+    left = torch.cat([neurons, y], dim=1) - x @ weight.mT.to(x.dtype) - bias.to(x.dtype)
     neurons, rest = left[:, : widest.out_features], left[:, widest.out_features :]
-    size = neurons.square().sum(dim=0)
-    gain = (neurons.mT @ rest).square().sum(dim=1) / size.clamp(min=torch.finfo(size.dtype).tiny)
-    best = gain.topk(count).indices
+    best = choose_columns((neurons.mT @ neurons).double(), (neurons.mT @ rest).double(), count)
     substitute.inner.weight.copy_(widest.weight[best])
     substitute.inner.bias.copy_(torch.zeros(()) if widest.bias is None else widest.bias[best])
+
+
+def choose_columns(products: Tensor, moments: Tensor, count: int) -> list[int]:
+    """Columns of a matrix that explain some targets best by least squares, chosen greedily.
+
+    Args:
+        products: (columns, columns), of the columns with each other.
+        moments: (columns, targets), of the columns with the targets.
+        count: how many to choose.
+
+    >>> matrix = torch.tensor([[1.0, 1.1, 0.0], [0.0, 0.1, 0.0], [0.0, 0.0, 0.5]])  # the first two are alike
+    >>> target = torch.tensor([[3.0], [0.0], [1.0]])
+    >>> choose_columns(matrix.T @ matrix, matrix.T @ target, 2)
+    [0, 2]
+    """
+    # a Cholesky factorization whose pivots are the chosen columns
+    factor = products.new_zeros(count, len(products))
+    moments, size = moments.clone(), products.diagonal()
+    left, free = size.clone(), torch.ones_like(size, dtype=torch.bool)
+    best: list[int] = []
+    for step in range(count):
+        # what is left of a redundant column is rounding error
+        useful = left > REDUNDANT * size
+        gain = moments.square().sum(dim=1) / left.clamp(min=torch.finfo(left.dtype).tiny)
+        one = int(torch.where(free, torch.where(useful, gain, 0.0), -1.0).argmax())
+        best.append(one)
+        free[one] = False
+        if useful[one]:
+            row = (products[one] - factor[:step, one] @ factor[:step]) / left[one].sqrt()
+            factor[step] = row
+            left -= row.square()
+            moments.addr_(row, moments[one] / row[one], alpha=-1.0)
+    return best
 
 
 def _fit_router(unit: SparseUnit, tokens: list[Tensor], logs: list[Tensor]) -> None:
