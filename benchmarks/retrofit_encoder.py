@@ -65,7 +65,9 @@ from encoder_methods import (
 from retrofit import Results
 from seqboat import Retrofit, retrofit
 from seqboat.bench.measure import machine
+from seqboat.data.files import write_json
 from seqboat.figures import lines_figure, write_figure
+from seqboat.training.provenance import commit
 
 PLACES: dict[str, tuple[str, ...]] = {
     "feed-forward": ("mlp",),
@@ -353,7 +355,7 @@ def run_level(
         lr = max(tried, key=tried.__getitem__, default=args.lr[0])
         row |= {"cosine by learning rate": {f"{key:g}": value for key, value in tried.items()}, "lr": lr}
         row["cosine after tuning"] = tuned_cosine(lr, args.steps)
-    row["processor seconds"] = round(time.process_time() - begin, 1)
+    row |= {"processor seconds": round(time.process_time() - begin, 1), "commit": commit()}
     tensors = {k: v for k, v in method.state_dict().items() if ".embeddings." not in k and "pooler" not in k}
     save_file({k: v.contiguous() for k, v in tensors.items()}, weights_file(results.folder, name, level))
     results.put(f"{name} {level:g}", row)
@@ -469,7 +471,7 @@ def table(content: Mapping[str, Any]) -> list[str]:
 
 
 def write_page(content: Mapping[str, Any], page: Path) -> None:
-    """Write table and figure into a document."""
+    """Write table and figure into a document, and all numbers next to it."""
     sys.path.append(str(ROOT / "tools"))
     from pages import replace_part
 
@@ -479,7 +481,8 @@ def write_page(content: Mapping[str, Any], page: Path) -> None:
     command = " ".join(f"--{field.replace('_', '-')} {(sizes | {'lr': rates})[field]}" for field in SIZES)
     lead = (
         f"Made by `python benchmarks/retrofit_encoder.py all --out runs/encoder {command}` and written by "
-        f"`show --out runs/encoder --page {page.as_posix()}`. Texts are cut to {sizes['length']} tokens. Every "
+        f"`show --out runs/encoder --page {page.as_posix()}`; retrofit-encoder.json has all numbers, with the commit "
+        f"of each. Texts are cut to {sizes['length']} tokens. Every "
         f"level of every method is tuned for {sizes['steps']} steps of {sizes['batch']} texts "
         f"({sizes['tune_texts']:,} texts in all; substitutes are fitted to {sizes['fit_texts']:,} of them), with "
         f"the best of {len(sizes['lr'])} learning rates in runs of a quarter of the steps, by the cosine on "
@@ -491,6 +494,7 @@ def write_page(content: Mapping[str, Any], page: Path) -> None:
         f"texts as a multiple of dense, fastest of {about['rounds']} rounds in turns; in padded batches "
         f"{about['padding']:.0%} of the tokens are padding."
     )
+    write_json(page.parent / "retrofit-encoder.json", dict(content), indent=2)
     picture = page.parent / "images" / "retrofit-encoder"
     panels = {
         "cosine to the dense embedding (papers)": "cosine papers",

@@ -107,6 +107,8 @@ def test_from_texts_to_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         for place in benchmark.PLACES:
             for active in scores[f"{place} {rate:g}"]["rates"].values():
                 assert abs(active - rate) < 0.2, (place, rate, active)
+    assert json.loads((tmp_path / "retrofit-encoder.json").read_text()) == found
+    assert all("commit" in found[key] for key in benchmark.RUNS)
     written = page.read_text()
     assert written.count("\n| ") == 2 + len(benchmark.RUNS) and "images/retrofit-encoder-dark.svg" in written
     for name in ("retrofit-encoder.svg", "retrofit-encoder-dark.svg"):
