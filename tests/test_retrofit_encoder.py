@@ -477,6 +477,17 @@ def test_fit_with_a_layer_that_runs_twice() -> None:
     torch.testing.assert_close(substitute(inputs[0]), wanted, rtol=1e-3, atol=1e-3)
 
 
+def test_fit_where_all_tokens_are_alike() -> None:
+    """Then no threshold tells them apart, and no token is left for the substitute."""
+    single = nn.Sequential(nn.Linear(8, 8)).double()
+    retrofitted = retrofit(single, {"0": "tokens"}, d_model=8, skipped="linear")
+    single.double()
+    retrofitted.set_rate(0.5)
+    x = torch.ones(2, 5, 8, dtype=torch.float64)
+    retrofitted.fit([{"input": x}])
+    assert all(bool(torch.isfinite(value).all()) for value in single.state_dict().values())
+
+
 def test_columns_are_chosen_one_after_the_other() -> None:
     """Each is the one with which least squares leaves the smallest error."""
     torch.manual_seed(0)

@@ -149,11 +149,12 @@ def _fit_unit(unit: SparseUnit, tokens: list[Tensor], targets: list[Tensor]) -> 
         unit.threshold.copy_(torch.nanquantile(torch.cat(probs), 1 - unit.rate))
         unit.updates.zero_()
         served = [part < unit.threshold for part in probs]
-        _fit_substitute(
-            unit,
-            [x[rows] for x, rows in zip(tokens, served, strict=True)],
-            [y[rows] for y, rows in zip(targets, served, strict=True)],
-        )
+        if any(bool(rows.any()) for rows in served):  # tokens that are all alike are all active
+            _fit_substitute(
+                unit,
+                [x[rows] for x, rows in zip(tokens, served, strict=True)],
+                [y[rows] for y, rows in zip(targets, served, strict=True)],
+            )
 
 
 def _fit_substitute(unit: SparseUnit, tokens: list[Tensor], targets: list[Tensor]) -> None:
@@ -234,8 +235,8 @@ def _fit_router(unit: SparseUnit, tokens: list[Tensor], logs: list[Tensor]) -> N
     weight, _ = solver.solve()
     count, sums = solver.products[-1, -1], solver.products[-1, :-1]
     center = (weight[0] @ sums) / count
-    spread = (weight[0] @ solver.products[:-1, :-1] @ weight[0] / count - center.square()).sqrt()
-    scale = 1 / spread.clamp(min=1e-6)
+    variance = weight[0] @ solver.products[:-1, :-1] @ weight[0] / count - center.square()
+    scale = 1 / variance.clamp(min=1e-12).sqrt()
     router: Any = unit.router
     _set(router.logits, weight * scale, -center[None] * scale)
 
