@@ -302,7 +302,7 @@ def lines_figure(
     panels: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]],
     *,
     x: str,
-    y: str,
+    y: str | Mapping[str, str],
     log: Literal["", "x", "y", "both"] = "",
     chance: Mapping[str, float] | None = None,
     fits: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]] | None = None,
@@ -313,7 +313,7 @@ def lines_figure(
     Args:
         panels: by title and model, pairs of x and y.
         x: label of the horizontal axes.
-        y: label of the vertical axes.
+        y: label of the vertical axes, the same for all or by title.
         log: axes that are logarithmic.
         chance: by title, the score of guessing.
         fits: by title and model, fitted lines; then the points are not connected.
@@ -344,7 +344,7 @@ def lines_figure(
             plain_log_ticks(axes.yaxis)
         axes.set_title(title, fontsize=10)
         axes.set_xlabel(x)
-        axes.set_ylabel(y)
+        axes.set_ylabel(y if isinstance(y, str) else y[title])
         dress(axes, style)
         if chance is not None and title in chance:
             draw_chance(axes, style, chance[title])

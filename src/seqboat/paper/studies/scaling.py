@@ -125,11 +125,10 @@ def _draw(
             active[f"SeqBoat, {budget:g} s"] = activation
     if not panels:
         return None
+    labels = dict.fromkeys(panels, "bits per byte")
     if active:
-        panels["active fraction of SeqBoat (not a loss)"] = active
-    return lambda theme: lines_figure(
-        panels, x="parameters", y="bits per byte", log="x", fits=drawn, theme=theme
-    )
+        panels["activation"], labels["activation"] = active, "active fraction of tokens"
+    return lambda theme: lines_figure(panels, x="parameters", y=labels, log="x", fits=drawn, theme=theme)
 
 
 def _best_table(budgets: Sequence[float], fits: dict[tuple[str, float], Fit | None]) -> list[str]:
