@@ -355,8 +355,9 @@ def test_fit_is_least_squares(kind: Any) -> None:
     torch.testing.assert_close(F.normalize(own), F.normalize(slope))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("neurons", [0, 6])
-@pytest.mark.parametrize("part", ["mlp", "attention", "block"])
+@pytest.mark.parametrize(
+    ("part", "neurons"), [("mlp", 0), ("mlp", 6), ("attention", 0), ("block", 0), ("block", 6)]
+)
 def test_fit_at_a_rate(part: str, neurons: int) -> None:
     """Substitutes: from the tokens that they serve in the sparse model to what the dense model has in their place."""
     model = make()
@@ -486,6 +487,29 @@ def test_fit_where_all_tokens_are_alike() -> None:
     x = torch.ones(2, 5, 8, dtype=torch.float64)
     retrofitted.fit([{"input": x}])
     assert all(bool(torch.isfinite(value).all()) for value in single.state_dict().values())
+
+
+def test_attention_has_no_neurons(tmp_path: Path) -> None:
+    model = make()
+    retrofitted = retrofit(model, ("attention", "mlp"), skipped="linear", neurons=40)
+    model.double()
+    retrofitted.set_rate(0.5)
+    retrofitted.fit([{"input_ids": draw(20, 30, seed=5)}])
+    units: Any = retrofitted.units
+    attention, block = (units[f"encoder.layer.1.{name}"] for name in ("attention.self", "intermediate"))
+    assert attention.substitute.inner is None and attention.substitute.weight.abs().sum() > 0
+    assert block.substitute.inner.out_features == 40
+    retrofitted.save(tmp_path)
+    other = make()
+    loaded = load_retrofit(other, tmp_path)
+    assert loaded.neurons == 40
+    assert loaded.units["encoder.layer.1.intermediate"].state_dict().keys() == block.state_dict().keys()
+
+
+def test_a_module_with_fewer_neurons_gives_all_of_them() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)))
+    units: Any = retrofit(model, {"?": "tokens"}, d_model=8, skipped="linear", neurons=20).units
+    assert [unit.substitute.inner.out_features for unit in units.values()] == [8, 20]
 
 
 def test_columns_are_chosen_one_after_the_other() -> None:
@@ -631,9 +655,13 @@ def test_refused() -> None:
     with pytest.raises(ValueError, match='neurons=3 needs skipped="linear"'):
         retrofit(bert(), ("mlp",), neurons=3)
     with pytest.raises(
-        ValueError, match="a substitute of 49 neurons needs a linear map of a token to as many"
+        ValueError, match="neurons must be at most 48, as many as a selected module has, got 49"
     ):
-        retrofit(bert(), ("mlp",), skipped="linear", neurons=49).fit([padded()])
+        retrofit(bert(), ("attention", "mlp"), skipped="linear", neurons=49)
+    with pytest.raises(
+        ValueError, match="neurons must be at most 0, as many as a selected module has, got 1"
+    ):
+        retrofit(bert(), ("attention",), skipped="linear", neurons=1)
     with pytest.raises(ValueError, match=r"has no substitute to fit: retrofit\(\.\.\., skipped=\"linear\"\)"):
         retrofit(bert(), ("mlp",)).fit([padded()])
     with pytest.raises(ValueError, match="fit needs at least one batch"):

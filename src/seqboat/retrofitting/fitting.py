@@ -57,6 +57,29 @@ class Substitute(nn.Linear):
             self.outer.weight.copy_(weight[:, inputs:])
 
 
+def widest_map(module: nn.Module, d_model: int, without: nn.Module | None = None) -> nn.Linear | None:
+    """The linear map of a token to most numbers in a module: that to the hidden neurons of a feed-forward block.
+
+    Args:
+        module: of the model.
+        d_model: width of the tokens.
+        without: a child whose maps do not count.
+    """
+    own = set() if without is None else set(without.modules())
+    maps = [
+        part
+        for part in module.modules()
+        if isinstance(part, nn.Linear) and part.in_features == d_model and part not in own
+    ]
+    return max(maps, key=lambda part: part.out_features, default=None)
+
+
+def hidden_width(module: nn.Module, d_model: int) -> int:
+    """How many hidden neurons a module has."""
+    widest = widest_map(module, d_model)
+    return 0 if widest is None else widest.out_features
+
+
 class LeastSquares:
     """A ridge regression with an intercept, from batches of (tokens, inputs) and targets."""
 
@@ -171,24 +194,14 @@ def _choose_neurons(unit: SparseUnit, tokens: list[Tensor], targets: list[Tensor
     A linear map of the token comes first. They are neurons of the widest of the module's linear maps of a token.
     """
     substitute: Any = unit.substitute
-    own = set(unit.modules())
-    maps = [
-        part
-        for part in unit._owner[0].modules()
-        if isinstance(part, nn.Linear) and part.in_features == substitute.in_features and part not in own
-    ]
-    count = substitute.inner.out_features
-    widest = max(maps, key=lambda part: part.out_features, default=None)
-    require(
-        widest is not None and widest.out_features >= count,
-        f"a substitute of {count} neurons needs a linear map of a token to as many numbers in the module",
-    )
+    widest = widest_map(unit._owner[0], substitute.in_features, unit)
     assert widest is not None
     x, y = torch.cat(tokens)[:SAMPLE], torch.cat(targets)[:SAMPLE]
     neurons = F.gelu(widest(x))
     weight, bias = _solve([x], [torch.cat([neurons, y], dim=1)])
     left = torch.cat([neurons, y], dim=1) - x @ weight.mT.to(x.dtype) - bias.to(x.dtype)
     neurons, rest = left[:, : widest.out_features], left[:, widest.out_features :]
+    count = substitute.inner.out_features
     best = choose_columns((neurons.mT @ neurons).double(), (neurons.mT @ rest).double(), count)
     substitute.inner.weight.copy_(widest.weight[best])
     substitute.inner.bias.copy_(torch.zeros(()) if widest.bias is None else widest.bias[best])

@@ -37,7 +37,7 @@ from seqboat.core.settings import Settings
 from seqboat.core.sma import Routing
 from seqboat.data.files import read_json, replacing, write_json
 from seqboat.models.limits import build_within
-from seqboat.retrofitting.fitting import Substitute, fit_skipped
+from seqboat.retrofitting.fitting import Substitute, fit_skipped, hidden_width
 from seqboat.retrofitting.unit import Call, Kind, SparseUnit
 from seqboat.training.config import part_from_dict, to_dict
 
@@ -130,12 +130,23 @@ class Retrofit:
         self._frozen: list[nn.Parameter] = []
         self._call = Call()
         self._call.units = max(len(self.kinds), 1)
+        own = {
+            name: 0 if kind == "sequence" else hidden_width(model.get_submodule(name), d_model)
+            for name, kind in self.kinds.items()
+        }
+        most = max(own.values(), default=0)
+        require(
+            neurons <= most,
+            f"neurons must be at most {most}, as many as a selected module has, got {neurons}",
+        )
         for name, kind in self.kinds.items():
             owner = model.get_submodule(name)
             weight = next(owner.parameters(), torch.empty(()))
             second = second_half(model, name)
             routed = router.build(d_model).to(weight.device)
-            cheap = Substitute(d_model, neurons, weight.dtype) if skipped == "linear" else None
+            cheap = (
+                Substitute(d_model, min(neurons, own[name]), weight.dtype) if skipped == "linear" else None
+            )
             unit = SparseUnit(owner, kind, routed, budget, self._call, second, cheap)
             unit.to(weight.device).train(owner.training)
             owner.add_module(CHILD, unit)
@@ -341,7 +352,8 @@ def retrofit(
             `Retrofit.loss` to your loss.
         skipped: what inactive tokens get: nothing is added to them ("nothing"), or a linear map of the token, which
             `Retrofit.fit` sets and training changes ("linear").
-        neurons: hidden neurons that the linear map gets besides; `Retrofit.fit` copies them from the module.
+        neurons: hidden neurons that the linear map gets besides, at most as many as the module has (attention has
+            none); `Retrofit.fit` copies them from the module.
     """
     check_choice("budget", budget, get_args(Steering))
     check_choice("skipped", skipped, get_args(Skipped))
