@@ -529,7 +529,7 @@ def test_columns_are_chosen_one_after_the_other() -> None:
         wanted.append(min(set(range(40)) - set(wanted), key=lambda one: error([*wanted, one])))
     assert choose_columns(matrix.T @ matrix, matrix.T @ targets, 12) == wanted
     everything = choose_columns(matrix.T @ matrix, matrix.T @ targets, 40)
-    assert sorted(everything) == list(range(40)), "also those that add nothing, if so many are asked for"
+    assert sorted(everything) == list(range(40)), "also those that add nothing, if all are asked for"
     assert everything[-1] in (3, 30)
 
 
