@@ -110,6 +110,8 @@ SEARCH = 4
 """How many times as many steps the final run has as one that tries a learning rate."""
 RUNS = {f"{name} {level:g}": (name, level) for name, levels in LEVELS.items() for level in levels}
 TEACHER = "teacher.safetensors"
+PART = "encoder"
+"""Of a document: what the marks around table and figure say."""
 ROOT = Path(__file__).parents[1]
 
 
@@ -470,11 +472,15 @@ def table(content: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def write_page(content: Mapping[str, Any], page: Path) -> None:
-    """Write table and figure into a document, and all numbers next to it."""
+def write_page(content: Mapping[str, Any], page: Path, part: str) -> None:
+    """Write table and figure into a document, or the table alone into another part of it; all numbers next to it."""
     sys.path.append(str(ROOT / "tools"))
     from pages import replace_part
 
+    write_json(page.parent / f"retrofit-{part}.json", dict(content), indent=2)
+    if part != PART:
+        replace_part(page, part, "\n".join(table(content)))
+        return
     sizes, about = content["sizes"], content["timing"]["about"]
     spent = sum(content[key]["processor seconds"] for key in RUNS if key in content)
     rates = " ".join(f"{lr:g}" for lr in sizes["lr"])
@@ -494,7 +500,6 @@ def write_page(content: Mapping[str, Any], page: Path) -> None:
         f"texts as a multiple of dense, fastest of {about['rounds']} rounds in turns; in padded batches "
         f"{about['padding']:.0%} of the tokens are padding."
     )
-    write_json(page.parent / "retrofit-encoder.json", dict(content), indent=2)
     picture = page.parent / "images" / "retrofit-encoder"
     panels = {
         "cosine to the dense embedding (papers)": "cosine papers",
@@ -520,7 +525,7 @@ def write_page(content: Mapping[str, Any], page: Path) -> None:
         f'<img alt="Fidelity, probe and retrieval of MiniLM against time, for every method" '
         f'src="images/{picture.name}.svg"></picture>'
     )
-    replace_part(page, "encoder", "\n".join([textwrap.fill(lead, 120), "", *table(content), "", image]))
+    replace_part(page, part, "\n".join([textwrap.fill(lead, 120), "", *table(content), "", image]))
 
 
 def find_model(folder: str | None) -> str:
@@ -578,13 +583,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20, help="timed rounds")
     parser.add_argument("--threads", type=int, default=2, help="threads")
     parser.add_argument("--page", type=Path, help="write table and figure into this document")
+    parser.add_argument("--part-of-page", default=PART, help=f"part of it; the figure is in {PART} alone")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     results = Results(args.out)
     if args.part != "show":
         run(results, args)
     elif args.page is not None:
-        write_page(results.content, args.page)
+        write_page(results.content, args.page, args.part_of_page)
     else:
         print("\n".join(table(results.content)))
 

@@ -84,12 +84,16 @@ def test_from_texts_to_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     sizes = [f"--{name}={value}" for name, value in numbers.items()]
     where = ["--source", str(tmp_path / "source"), "--model", str(tmp_path / "model")]
     page = tmp_path / "page.md"
-    page.write_text("Before.\n\n<!-- encoder: begin -->\n<!-- encoder: end -->\n")
+    page.write_text(
+        "Before.\n\n<!-- encoder: begin -->\n<!-- encoder: end -->\n"
+        "\n<!-- encoder-wide: begin -->\n<!-- encoder-wide: end -->\n"
+    )
     try:
         run("tune", *where, *sizes, "--only", "feed-forward 0.5", "early exit")
         before = (tmp_path / "out" / "feed-forward-0.5.safetensors").stat().st_mtime_ns
         found = run("all", *where, *sizes)
         run("show", "--page", str(page))
+        run("show", "--page", str(page), "--part-of-page", "encoder-wide")
     finally:
         torch.set_num_threads(threads)
     assert (tmp_path / "out" / "feed-forward-0.5.safetensors").stat().st_mtime_ns == before
@@ -109,7 +113,9 @@ def test_from_texts_to_the_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
                 assert abs(active - rate) < 0.2, (place, rate, active)
     assert json.loads((tmp_path / "retrofit-encoder.json").read_text()) == found
     assert all("commit" in found[key] for key in benchmark.RUNS)
-    written = page.read_text()
+    written, marked, alone = page.read_text().partition("<!-- encoder-wide: begin -->")
+    assert marked and "| feed-forward | 50% of tokens |" in alone and "<picture>" not in alone
+    assert json.loads((tmp_path / "retrofit-encoder-wide.json").read_text()) == found
     assert written.count("\n| ") == 2 + len(benchmark.RUNS) and "images/retrofit-encoder-dark.svg" in written
     for name in ("retrofit-encoder.svg", "retrofit-encoder-dark.svg"):
         assert (tmp_path / "images" / name).stat().st_size > 1000
