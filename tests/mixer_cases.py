@@ -35,6 +35,7 @@ from seqboat.mixers.seqboat.gau import GAUConfig
 from seqboat.mixers.seqboat.layer import SeqBoatConfig
 from seqboat.mixers.ssm import SSMS, SSMConfig
 from seqboat.mixers.ssm.ema import EMAConfig
+from seqboat.mixers.ssm.ema_conv import EMAConvConfig
 from seqboat.mixers.ssm.liquid_s4 import LiquidS4Config
 from seqboat.mixers.ssm.s4d import S4DConfig
 from seqboat.models.backbone import StackConfig
@@ -267,6 +268,7 @@ CORES: dict[str, SSMConfig] = {name: shrink(kernel_class()) for name, kernel_cla
     "s4d": S4DConfig(d_state=4, block=8, init="lin"),
     "s4d-fft": S4DConfig(d_state=4, method="fft", init="inv"),
     "ema-truncated": replace(SMALL_EMA, truncation=6),
+    "ema-conv-truncated": EMAConvConfig(d_state=4, conv=3, truncation=6),
     "liquid-kb": LiquidS4Config(d_state=4, block=8, order=3, kernel="kb"),
 }
 

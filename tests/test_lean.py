@@ -22,6 +22,7 @@ from seqboat.mixers.seqboat.ablations import SeqBoatThenFFNConfig
 from seqboat.mixers.seqboat.gau import GAUConfig
 from seqboat.mixers.seqboat.layer import SeqBoatConfig
 from seqboat.mixers.ssm.ema import EMAConfig
+from seqboat.mixers.ssm.ema_conv import EMAConvConfig
 from seqboat.mixers.ssm.liquid_s4 import LiquidS4Config
 from seqboat.mixers.ssm.s4 import S4Config, S4LayerConfig
 from seqboat.mixers.ssm.s4d import S4DConfig, S4DLayerConfig
@@ -61,6 +62,8 @@ CASES: dict[str, Any] = {
     "liquid linear": seqboat(ssm=LiquidS4Config(d_state=4, order=1)),
     "truncated": seqboat(ssm=EMAConfig(d_state=2, truncation=6)),
     "truncated to one": seqboat(ssm=EMAConfig(d_state=2, truncation=1)),
+    "convolution": seqboat(ssm=EMAConvConfig(d_state=2)),
+    "convolution of two": seqboat(ssm=EMAConvConfig(d_state=2, conv=2, truncation=5)),
     "truncated s4d": seqboat(ssm=S4DConfig(d_state=4, truncation=5)),
     **{f"router {name}": seqboat(router=make(), ffn=True) for name, make in ROUTERS.items()},
     "all active": seqboat(router=AlwaysActiveConfig()),

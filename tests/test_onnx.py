@@ -33,6 +33,7 @@ from seqboat.mixers.seqboat.ablations import SeqBoatThenFFNConfig
 from seqboat.mixers.seqboat.gau import GAUConfig
 from seqboat.mixers.seqboat.layer import SeqBoatConfig
 from seqboat.mixers.ssm.ema import EMAConfig
+from seqboat.mixers.ssm.ema_conv import EMAConvConfig
 from seqboat.mixers.ssm.s4 import S4Config
 from seqboat.mixers.ssm.s4d import S4DConfig, S4DLayerConfig
 from seqboat.mixers.ssm.s5 import S5Config, S5LayerConfig
@@ -105,6 +106,8 @@ CASES: dict[str, dict[str, Any]] = {
     "chunk": {"gau_span": "chunk"},
     "chunk, compressed": {"gau_span": "chunk", "gau_positions": "compressed", "gau_attention": "relu2"},
     "truncated": {"ssm": EMAConfig(d_state=3, truncation=7)},
+    "convolution": {"ssm": EMAConvConfig(d_state=3)},
+    "convolution, truncated": {"ssm": EMAConvConfig(d_state=3, truncation=7, conv=3)},
     "s4d": {"ssm": S4DConfig(d_state=4)},
     "s4d, bilinear": {"ssm": S4DConfig(d_state=6, rule="bilinear", init="lin")},
     "s4d, truncated": {"ssm": S4DConfig(d_state=4, truncation=5)},
@@ -407,7 +410,9 @@ def test_what_has_no_form_says_so(tmp_path: Path) -> None:
     def lm(**changes: Any) -> nn.Module:
         return LanguageModel(backbone(mixer(causal=True, **changes))).eval()
 
-    refused(lm(ssm=S4Config(d_state=4)), "step", tmp_path, "kernel S4 has no ONNX form; EMA, S4D and S5")
+    refused(
+        lm(ssm=S4Config(d_state=4)), "step", tmp_path, "kernel S4 has no ONNX form; EMA, EMAConv, S4D and S5"
+    )
     refused(lm(gau_span="full"), "step", tmp_path, "choose --form sequence")
     refused(lm(budget=BudgetConfig(cap=0.5)), "step", tmp_path, "a budget")
     refused(lm().train(), "step", tmp_path, "training mode")

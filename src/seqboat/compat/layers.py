@@ -133,7 +133,7 @@ def published_config(d_model: int, config: SeqBoatConfig) -> dict[str, Any]:
     require(
         type(config) is SeqBoatConfig, f"the published layer is a SeqBoat layer, not {type(config).__name__}"
     )
-    require(isinstance(ssm, EMAConfig), f"the published layer has an EMA, not {type(ssm).__name__}")
+    require(type(ssm) is EMAConfig, f"the published layer has an EMA, not {type(ssm).__name__}")
     require(
         isinstance(router, TemperedSoftmaxConfig),
         f"the published router is a tempered softmax, not {type(router).__name__}",
@@ -286,6 +286,7 @@ def to_published(module: SeqBoat | EMA, config: Mapping[str, Any] | None = None)
     """
     params = module.state_dict()
     if isinstance(module, EMA):
+        require(type(module) is EMA, f"the published layer has an EMA, not {type(module).__name__}")
         return ema_to_published(params)
     require(config is not None, "config (the published constructor arguments) is needed for a layer")
     assert config is not None

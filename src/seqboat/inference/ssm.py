@@ -22,6 +22,7 @@ from seqboat.mixers.ssm.base import (
     real_like,
 )
 from seqboat.mixers.ssm.ema import EMA
+from seqboat.mixers.ssm.ema_conv import EMAConv, EMAConvState
 from seqboat.mixers.ssm.liquid_s4 import LiquidS4, LiquidState
 from seqboat.mixers.ssm.s4 import S4
 from seqboat.mixers.ssm.s4d import S4D
@@ -160,6 +161,37 @@ class LeanTruncated(LeanKernel):
         self.ring.move(source, target)
 
 
+class LeanEMAConv(LeanKernel):
+    """The moving average with a short convolution: the averages, and the last inputs in a ring."""
+
+    def __init__(self, kernel: EMAConv, capacity: int) -> None:
+        super().__init__(kernel)
+        self.averages = (LeanDiagonal if kernel.truncation is None else LeanTruncated)(kernel, capacity)
+        self.kernel, self.past = kernel, kernel.conv - 1
+        # as in LeanTruncated; the current input has the skip
+        taps = torch.cat([kernel.taps[0].to(self.dtype).flip(0), torch.zeros_like(self.skip)[None]])
+        self.taps = torch.cat([taps, taps])
+        self.ring = Ring(capacity, kernel.conv, self.skip)
+
+    def step(self, x: Tensor) -> Tensor:
+        inputs = self.ring.push(x)
+        begin = self.past - self.ring.last
+        near = (inputs * self.taps[begin : begin + self.past + 1]).sum(dim=1)
+        return self.averages.step(x) + near
+
+    def put(self, row: int, state: EMAConvState, source: int) -> None:
+        averages: Any = SSMState if self.kernel.truncation is None else TruncatedState
+        self.averages.put(row, averages(state.states), source)
+        self.ring.put(row, state.recent[source])
+
+    def get(self, rows: list[int]) -> EMAConvState:
+        return EMAConvState(self.averages.get(rows)[0], self.ring.get(rows, self.past))
+
+    def move(self, source: int, target: int) -> None:
+        self.averages.move(source, target)
+        self.ring.move(source, target)
+
+
 class LeanS4(LeanKernel):
     """S4, whose matrix is diagonal plus rank one.
 
@@ -280,6 +312,8 @@ def lean_kernel(kernel: StateSpace, capacity: int) -> LeanKernel | None:
         return (
             LeanDiagonal(kernel, capacity) if kernel.truncation is None else LeanTruncated(kernel, capacity)
         )
+    if type(kernel) is EMAConv:
+        return LeanEMAConv(kernel, capacity)
     if type(kernel) is S4:
         return LeanS4(kernel, capacity)
     if type(kernel) is S5:

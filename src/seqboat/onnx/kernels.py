@@ -23,6 +23,7 @@ import torch
 from seqboat.checks import require
 from seqboat.mixers.ssm.base import Coefficients, DiagonalSSM
 from seqboat.mixers.ssm.ema import EMA
+from seqboat.mixers.ssm.ema_conv import EMAConv
 from seqboat.mixers.ssm.s4d import S4D
 from seqboat.mixers.ssm.s5 import S5
 from seqboat.onnx.graph import Graph, Value
@@ -37,9 +38,11 @@ Memory = dict[str, Value]
 def make_kernel(graph: Graph, kernel: torch.nn.Module) -> Kernel:
     """A state-space kernel as nodes of a graph; ValueError if it has no such form."""
     require(
-        type(kernel) in (EMA, S4D, S5),
-        f"the state-space kernel {type(kernel).__name__} has no ONNX form; EMA, S4D and S5 have one",
+        type(kernel) in (EMA, EMAConv, S4D, S5),
+        f"the state-space kernel {type(kernel).__name__} has no ONNX form; EMA, EMAConv, S4D and S5 have one",
     )
+    if isinstance(kernel, EMAConv):
+        return ConvKernel(graph, kernel)
     if isinstance(kernel, S5):
         return SharedKernel(graph, kernel)
     assert isinstance(kernel, DiagonalSSM)
@@ -112,7 +115,8 @@ class DiagonalKernel(Kernel):
         graph, kernel = self.graph, self.kernel
         y = x * graph.weight(kernel.skip, "skip")
         if kernel.truncation is not None:
-            return self._convolve(x, y, lengths)
+            y, history = convolve(graph, x, y, kernel.kernel(kernel.truncation), lengths)
+            return y, {} if history is None else {"history": history}
         blocks = Blocks(graph, x)
         state: Memory = {}
         for direction in range(kernel.directions):
@@ -165,24 +169,59 @@ class DiagonalKernel(Kernel):
         later = powers.later(rest.to("float").reshape(-1, 1, 1))
         return found.sum(1) + later.times(before, self.d_state, 2)
 
-    def _convolve(self, x: Value, y: Value, lengths: Value | None) -> tuple[Value, Memory]:
-        graph, kernel = self.graph, self.kernel
-        size = kernel.truncation
-        assert size is not None
-        taps, channels = kernel.kernel(size), x.transpose(0, 2, 1)
-        for direction in range(kernel.directions):
-            pads = [0, size - 1] if direction else [size - 1, 0]
-            ordered = taps[direction] if direction else taps[direction].flip(1)
-            weight = graph.weight(ordered[:, None].contiguous(), "taps")
-            found = graph.op("Conv", channels, weight, group=self.d_model, pads=pads, kernel_shape=[size])
-            y = y + found.transpose(0, 2, 1)
-        if lengths is None:
-            return y, {}
-        batch, time = x.size(0), x.size(1)
-        joined = graph.concat([graph.zeros(batch, size - 1, self.d_model), x], 1)
-        first = graph.range(batch) * (time + (size - 1)) + lengths
-        place = first.unsqueeze(1) + graph.range(size - 1)
-        return y, {"history": joined.reshape(-1, self.d_model).take(place)}
+
+class ConvKernel(DiagonalKernel):
+    """The moving average with a short convolution; the current token has the skip, not a tap."""
+
+    def __init__(self, graph: Graph, kernel: EMAConv) -> None:
+        super().__init__(graph, kernel)
+        self.conv = kernel.conv
+        own = torch.zeros(kernel.directions, kernel.d_model, 1, dtype=kernel.taps.dtype)
+        self.taps = torch.cat([own, kernel.taps.detach().cpu().transpose(1, 2)], dim=2)
+
+    def state_shapes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        return super().state_shapes() | {"recent": ("float", (self.conv - 1, self.d_model))}
+
+    def step(self, x: Value, state: Memory) -> tuple[Value, Memory]:
+        graph, recent = self.graph, state["recent"]
+        y, after = super().step(x, state)
+        near = (recent * graph.weight(self.taps[0, :, 1:].t().flip(0).contiguous(), "near")).sum(1)
+        joined = graph.concat([recent, x.unsqueeze(1)], 1)
+        return y + near, after | {"recent": joined.cut(1, self.conv, 1)}
+
+    def sequence(self, x: Value, lengths: Value | None) -> tuple[Value, Memory]:
+        y, after = super().sequence(x, lengths)
+        y, recent = convolve(self.graph, x, y, self.taps, lengths)
+        return y, after if recent is None else after | {"recent": recent}
+
+
+def convolve(
+    graph: Graph, x: Value, y: Value, taps: torch.Tensor, lengths: Value | None
+) -> tuple[Value, Value | None]:
+    """Add a convolution of each channel to y, and find the last inputs if there are lengths.
+
+    Args:
+        graph: to write to.
+        x: (batch, time, dim), zeros on padding.
+        y: (batch, time, dim).
+        taps: (directions, dim, taps), that of the current token first.
+        lengths: (batch,), real tokens.
+    """
+    directions, dim, size = taps.shape
+    channels = x.transpose(0, 2, 1)
+    for direction in range(directions):
+        pads = [0, size - 1] if direction else [size - 1, 0]
+        ordered = taps[direction] if direction else taps[direction].flip(1)
+        weight = graph.weight(ordered[:, None].contiguous(), "taps")
+        found = graph.op("Conv", channels, weight, group=dim, pads=pads, kernel_shape=[size])
+        y = y + found.transpose(0, 2, 1)
+    if lengths is None:
+        return y, None
+    batch, time = x.size(0), x.size(1)
+    joined = graph.concat([graph.zeros(batch, size - 1, dim), x], 1)
+    first = graph.range(batch) * (time + (size - 1)) + lengths
+    place = first.unsqueeze(1) + graph.range(size - 1)
+    return y, joined.reshape(-1, dim).take(place)
 
 
 class SharedKernel(Kernel):

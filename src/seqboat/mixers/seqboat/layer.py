@@ -123,7 +123,8 @@ class SeqBoat(RecurrentMixer):
 
             - causal (bool): read from left to right only, for language models and decoding. Default False.
             - window (int): working memory, the number of active tokens that attention reaches. Default 256.
-            - ssm (str or SSMConfig): the state-space layer, "ema" (default), "s4d", "s4", "s5" or "liquid-s4".
+            - ssm (str or SSMConfig): the state-space layer, "ema" (default), "ema-conv", "s4d", "s4", "s5",
+              "liquid-s4".
             - d_state (int): states of the state-space layer per channel. Default 16.
             - router (str or RouterConfig): "tempered-softmax" (default), "sigmoid", "top-k", "always-active", ...
             - d_z (int), d_v (int): widths of queries and keys, and of values. Defaults 64 and 2 d_model.

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from seqboat.mixers.ssm.base import SSMConfig
 from seqboat.mixers.ssm.ema import EMAConfig
+from seqboat.mixers.ssm.ema_conv import EMAConvConfig
 from seqboat.mixers.ssm.liquid_s4 import LiquidS4Config
 from seqboat.mixers.ssm.s4 import S4Config
 from seqboat.mixers.ssm.s4d import S4DConfig
@@ -11,6 +12,7 @@ from seqboat.mixers.ssm.s5 import S5Config
 
 SSMS: dict[str, Callable[[], SSMConfig]] = {
     "ema": EMAConfig,
+    "ema-conv": EMAConvConfig,
     "s4d": S4DConfig,
     "s4": S4Config,
     "s5": S5Config,

@@ -17,6 +17,7 @@ from torch import Tensor
 from seqboat.checks import require
 from seqboat.mixers.ssm.base import SSMConfig
 from seqboat.mixers.ssm.ema import EMAConfig
+from seqboat.mixers.ssm.ema_conv import EMAConvConfig
 from seqboat.mixers.ssm.liquid_s4 import LiquidS4Config
 from seqboat.mixers.ssm.s4 import S4Config
 from seqboat.mixers.ssm.s4d import S4DConfig
@@ -133,6 +134,20 @@ def ema(
     return run(x, ema_directions(params), params["skip"], config.truncation, state)
 
 
+def ema_conv(
+    x: Tensor, params: Params, config: EMAConvConfig, state: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """MD-EMA and a short convolution; the state is that of the averages and the last conv - 1 inputs."""
+    averages, recent = (None, None) if state is None else state
+    y, after = ema(x, params, config, averages)
+    kernel = [torch.zeros_like(params["skip"]), *params["taps"][0]]
+    near, recent = truncated(x, kernel, recent)
+    if after is not None:
+        return y + near, (after, recent)
+    kernel = [torch.zeros_like(params["skip"]), *params["taps"][1]]
+    return y + near + truncated(x.flip(0), kernel, None)[0].flip(0), None
+
+
 def s4d(
     x: Tensor, params: Params, config: S4DConfig, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
@@ -240,6 +255,7 @@ def liquid_s4(
 
 KERNELS: dict[type[SSMConfig], Callable[..., tuple[Tensor, Any]]] = {
     EMAConfig: ema,
+    EMAConvConfig: ema_conv,
     S4DConfig: s4d,
     S4Config: s4,
     S5Config: s5,
