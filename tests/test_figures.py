@@ -21,6 +21,7 @@ from seqboat.figures import (
     curves_figure,
     histogram_figure,
     intervention_figure,
+    lines_figure,
     pareto_front,
     save_figure,
     span_figure,
@@ -98,6 +99,20 @@ def test_activation_draws_error_bars_within_the_axis() -> None:
     low = axes.containers[0].lines[2][0].get_segments()[1][:, 1]
     assert sorted(low) == [0.0, pytest.approx(0.7)]
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["Text", "ListOps"]
+
+
+@pytest.mark.parametrize("panels", [1, 2, 3])
+@pytest.mark.parametrize("letters", [5, 30, 52])
+def test_legends_of_lines_stay_on_the_paper(panels: int, letters: int) -> None:
+    names = [f"{number} {'model ' * 10}"[:letters] for number in range(9)]
+    lines = {f"panel {i}": {name: [(1.0, 0.5), (2.0, 0.6)] for name in names} for i in range(panels)}
+    figure: Any = lines_figure(lines, x="seconds", y="score")
+    figure.draw_without_rendering()
+    (found,) = figure.legends
+    box, paper = found.get_window_extent(), figure.bbox
+    assert [text.get_text() for text in found.get_texts()] == names
+    assert paper.x0 <= box.x0 and box.x1 <= paper.x1 and paper.y0 <= box.y0
+    assert all(box.y1 <= axes.get_tightbbox().y0 for axes in figure.axes)
 
 
 def test_maps_are_white_where_nothing_is_active() -> None:

@@ -205,6 +205,8 @@ def _draw_usual(line: Any, span: Any, style: Style, usual: Scored) -> Any:
     return line(score, color=style.ink, lw=1, ls="--")
 
 
+LEGEND_MARK, LEGEND_LETTER = 0.6, 0.06
+"""Inches of a legend's line with the space around it, and of a letter beside it, about."""
 CURVES_PER_ROW = 3
 
 
@@ -323,8 +325,11 @@ def lines_figure(
     style = style_of(theme)
     columns = min(CURVES_PER_ROW, len(panels))
     rows = -(-len(panels) // columns)
-    figure = new_figure(3.9 * columns, 2.9 * rows + 0.5, style)
     names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
+    width = 3.9 * columns
+    legend_columns = _legend_columns(names, width, 2 * columns)
+    legend_rows = -(-len(names) // legend_columns)
+    figure = new_figure(width, 2.9 * rows + 0.2 * legend_rows + 0.1, style)
     looks = {name: line_style(style, i) for i, name in enumerate(names)}
     handles: dict[str, Any] = {}
     for i, (title, lines) in enumerate(panels.items()):
@@ -352,10 +357,20 @@ def lines_figure(
         list(handles.values()),
         list(handles),
         loc="outside lower center",
-        ncols=min(len(handles), 2 * columns),
+        ncols=legend_columns,
         fontsize=8,
         frameon=False,
     )
     for text in shared.get_texts():
         text.set_color(style.ink)
     return figure
+
+
+def _legend_columns(names: Sequence[str], width: float, most: int) -> int:
+    """How many columns of a legend fit into a width in inches; it is filled column by column."""
+    for columns in range(min(len(names), most), 1, -1):
+        rows = -(-len(names) // columns)
+        longest = [max(map(len, names[start : start + rows])) for start in range(0, len(names), rows)]
+        if sum(LEGEND_MARK + LEGEND_LETTER * letters for letters in longest) <= width:
+            return columns
+    return 1
