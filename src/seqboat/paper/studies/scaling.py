@@ -1,4 +1,4 @@
-"""Loss on enwik8 against parameters and compute, for SeqBoat and three rivals."""
+"""Loss on enwik8 against parameters and compute, for SeqBoat in two forms and three rivals."""
 
 from __future__ import annotations
 
@@ -14,9 +14,23 @@ from seqboat.paper.trials import Trial
 
 SIZES = ((2, 64), (3, 96), (4, 128), (5, 176), (6, 256))
 """Layers and width, about 0.1M to 3M parameters."""
-MODELS = {"seqboat": "SeqBoat", "mega-chunk": "MEGA-chunk", "mamba2": "Mamba-2", "transformer": "Transformer"}
+MODELS = {
+    "seqboat": "SeqBoat",
+    "seqboat-conv": "SeqBoat, short convolution",
+    "mega-chunk": "MEGA-chunk",
+    "mamba2": "Mamba-2",
+    "transformer": "Transformer",
+}
+START = ("--model.mixer.init=scaled",)
+FORMS = {
+    "seqboat": START,
+    # taps take the parameters of one state
+    "seqboat-conv": (*START, "--model.mixer.ssm=ema-conv", "--model.mixer.ssm.d_state=7"),
+}
+"""Settings of SeqBoat in both forms."""
 WIDE = {
     "seqboat": ("gau.d_v",),
+    "seqboat-conv": ("gau.d_v",),
     "mega-chunk": ("d_v", "d_ff"),
     "transformer": ("d_ff",),
 }
@@ -33,9 +47,9 @@ def scaling_trials() -> tuple[Trial, ...]:
         Trial(
             name=f"{row}-{layers}x{width}",
             title=f"{title}, {layers} x {width}",
-            recipe="enwik8-tiny" if row == "seqboat" else f"enwik8-tiny/{row}",
+            recipe="enwik8-tiny" if row in FORMS else f"enwik8-tiny/{row}",
             arguments=(
-                *(("--model.mixer.init=scaled",) if row == "seqboat" else ()),
+                *FORMS.get(row, ()),
                 f"--model.num_layers={layers}",
                 f"--model.d_model={width}",
                 *(f"--model.mixer.{field}={2 * width}" for field in WIDE.get(row, ())),
@@ -116,13 +130,14 @@ def _draw(
                 x = np.linspace(min(p for p, _ in points) ** 0.1, max(p for p, _ in points) ** 0.1, 40) ** 10
                 line = np.polyval(fit.coefficients, np.log10(x))
                 drawn.setdefault(name, {})[title] = list(zip(x.tolist(), line.tolist(), strict=True))
-        activation = [
-            (r["parameters"], float(np.mean([a for a in r["activation"] if a is not None])))
-            for r in records
-            if _of(r, "seqboat", budget)
-        ]
-        if activation:
-            active[f"SeqBoat, {budget:g} s"] = activation
+        for row in FORMS:
+            activation = [
+                (r["parameters"], float(np.mean([a for a in r["activation"] if a is not None])))
+                for r in records
+                if _of(r, row, budget)
+            ]
+            if activation:
+                active[f"{MODELS[row]}, {budget:g} s"] = activation
     if not panels:
         return None
     labels = dict.fromkeys(panels, "bits per byte")
@@ -168,6 +183,12 @@ def _prediction(budgets: Sequence[float], fits: dict[tuple[str, float], Fit | No
                 for line in (fall * np.log10(times) + start, np.exp(power * np.log(times) + scale))
             ]
             text += f", which misses the losses by up to {off[0]:.2f} ({off[1]:.2f}) bits"
+        if np.any(np.diff(losses) >= 0):
+            lines.append(
+                f"{text}; but the loss does not fall with every longer budget, so nothing can be said about 39M "
+                f"parameters."
+            )
+            continue
         sizes = [(budget, fit.parameters) for budget, fit in known if fit.inside]
         if len(sizes) < 2:
             where = (
@@ -185,6 +206,11 @@ def _prediction(budgets: Sequence[float], fits: dict[tuple[str, float], Fit | No
         far = (math.log(FULL) - first) / growth - math.log(longest) if growth > 0 else math.inf
         if growth <= 0:
             text += "; the best size does not grow with the time, so nothing can be said about 39M parameters"
+        elif growth > 1:  # every parameter would see less and less text
+            text += (
+                f"; the best size grows with the power {growth:.2f} of the time, which cannot go on, so nothing can "
+                f"be said about 39M parameters"
+            )
         elif far > math.log(FARTHEST):
             text += (
                 f"; the best size grows with the power {growth:.2f} of the time, so 39M parameters would be best at "
@@ -192,9 +218,10 @@ def _prediction(budgets: Sequence[float], fits: dict[tuple[str, float], Fit | No
             )
         else:
             reach = longest * math.exp(far)
+            long = f"{reach / 86400:,.0f} days" if reach > 172_800 else f"{reach / 3600:,.0f} hours"
             text += (
                 f"; the best size grows with the power {growth:.2f} of the time, so 39M parameters would be best "
-                f"at about {reach / 86400:,.0f} days of this core, and the two formulas put the loss there between "
+                f"at about {long} of this core, and the two formulas put the loss there between "
                 f"{max(fall * math.log10(reach) + start, 0.0):.2f} and "
                 f"{math.exp(power * math.log(reach) + scale):.2f} bits"
             )
@@ -246,8 +273,9 @@ SCALING = Study(
     title="Scaling on enwik8",
     about="Bits per byte on part of the test text against the number of parameters, at the same processor time. "
     "A command trains every size twice, with a budget and with four times that budget; a quarter of each goes to "
-    "choosing the learning rate. SeqBoat has the library's initial weights. Lines are parabolas in the logarithm of "
-    "the size. The last panel and column show how many tokens are active.",
+    "choosing the learning rate. SeqBoat has the library's initial weights; with a short convolution, its kernel is "
+    "`ema-conv`. Lines are parabolas in the logarithm of the size. The last panel and column show the rate of active "
+    "tokens.",
     trials=scaling_trials(),
     budget=20.0,
     multiples=(1.0, 4.0),
