@@ -527,7 +527,9 @@ def test_columns_are_chosen_one_after_the_other() -> None:
     wanted: list[int] = []
     for _ in range(12):
         wanted.append(min(set(range(40)) - set(wanted), key=lambda one: error([*wanted, one])))
-    assert choose_columns(matrix.T @ matrix, matrix.T @ targets, 12) == wanted
+    chosen = choose_columns(matrix.T @ matrix, matrix.T @ targets, 12)
+    # 3 and 30 leave the same error, so rounding decides which of them comes first
+    assert [3 if column == 30 else column for column in chosen] == [3 if one == 30 else one for one in wanted]
     everything = choose_columns(matrix.T @ matrix, matrix.T @ targets, 40)
     assert sorted(everything) == list(range(40)), "also those that add nothing, if all are asked for"
     assert everything[-1] in (3, 30)

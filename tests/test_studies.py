@@ -20,7 +20,7 @@ from seqboat.paper.studies import page as page_module
 from seqboat.paper.studies.budget import fit_batch, fit_steps, kept_memory, spend
 from seqboat.paper.studies.in_context import IN_CONTEXT, TESTS, in_context_trials, lines_by_state
 from seqboat.paper.studies.page import write_page
-from seqboat.paper.studies.run import chosen_cells, first_seed, relative_pace, run_cells
+from seqboat.paper.studies.run import chosen_cells, first_seed, run_cells
 from seqboat.paper.studies.scaling import MODELS, Fit, _prediction, fit_sizes, scaling_trials
 from seqboat.paper.studies.store import append_records, read_records
 from seqboat.paper.studies.study import Study
@@ -61,7 +61,7 @@ def study(monkeypatch: pytest.MonkeyPatch) -> Study:
     monkeypatch.setitem(TASKS, "toy", ToyConfig)
     monkeypatch.setitem(RECIPES, "toy", toy)
     monkeypatch.setattr(budget, "step_seconds", lambda config, *a, **k: 0.01 * config.training.batch_size / 8)
-    monkeypatch.setattr(budget, "per_step", lambda metrics, clock: 0.01)
+    monkeypatch.setattr(budget, "standard_step", lambda run: 0.01)
     made = Study(
         name="toys",
         title="Toys",
@@ -118,6 +118,7 @@ def test_other_seeds_take_the_rate_of_a_record_from_another_machine(
     # another rate than the search would choose, and another batch
     other = min(RATES) if record["lr"] == max(RATES) else max(RATES)
     append_records(page, [{**record, "lr": other, "batch": 8, "step_seconds": 0.02}])
+    assert record["slowdown"] > 0
     monkeypatch.setattr(budget, "fit_batch", lambda *_: pytest.fail("nothing is searched again"))
     run_cells([second], page, tmp_path / "here")
     found = read_records(page)[-1]
@@ -127,27 +128,13 @@ def test_other_seeds_take_the_rate_of_a_record_from_another_machine(
     assert not list((tmp_path / "here").rglob("lr-*"))
 
 
-def test_paces_of_another_processor_are_converted(study: Study) -> None:
-    def record(trial: str, processor: str, pace: float | None, seed: int = 0) -> dict[str, Any]:
-        found = {
-            "study": "toys",
-            "trial": trial,
-            "budget": 0.4,
-            "seed": seed,
-            "batch": 8,
-            "processor": processor,
-        }
-        return found if pace is None else {**found, "step_seconds": pace}
-
-    here = processor_name()
-    records = [record("toy", "other", 0.5), record("s4d", "other", 1.0), record("s4d", here, 3.0, seed=1)]
-    assert relative_pace(records, here, "other") == 3.0 and relative_pace(records, "other", here) == 1 / 3
-    assert relative_pace(records, here, "unknown") == 1.0
-    toy, _, _ = study.cells(0.4)
-    found = first_seed(toy, records)
-    assert found is not None and found["step_seconds"] == 1.5
-    assert first_seed(toy, [record("toy", "other", None)]) == record("toy", "other", None), "it diverged"
-    assert first_seed(toy, records[1:]) is None
+def test_the_first_seed_has_the_same_budget(study: Study) -> None:
+    toy, other, _ = study.cells(0.4)
+    records = [
+        {"study": "toys", "trial": "toy", "budget": budget, "seed": seed}
+        for budget, seed in ((0.2, 0), (0.4, 2), (0.4, 1))
+    ]
+    assert first_seed(toy, records) == records[2] and first_seed(other, records) is None
 
 
 def test_a_record_of_a_run_that_diverged_does_not_tell_the_rate(study: Study, tmp_path: Path) -> None:
@@ -201,13 +188,12 @@ def test_of_runs_that_miss_their_time_the_nearest_counts(
     paces = {"seed-0": 0.02, "seed-0-again": 0.0025, "seed-0-again-again": 0.02}
     steps = {}
 
-    def pace(metrics: Any, key: str) -> float:
-        name = next(name for name in reversed(paces) if (tmp_path / name).exists())
-        steps[name] = Run(tmp_path / name).config.schedule.steps
-        return paces[name]
+    def pace(run: Run) -> float:
+        steps[run.folder.name] = run.config.schedule.steps
+        return paces[run.folder.name]
 
     with monkeypatch.context() as patch:
-        patch.setattr(budget, "per_step", pace)
+        patch.setattr(budget, "standard_step", pace)
         record = spend(study.trials[0], 0, 0.4, tmp_path)
     assert steps == {"seed-0": 80, "seed-0-again": 20, "seed-0-again-again": 160}
     assert record["steps"] == 20
@@ -299,8 +285,8 @@ def test_the_command_runs_shows_and_rewrites(
     shown = capsys.readouterr().out
     assert "1 of 3 runs done" in shown and "seed 1, 0.4 s: begun" in shown
     text = page.read_text(encoding="utf-8")
-    where = f"1 of 3 runs with 0.4 s are finished, on {processor_name()}; the same command continues."
-    assert where in text and "- toy 0 0." in text
+    where = f"1 of 3 runs with 0.4 s are finished, on {processor_name()}, where a second was worth "
+    assert where in text and " standard seconds; the same command continues." in text and "- toy 0 0." in text
     page.unlink()
     assert main([*words, "--rewrite"]) == 0
     assert page.read_text(encoding="utf-8") == text
@@ -341,7 +327,8 @@ def test_processes_add_records_side_by_side(tmp_path: Path) -> None:
         worker.join()
     assert sorted(r["seed"] for r in read_records(page)) == list(range(60))
     append_records(page, [{"study": "s", "trial": "t", "budget": 1.0, "seed": 0, "x": "again"}])
-    assert len(read_records(page)) == 60 and read_records(page)[0]["x"] == "again"
+    found = {r["seed"]: r["x"] for r in read_records(page)}
+    assert len(found) == 60 and found[0] == "again"
     with page.with_suffix(".jsonl").open("a") as file:
         file.write('{"study": "s"}\n')
     with pytest.raises(ValueError, match=r"evidence.jsonl:62 does not hold a record of a study"):
@@ -579,7 +566,9 @@ def predicted(*fits: tuple[float, float, bool]) -> str:
 def test_no_number_is_predicted_from_too_far_away() -> None:
     first = 3.0, 1e5, True
     assert "best at about 5 hours of this core" in predicted(first, (2.5, 3e5, True))
-    assert "the power 1.66 of the time, which cannot go on, so nothing" in predicted(first, (2.5, 1e6, True))
+    assert "the power 1.66 of the time, which cannot continue, so nothing" in predicted(
+        first, (2.5, 1e6, True)
+    )
     assert "does not fall with every longer budget, so nothing" in predicted(first, (3.1, 2e5, True))
     assert "more than 10,000 times the longest run" in predicted(first, (2.5, 1.2e5, True))
     assert "more than 10,000 times the longest run" in predicted(first, (2.5, 1.0001e5, True))

@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--budget",
         type=float,
         metavar="SECONDS",
-        help="processor time for each run of a study (default: depends on the study)",
+        help="standard seconds of processor time for each run of a study (default: depends on the study)",
     )
     parser.add_argument(
         "--out", metavar="DIR", default="runs/reproduce", help="folder of the runs (default: %(default)s)"

@@ -205,8 +205,6 @@ def _draw_usual(line: Any, span: Any, style: Style, usual: Scored) -> Any:
     return line(score, color=style.ink, lw=1, ls="--")
 
 
-LEGEND_MARK, LEGEND_LETTER = 0.6, 0.06
-"""Inches of a legend's line with the space around it, and of a letter beside it, about."""
 CURVES_PER_ROW = 3
 
 
@@ -326,10 +324,7 @@ def lines_figure(
     columns = min(CURVES_PER_ROW, len(panels))
     rows = -(-len(panels) // columns)
     names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
-    width = 3.9 * columns
-    legend_columns = _legend_columns(names, width, 2 * columns)
-    legend_rows = -(-len(names) // legend_columns)
-    figure = new_figure(width, 2.9 * rows + 0.2 * legend_rows + 0.1, style)
+    figure = new_figure(3.9 * columns, 2.9 * rows, style)
     looks = {name: line_style(style, i) for i, name in enumerate(names)}
     handles: dict[str, Any] = {}
     for i, (title, lines) in enumerate(panels.items()):
@@ -353,24 +348,25 @@ def lines_figure(
         dress(axes, style)
         if chance is not None and title in chance:
             draw_chance(axes, style, chance[title])
-    shared = figure.legend(
-        list(handles.values()),
-        list(handles),
-        loc="outside lower center",
-        ncols=legend_columns,
-        fontsize=8,
-        frameon=False,
-    )
-    for text in shared.get_texts():
-        text.set_color(style.ink)
+    _legend_below(figure, handles, 2 * columns, style)
     return figure
 
 
-def _legend_columns(names: Sequence[str], width: float, most: int) -> int:
-    """How many columns of a legend fit into a width in inches; it is filled column by column."""
-    for columns in range(min(len(names), most), 1, -1):
-        rows = -(-len(names) // columns)
-        longest = [max(map(len, names[start : start + rows])) for start in range(0, len(names), rows)]
-        if sum(LEGEND_MARK + LEGEND_LETTER * letters for letters in longest) <= width:
-            return columns
-    return 1
+def _legend_below(figure: Figure, handles: Mapping[str, Any], most: int, style: Style) -> None:
+    """A legend below all panels with as many columns as fit, for which the figure gets as much higher."""
+    for columns in range(min(len(handles), most), 0, -1):
+        legend = figure.legend(
+            list(handles.values()),
+            list(handles),
+            loc="outside lower center",
+            ncols=columns,
+            fontsize=8,
+            frameon=False,
+        )
+        box = legend.get_window_extent()
+        if box.width <= figure.bbox.width or columns == 1:
+            break
+        legend.remove()
+    figure.set_figheight(figure.get_figheight() + box.height / figure.dpi)
+    for text in legend.get_texts():
+        text.set_color(style.ink)

@@ -2,12 +2,12 @@
 
     spend(trial, 0, 60.0, folder, rates=RATES)      a record of one run, as plain data
 
-A budget is seconds of processor time for training steps; evaluation is not counted. A quarter of it finds the
-learning rate: one short run for every candidate, of which the lowest validation loss decides. The rest trains the
-model that is scored. The number of steps is fixed before a run from the measured pace, so that each of them is an
-ordinary run: its learning rate reaches zero on its last step, and it resumes bit for bit. Routers that turn off
-during a run make it faster, and other programs make it slower: if it misses its time by far, it is repeated with the
-pace that it had. The record says how many seconds it took in the end.
+A budget is standard seconds (`seqboat.paper.studies.clock`) of processor time for training steps; evaluation is not
+counted. A quarter of it finds the learning rate: one short run for every candidate, of which the lowest validation
+loss decides. The rest trains the model that is scored. The number of steps is fixed before a run from the measured
+pace, so that each of them is an ordinary run: its learning rate reaches zero on its last step, and it resumes bit for
+bit. Routers that turn off during a run make it faster: if it misses its time by far, it is repeated with the pace
+that it had. The record says how many seconds it took in the end.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import dataclasses
 import math
 import shlex
 import statistics
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from torch import Tensor
 from seqboat.core.state import state_bytes
 from seqboat.data.files import read_json, write_json
 from seqboat.paper.machine import apply_settings
+from seqboat.paper.studies.clock import Probes, StandardClock
 from seqboat.paper.tables import Record
 from seqboat.paper.targets.base import per_step
 from seqboat.paper.trials import Trial
@@ -86,7 +86,7 @@ def spend(
     Args:
         trial: recipe and settings.
         seed: of the run.
-        seconds: of processor time.
+        seconds: standard ones.
         folder: of all runs of this trial with this budget.
         rates: learning rates to choose from; without any, the whole budget trains with the trial's own.
         settings: of training and data on this machine, by their dotted names.
@@ -104,7 +104,7 @@ def spend(
         fitted = dataclasses.replace(fitted, seed=seed)
         path = folder / f"seed-{seed}{'-again' * number}"
         finished = _train(fitted, path, display or Display())
-        pace = (finished and per_step(Run(path).metrics, "processor")) or pace
+        pace = (finished and standard_step(Run(path))) or pace
         missed = abs(pace * fitted.schedule.steps - left)
         tries.append((missed, number, fitted, path, finished))
         if missed <= TOLERANCE * left:
@@ -163,7 +163,7 @@ def fit_batch(config: RunConfig, seconds: float) -> tuple[int, float]:
 
     def timed(size: int) -> float:
         sized = config.replace(training={"batch_size": size})
-        return step_seconds(sized, time.process_time, timed=3, untimed=2)
+        return step_seconds(sized, StandardClock(), timed=3, untimed=2)
 
     one, two = timed(few), timed(many)
     each = max((two - one) / (many - few), 0.0) if many > few else one / few
@@ -195,7 +195,7 @@ def _planned(
     if path.exists():
         found: dict[str, Any] = read_json(path)
         return found
-    if known is not None and "step_seconds" in known:  # a run that diverged has none
+    if known is not None and "slowdown" in known:  # a run that diverged has none
         found = {key: known[key] for key in ("batch", "lr", "sweep", "step_seconds")}
         write_json(path, found)
         return found
@@ -210,9 +210,10 @@ def _planned(
             run = folder / f"lr-{rate:g}"
             loss = math.inf
             if _train(tried, run, display):
-                metrics = Run(run).metrics
-                loss = next(r["loss"] for r in reversed(metrics) if r["split"] == tried.evaluation.split)
-                paces.append(per_step(metrics, "processor") or step)
+                finished = Run(run)
+                metrics = reversed(finished.metrics)
+                loss = next(r["loss"] for r in metrics if r["split"] == tried.evaluation.split)
+                paces.append(standard_step(finished) or step)
             plan["sweep"].append([rate, None if loss is None or not math.isfinite(loss) else loss])
         finite = [(loss, rate) for rate, loss in plan["sweep"] if loss is not None]
         # where every candidate diverged, the lowest rate is the best guess
@@ -235,10 +236,16 @@ def _paced(config: RunConfig, seconds: float, path: Path) -> tuple[int, float]:
 
 def _train(config: RunConfig, folder: Path, display: Display) -> bool:
     """Train to the end; False if the run diverged."""
-    outcome = train(config, folder, resume=True, display=display)
+    outcome = train(config, folder, resume=True, display=display, on_step=Probes(folder, config))
     if outcome.exit_code not in (0, EXIT_DIVERGED):
         raise Stopped(f"{folder}: {outcome.message}", outcome.exit_code)
     return outcome.exit_code == 0
+
+
+def standard_step(run: Run) -> float | None:
+    """Standard seconds of a step of a finished run; None if its metrics have no times."""
+    seconds = per_step(run.metrics, "processor")
+    return None if seconds is None else Probes(run.folder, run.config).standard_step(seconds)
 
 
 def _observe(folder: Path, config: RunConfig, seconds: float) -> Record:
@@ -247,7 +254,7 @@ def _observe(folder: Path, config: RunConfig, seconds: float) -> Record:
     task, metrics, about = run.task, run.metrics, run.about
     tokens = (SCORED_BY_TOKEN if task.kind == "lm" else SCORED) * seconds
     test = run.evaluate("test", limit=_examples(config, "test", tokens))
-    step = per_step(metrics, "processor") or 0.0
+    step = standard_step(run) or 0.0
     scored = [r for r in metrics if r["split"] == config.evaluation.split]
     trained = [r for r in metrics if r["split"] == "train"]
     return {
@@ -261,6 +268,7 @@ def _observe(folder: Path, config: RunConfig, seconds: float) -> Record:
         "losses": [[r["step"], r["loss"]] for r in trained],
         "training_seconds": step * config.schedule.steps,
         "step_seconds": step,
+        "slowdown": Probes(folder, config).slowdown(),
         "tokens_per_second": config.training.batch_size * _tokens(config) / step if step else None,
         "step_memory_mb": kept_memory(run) / 2**20,
         "processor_seconds": max(r.get("processor", 0.0) for r in metrics),

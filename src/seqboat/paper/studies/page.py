@@ -7,6 +7,7 @@ from pathlib import Path
 
 from seqboat.data.files import write_text
 from seqboat.paper.studies import STUDIES
+from seqboat.paper.studies.clock import STANDARD
 from seqboat.paper.studies.store import read_records, records_path
 from seqboat.paper.studies.study import Study
 from seqboat.paper.tables import Pictures, Record, showing
@@ -20,8 +21,10 @@ def write_page(page: Path) -> list[Record]:
         "",
         f"`seqboat reproduce` writes this page from `{source}`, which has a line of JSON for each run with its "
         "command, commit, seed and processor time; do not edit it by hand. Seconds count the training steps on one "
-        "processor core. On a busy or slower machine, fewer steps fit into a second, for all models alike; "
-        "so compare runs of one budget with each other. "
+        "processor core. They are standard seconds: a small fixed computation, which takes "
+        f"{1000 * STANDARD:g} ms on the standard core, runs between the steps, and where it takes twice as long a "
+        "second is worth half. So a busy or slow machine trains for longer, with the same number of steps "
+        "([how well that works](choosing.md#standard-seconds)). "
         "[choosing.md](choosing.md) says what the results mean in practice.",
         "",
     ]
@@ -82,10 +85,19 @@ def _count(records: Sequence[Record], budgets: Sequence[float], wanted: int) -> 
     for budget in budgets:
         mine = [r for r in records if r["budget"] == budget]
         processors = sorted({r["processor"] for r in mine if r.get("processor")})
-        where = f", on {_list(processors)}" if processors else ""
+        where = f", on {_list(processors)}{_worth(mine)}" if processors else ""
         more = "; the same command continues" if len(mine) < wanted else ""
         lines.append(f"{len(mine)} of {wanted} runs with {budget:g} s are finished{where}{more}.")
     return " ".join(lines)
+
+
+def _worth(records: Sequence[Record]) -> str:
+    """What a second of processor time was worth."""
+    worth = [f"{1 / r['slowdown']:.2f}" for r in records if r.get("slowdown")]
+    if not worth:
+        return " (in seconds of processor time, not in standard seconds)"
+    least, most = min(worth, key=float), max(worth, key=float)
+    return f", where a second was worth {least if least == most else f'{least} to {most}'} standard seconds"
 
 
 def _list(parts: Sequence[object]) -> str:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 from seqboat.data.files import InUse, Lock
 from seqboat.paper.studies.budget import spend
 from seqboat.paper.studies.store import append_records, read_records, record_key
 from seqboat.paper.studies.study import Cell
 from seqboat.paper.tables import Record
-from seqboat.processor import processor_name
 
 
 def chosen_cells(
@@ -79,27 +76,9 @@ def run_cell(cell: Cell, folder: Path, settings: Sequence[str] = (), known: Reco
 
 
 def first_seed(cell: Cell, records: Sequence[Record]) -> Record | None:
-    """The record of the first seed of a cell's trial at the same budget, if any, with its pace on this machine."""
+    """The record of the first seed of a cell's trial at the same budget, if any."""
     seeds = [r for r in records if (r["study"], r["trial"], r["budget"]) == cell.key[:3]]
-    found = min(seeds, key=lambda r: int(r["seed"]), default=None)
-    if found is None or "step_seconds" not in found:
-        return found
-    slower = relative_pace(records, processor_name(), found["processor"])
-    return {**found, "step_seconds": slower * found["step_seconds"]}
-
-
-def relative_pace(records: Sequence[Record], here: str, there: str) -> float:
-    """How many times as long a step takes on one processor as on another, from trials that were run on both.
-
-    The median over the trials; 1 if there are none.
-    """
-    paces: dict[tuple[Any, ...], dict[str, float]] = {}
-    for record in records:
-        if "step_seconds" in record:
-            trial = record["study"], record["trial"], record["budget"], record["batch"]
-            paces.setdefault(trial, {})[record["processor"]] = record["step_seconds"]
-    ratios = [pace[here] / pace[there] for pace in paces.values() if here in pace and there in pace]
-    return statistics.median(ratios) if ratios else 1.0
+    return min(seeds, key=lambda r: int(r["seed"]), default=None)
 
 
 def summarize(record: Record) -> str:

@@ -208,8 +208,8 @@ def _prediction(budgets: Sequence[float], fits: dict[tuple[str, float], Fit | No
             text += "; the best size does not grow with the time, so nothing can be said about 39M parameters"
         elif growth > 1:  # every parameter would see less and less text
             text += (
-                f"; the best size grows with the power {growth:.2f} of the time, which cannot go on, so nothing can "
-                f"be said about 39M parameters"
+                f"; the best size grows with the power {growth:.2f} of the time, which cannot continue, so nothing "
+                f"can be said about 39M parameters"
             )
         elif far > math.log(FARTHEST):
             text += (
