@@ -224,7 +224,7 @@ def test_a_batch_is_timed_before_it_is_chosen(study: Study, monkeypatch: pytest.
 
     monkeypatch.setattr(budget, "step_seconds", busy)
     config = toy().replace(training={"batch_size": 64})
-    assert fit_batch(config, 300 * 0.02) == (32, pytest.approx(0.02))
+    assert fit_batch(config, 150 * 0.02) == (32, pytest.approx(0.02))
     assert sizes == [4, 16, 64, 32]
 
 

@@ -42,7 +42,7 @@ RATES = (0.003, 0.01, 0.03)
 """Learning rates to choose from, the same for every model and task."""
 SWEEP = 0.25
 """Fraction of a budget that finds the learning rate."""
-STEPS = 300
+STEPS = 150
 """Batches are halved until at least this many steps fit into a budget..."""
 SMALLEST = 4
 """...but not below this many sequences."""

@@ -327,7 +327,7 @@ TABLES = Study(
     "paper's numbers come from full-size models and hours on GPUs: they show the ranking of the models and "
     "are not comparable.",
     trials=table_trials(),
-    budget=30.0,
+    budget=60.0,
     command="seqboat reproduce tables --scale small",
     show=show,
 )
