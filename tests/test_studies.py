@@ -17,7 +17,7 @@ from seqboat.data.files import Lock
 from seqboat.paper.matching import count_of_run
 from seqboat.paper.studies import STUDIES, budget
 from seqboat.paper.studies import page as page_module
-from seqboat.paper.studies.budget import fit_batch, fit_steps, kept_memory, spend
+from seqboat.paper.studies.budget import fit_batch, fit_steps, kept_memory, next_pace, spend
 from seqboat.paper.studies.in_context import IN_CONTEXT, TESTS, in_context_trials, lines_by_state
 from seqboat.paper.studies.page import write_page
 from seqboat.paper.studies.run import chosen_cells, first_seed, run_cells
@@ -184,8 +184,8 @@ def test_without_rates_the_whole_budget_trains(study: Study, tmp_path: Path) -> 
 def test_of_runs_that_miss_their_time_the_nearest_counts(
     study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pace of this machine keeps changing: 80, 20 and 160 steps take 1.6, 0.05 and 3.2 s."""
-    paces = {"seed-0": 0.02, "seed-0-again": 0.0025, "seed-0-again-again": 0.02}
+    """The pace of this machine keeps changing: 80, 20 and 34 steps take 1.6, 0.05 and 3.4 s."""
+    paces = {"seed-0": 0.02, "seed-0-again": 0.0025, "seed-0-again-again": 0.1}
     steps = {}
 
     def pace(run: Run) -> float:
@@ -195,15 +195,42 @@ def test_of_runs_that_miss_their_time_the_nearest_counts(
     with monkeypatch.context() as patch:
         patch.setattr(budget, "standard_step", pace)
         record = spend(study.trials[0], 0, 0.4, tmp_path)
-    assert steps == {"seed-0": 80, "seed-0-again": 20, "seed-0-again-again": 160}
+    assert steps == {"seed-0": 80, "seed-0-again": 20, "seed-0-again-again": 34}
     assert record["steps"] == 20
+
+
+def test_further_steps_may_be_cheaper(study: Study, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run takes 0.2 s and 1 ms per step: the second run misses its time too, the third meets it."""
+    steps = {}
+
+    def pace(run: Run) -> float:
+        steps[run.folder.name] = count = run.config.schedule.steps
+        return (0.2 + 0.001 * count) / count
+
+    with monkeypatch.context() as patch:
+        patch.setattr(budget, "standard_step", pace)
+        record = spend(study.trials[0], 0, 0.4, tmp_path)
+        assert steps == {"seed-0": 80, "seed-0-again": 114, "seed-0-again-again": 200}
+        assert record["steps"] == 200 and record["training_seconds"] == pytest.approx(0.4)
+        # the second seed starts with the pace of the first, and a second call continues both as they began
+        assert (
+            spend(study.trials[0], 1, 0.4, tmp_path)["steps"] == 200
+            and not (tmp_path / "seed-1-again").exists()
+        )
+        assert spend(study.trials[0], 0, 0.4, tmp_path)["steps"] == 200 and steps["seed-0"] == 80
+    assert json.loads((tmp_path / "pace-1.json").read_text()) == pytest.approx(0.4 / 200)
+
+
+def test_the_next_pace_is_that_of_the_last_run_where_two_say_nothing() -> None:
+    assert next_pace([(80, 1.6), (20, 2.0)], 0.4) == 1.6 / 80, "fewer steps took longer"
+    assert next_pace([(80, 1.6), (90, 1.61)], 0.4) == 1.6 / 80, "by the difference, no steps would fit"
 
 
 def test_batches_are_the_recipe_s_if_the_time_suffices(study: Study) -> None:
     # eight sequences take 0.01 s
     config = toy()
     assert fit_batch(config, 1e6) == (8, pytest.approx(0.01))
-    assert fit_batch(config, 2.0) == (4, pytest.approx(0.005))
+    assert fit_batch(config, 1.0) == (4, pytest.approx(0.005))
 
 
 def test_a_step_and_its_sequences_are_timed_apart(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +238,7 @@ def test_a_step_and_its_sequences_are_timed_apart(study: Study, monkeypatch: pyt
     monkeypatch.setattr(
         budget, "step_seconds", lambda config, *a, **k: 0.005 + 0.005 * config.training.batch_size / 8
     )
-    assert fit_batch(toy(), 2.0) == (4, pytest.approx(0.0075))
+    assert fit_batch(toy(), 1.0) == (4, pytest.approx(0.0075))
 
 
 def test_a_batch_is_timed_before_it_is_chosen(study: Study, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,8 @@ A budget is standard seconds (`seqboat.paper.studies.clock`) of processor time f
 counted. A quarter of it finds the learning rate: one short run for every candidate, of which the lowest validation
 loss decides. The rest trains the model that is scored. The number of steps is fixed before a run from the measured
 pace, so that each of them is an ordinary run: its learning rate reaches zero on its last step, and it resumes bit for
-bit. Routers that turn off during a run make it faster: if it misses its time by far, it is repeated with the pace
-that it had. The record says how many seconds it took in the end.
+bit. Routers that turn off during a run make it faster: if it misses its time, it is repeated with the steps that the
+runs so far suggest. The record says how many seconds it took in the end.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SMALLEST = 4
 """...but not below this many sequences."""
 SAMPLES = (4, 16)
 """Sequences in the batches of the steps that are timed before anything is known."""
-TOLERANCE = 0.2
+TOLERANCE = 0.1
 """Fraction of its time that a run may miss before it is repeated..."""
 TRIES = 3
 """...until it has been run this often; the run that comes nearest counts."""
@@ -97,19 +97,24 @@ def spend(
     own = apply_settings(trial.config(0), settings)
     plan = _planned(own, seconds, folder, rates, display or Display(), known)
     config = own.replace(training={"batch_size": plan["batch"]}, optimizer={"lr": plan["lr"]})
-    left, pace = _left(seconds, rates), plan["step_seconds"]
+    left, pace = _left(seconds, rates), _first_pace(folder, seed, plan)
     tries: list[tuple[float, int, RunConfig, Path, bool]] = []
+    taken: list[tuple[int, float]] = []
     for number in range(TRIES):
         fitted = fit_steps(config, left, pace, EVALUATIONS, VALIDATED * seconds)
         fitted = dataclasses.replace(fitted, seed=seed)
         path = folder / f"seed-{seed}{'-again' * number}"
         finished = _train(fitted, path, display or Display())
         pace = (finished and standard_step(Run(path))) or pace
-        missed = abs(pace * fitted.schedule.steps - left)
+        taken.append((fitted.schedule.steps, pace * fitted.schedule.steps))
+        missed = abs(taken[-1][1] - left)
         tries.append((missed, number, fitted, path, finished))
         if missed <= TOLERANCE * left:
             break
-    _, _, final, run, done = min(tries)
+        pace = next_pace(taken, left)
+    _, number, final, run, done = min(tries)
+    plan["found"] = taken[number][1] / taken[number][0]
+    write_json(folder / "plan.json", plan)
     record = {
         "seed": seed,
         "budget": seconds,
@@ -175,6 +180,31 @@ def fit_batch(config: RunConfig, seconds: float) -> tuple[int, float]:
     while (pace := step(batch)) * STEPS > seconds and batch // 2 >= SMALLEST:
         batch //= 2
     return batch, pace
+
+
+def next_pace(taken: Sequence[tuple[int, float]], left: float) -> float:
+    """Seconds of a step for the next run, from the steps and seconds of the runs so far.
+
+    Two runs tell how much each further step takes, which differs from the mean where routers turn off on the way.
+
+    >>> next_pace([(100, 20.0)], 30.0), next_pace([(100, 20.0), (150, 22.0)], 26.0)
+    (0.2, 0.104)
+    """
+    (steps, seconds), *earlier = sorted(taken[-2:], key=lambda pair: abs(pair[1] - left))
+    for other, spent in earlier:
+        if (other - steps) * (spent - seconds) > 0:
+            fitting = steps + (left - seconds) * (other - steps) / (spent - seconds)
+            if fitting > 0:
+                return left / fitting
+    return seconds / steps
+
+
+def _first_pace(folder: Path, seed: int, plan: dict[str, Any]) -> float:
+    """The pace that a seed starts with, written down: a run that was stopped must continue with as many steps."""
+    path = folder / f"pace-{seed}.json"
+    if not path.exists():
+        write_json(path, plan.get("found", plan["step_seconds"]))
+    return float(read_json(path))
 
 
 def _left(seconds: float, rates: Sequence[float]) -> float:
