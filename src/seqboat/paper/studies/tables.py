@@ -194,7 +194,8 @@ def _verdict(scores: Scores) -> list[str]:
                 f"{_named(found.clearly_ahead)}, and below it by as much on {len(found.clearly_behind)}"
                 f"{_named(found.clearly_behind)}."
             )
-    forms = ("seqboat", *FORMS)
+    ran = {row for row, _ in scores}
+    forms = [row for row in ("seqboat", *FORMS) if row in ran]
     rows = []
     for other, title in titles.items():
         cells = [_counted(standing(scores, row, other)) if row != other else "" for row in forms]
@@ -231,14 +232,19 @@ def _named(tasks: Sequence[str]) -> str:
 def _overview(study: Study, scores: Scores) -> list[str]:
     """Models by tasks; every cell has our score, and the paper's where it has one."""
     rows: dict[str, list[str]] = {}
+    ran = {row for row, _ in scores}
     for trial in study.trials:
+        if trial.row not in ran:
+            continue
         cells = rows.setdefault(trial.title, ["" for _ in ORDER])
         own = scores.get((trial.row, trial.task))
         text = _score(own) if own else "-"
         cells[ORDER.index(trial.task)] = f"{text} ({trial.paper})" if trial.paper else text
     head = [TITLES.get(task, task) for task in ORDER]
+    missing = dict.fromkeys(trial.title for trial in study.trials if trial.row not in ran)
     return [
-        "A dash stands for a model that was not run.",
+        "A dash stands for a run that was not made."
+        + (f" Not run with this budget on any task: {', '.join(missing)}." if missing else ""),
         "",
         *table(["ours (paper, full size)", *head], [[title, *cells] for title, cells in rows.items()]),
     ]
@@ -255,9 +261,10 @@ def _task_table(study: Study, task: str, scores: Scores) -> list[str]:
         return []
     head = ["", "ours", "± error", "paper", "seeds", "parameters", "learning rate", "steps x batch"]
     head += ["tokens/s", "MB per step", "active %", "seconds of training"]
-    missing = [trial.title for trial in trials if trial not in ran]
+    rows = {row for row, _ in scores}  # the others are named once for all tasks
+    missing = [trial.title for trial in trials if trial not in ran and trial.row in rows]
     limits = f"Guessing: {100 * CHANCE[task]:.0f} %." if task in CHANCE else ""
-    lines = [f"**{TITLES.get(task, task)}.** {limits}", ""]
+    lines = [f"**{TITLES.get(task, task)}.** {limits}".rstrip(), ""]
     lines += table(head, [_row(trial, scores[trial.row, task]) for trial in ran])
     return [*lines, *([f"Not run: {', '.join(missing)}.", ""] if missing else [])]
 
