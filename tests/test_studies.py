@@ -539,7 +539,7 @@ def test_a_page_of_every_study_is_written_from_records(tmp_path: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert "SeqBoat is at or above **MEGA-chunk** on 0 of 1 tasks" in text
     assert "| MEGA-chunk | 0 of 1 (+0, -0) |" in text
-    assert "Not run with this budget on any task: Transformer, SeqBoat-full, " in text
+    assert "Not run with this budget on any task: Transformer; SeqBoat-full; " in text
     assert "| Transformer | -" not in text and "not run" in text and "abc" in text
     assert "14 of 14 searches chose the largest learning rate" in text
     assert (

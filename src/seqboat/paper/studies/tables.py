@@ -244,7 +244,7 @@ def _overview(study: Study, scores: Scores) -> list[str]:
     missing = dict.fromkeys(trial.title for trial in study.trials if trial.row not in ran)
     return [
         "A dash stands for a run that was not made."
-        + (f" Not run with this budget on any task: {', '.join(missing)}." if missing else ""),
+        + (f" Not run with this budget on any task: {'; '.join(missing)}." if missing else ""),
         "",
         *table(["ours (paper, full size)", *head], [[title, *cells] for title, cells in rows.items()]),
     ]
