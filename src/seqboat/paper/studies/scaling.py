@@ -1,4 +1,4 @@
-"""Loss on enwik8 against parameters and compute, for SeqBoat in two forms and three rivals."""
+"""Loss on enwik8 against parameters and compute, for SeqBoat and three rivals."""
 
 from __future__ import annotations
 
@@ -14,23 +14,9 @@ from seqboat.paper.trials import Trial
 
 SIZES = ((2, 64), (3, 96), (4, 128), (5, 176), (6, 256))
 """Layers and width, about 0.1M to 3M parameters."""
-MODELS = {
-    "seqboat": "SeqBoat",
-    "seqboat-conv": "SeqBoat, short convolution",
-    "mega-chunk": "MEGA-chunk",
-    "mamba2": "Mamba-2",
-    "transformer": "Transformer",
-}
-START = ("--model.mixer.init=scaled",)
-FORMS = {
-    "seqboat": START,
-    # taps take the parameters of one state
-    "seqboat-conv": (*START, "--model.mixer.ssm=ema-conv", "--model.mixer.ssm.d_state=7"),
-}
-"""Settings of SeqBoat in both forms."""
+MODELS = {"seqboat": "SeqBoat", "mega-chunk": "MEGA-chunk", "mamba2": "Mamba-2", "transformer": "Transformer"}
 WIDE = {
     "seqboat": ("gau.d_v",),
-    "seqboat-conv": ("gau.d_v",),
     "mega-chunk": ("d_v", "d_ff"),
     "transformer": ("d_ff",),
 }
@@ -47,9 +33,9 @@ def scaling_trials() -> tuple[Trial, ...]:
         Trial(
             name=f"{row}-{layers}x{width}",
             title=f"{title}, {layers} x {width}",
-            recipe="enwik8-tiny" if row in FORMS else f"enwik8-tiny/{row}",
+            recipe="enwik8-tiny" if row == "seqboat" else f"enwik8-tiny/{row}",
             arguments=(
-                *FORMS.get(row, ()),
+                *(("--model.mixer.init=scaled",) if row == "seqboat" else ()),
                 f"--model.num_layers={layers}",
                 f"--model.d_model={width}",
                 *(f"--model.mixer.{field}={2 * width}" for field in WIDE.get(row, ())),
@@ -130,14 +116,13 @@ def _draw(
                 x = np.linspace(min(p for p, _ in points) ** 0.1, max(p for p, _ in points) ** 0.1, 40) ** 10
                 line = np.polyval(fit.coefficients, np.log10(x))
                 drawn.setdefault(name, {})[title] = list(zip(x.tolist(), line.tolist(), strict=True))
-        for row in FORMS:
-            activation = [
-                (r["parameters"], float(np.mean([a for a in r["activation"] if a is not None])))
-                for r in records
-                if _of(r, row, budget)
-            ]
-            if activation:
-                active[f"{MODELS[row]}, {budget:g} s"] = activation
+        activation = [
+            (r["parameters"], float(np.mean([a for a in r["activation"] if a is not None])))
+            for r in records
+            if _of(r, "seqboat", budget)
+        ]
+        if activation:
+            active[f"SeqBoat, {budget:g} s"] = activation
     if not panels:
         return None
     labels = dict.fromkeys(panels, "bits per byte")
@@ -273,9 +258,8 @@ SCALING = Study(
     title="Scaling on enwik8",
     about="Bits per byte on part of the test text against the number of parameters, at the same processor time. "
     "A command trains every size twice, with a budget and with four times that budget; a quarter of each goes to "
-    "choosing the learning rate. SeqBoat has the library's initial weights; with a short convolution, its kernel is "
-    "`ema-conv`. Lines are parabolas in the logarithm of the size. The last panel and column show the rate of active "
-    "tokens.",
+    "choosing the learning rate. SeqBoat has the library's initial weights. Lines are parabolas in the logarithm of "
+    "the size. The last panel and column show the rate of active tokens.",
     trials=scaling_trials(),
     budget=20.0,
     multiples=(1.0, 4.0),
