@@ -23,7 +23,7 @@ def write_page(page: Path) -> list[Record]:
         "command, commit, seed and processor time; do not edit it by hand. Seconds count the training steps on one "
         "processor core. They are standard seconds: a small fixed computation, which takes "
         f"{1000 * STANDARD:g} ms on the standard core, runs between the steps, and where it takes twice as long a "
-        "second is worth half. So a busy or slow machine trains for longer, with the same number of steps "
+        "second is worth half. So a busy or slow machine trains for longer, with about as many steps "
         "([how well that works](choosing.md#standard-seconds)). "
         "[choosing.md](choosing.md) says what the results mean in practice.",
         "",
