@@ -10,7 +10,7 @@ EXTRAS := cli,train,report,image,parquet,hf,onnx,dev
 # another torch than the pinned one: make test TORCH=2.10.0, or TORCH=newest
 TORCH ?=
 
-.PHONY: demo test test-all test-peers test-kernels kernel-gate launches test-machines test-malformed check lint format types \
+.PHONY: demo test test-all test-peers test-kernels kernel-gate launches test-malformed check lint format types \
 	docs test-docs glance diagrams bench reproduce-small browser audit dist release clean
 
 demo: $(READY)
@@ -56,10 +56,6 @@ launches: $(KERNELS)/.ready
 	TRITON_INTERPRET=1 $(KERNELS)/$(SCRIPTS)/python tools/launches.py --decode --page docs/gpu.md
 	TRITON_INTERPRET=1 $(KERNELS)/$(SCRIPTS)/python tools/roofline.py --page docs/gpu.md
 
-# parts of the suite under other instruction sets, threads, users, locales and paths; continues where it was stopped
-test-machines: $(READY)
-	$(BIN)/python tests/machines.py --page docs/machines.md
-
 # 2,000 broken and hostile files, each given to a command in a separate process: about 20 minutes
 test-malformed: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/malformed.py --count 2000
@@ -79,7 +75,7 @@ types: $(READY)
 
 # what the documents say: links, code blocks, examples, generated tables and diagrams
 test-docs: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/pytest tests/test_readme.py tests/test_house.py tests/test_public.py tests/test_website.py
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/test_readme.py tests/test_public.py
 
 # the documents and an API reference as a site in site/, in a separate environment: it reads our source without
 # importing it, so it needs neither torch nor a network. Warnings are errors, and every link is followed.

@@ -20,7 +20,7 @@ import torch
 from seqboat.analysis.measures import measure
 from seqboat.analysis.traces import Examples
 from seqboat.recipes import find_recipe
-from seqboat.tasks.base import Subset, apply_model
+from seqboat.tasks.task import Subset, apply_model
 from seqboat.training.config import RunConfig, override
 from seqboat.training.optim import build_optimizer, learning_rate, set_learning_rate
 

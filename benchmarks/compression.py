@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from seqboat.runs import Run
-from seqboat.tasks.base import SPLITS
+from seqboat.run import Run
 from seqboat.tasks.enwik8 import Enwik8TaskConfig
+from seqboat.tasks.task import SPLITS
 from seqboat.text.scoring import CHUNK, score, total
 
 COMPRESSORS: dict[str, Callable[[bytes], bytes]] = {

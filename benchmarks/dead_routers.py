@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from seqboat.data.files import write_text
 from seqboat.recipes import find_recipe
-from seqboat.tasks.base import Task
+from seqboat.tasks.task import Task
 from seqboat.training.config import override
 from seqboat.training.display import PlainDisplay
 from seqboat.training.loop import train

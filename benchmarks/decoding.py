@@ -42,7 +42,7 @@ from seqboat.inference.lean import lean_model
 from seqboat.inference.products import FloatProduct
 from seqboat.models.backbone import BackboneState
 from seqboat.models.heads import LanguageModel
-from seqboat.runs import Run
+from seqboat.run import Run
 from seqboat.text.batch import BatchEngine
 from seqboat.text.sampling import SamplingConfig
 from seqboat.text.session import Session, read, start

@@ -48,12 +48,12 @@ from torch import Tensor, nn
 
 from reviews import read_reviews
 from seqboat import AsTensor, GAUConfig, S4DConfig, SeqBoatConfig
-from seqboat.mixers.ssm.s4d import S4DLayerConfig
+from seqboat.mixers.ssm import S4DLayerConfig
 from seqboat.ops.positions import sinusoids
-from seqboat.tasks.base import IGNORE
-from seqboat.tasks.synthetic.copy import CopyTask, CopyTaskConfig
-from seqboat.tasks.synthetic.recall import RecallTask, RecallTaskConfig
-from seqboat.tasks.synthetic.short_listops import ShortListOpsTask, ShortListOpsTaskConfig
+from seqboat.tasks.copy import CopyTask, CopyTaskConfig
+from seqboat.tasks.recall import RecallTask, RecallTaskConfig
+from seqboat.tasks.short_listops import ShortListOpsTask, ShortListOpsTaskConfig
+from seqboat.tasks.task import IGNORE
 from seqboat.training.provenance import commit
 
 BATCH = 32

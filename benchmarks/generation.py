@@ -22,7 +22,7 @@ import torch
 from seqboat.core.state import state_bytes
 from seqboat.models.heads import LanguageModel
 from seqboat.recipes import RECIPES
-from seqboat.runs import Run
+from seqboat.run import Run
 from seqboat.text.generate import SamplingConfig, stream
 from seqboat.text.session import CHUNK, read, start
 

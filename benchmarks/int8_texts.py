@@ -20,7 +20,7 @@ import torch
 
 from seqboat.inference.int8 import code_types, is_quantized, put_codes, quantize, quantize_rows
 from seqboat.models.heads import LanguageModel
-from seqboat.runs import Run
+from seqboat.run import Run
 from seqboat.text.generate import SamplingConfig, generate
 
 OPENINGS = (

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from seqboat.data.files import write_text
-from seqboat.mixers.ssm import SSMS
 from seqboat.recipes import RECIPES
+from seqboat.ssm import SSMS
 from seqboat.training.config import RunConfig, override
 from seqboat.training.loop import train
 

@@ -37,9 +37,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from seqboat.ops.positions import sinusoids
+from seqboat.own.task import OwnTask
 from seqboat.recipes import find_recipe
 from seqboat.tasks import ClassifyTaskConfig
-from seqboat.tasks.own.task import OwnTask
 from seqboat.training.config import override
 from seqboat.training.provenance import commit
 

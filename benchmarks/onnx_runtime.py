@@ -28,7 +28,7 @@ from seqboat.inference.lean import lean_model
 from seqboat.models.heads import LanguageModel
 from seqboat.onnx.export import FORMAT, write_form
 from seqboat.onnx.session import OnnxModel
-from seqboat.runs import Run
+from seqboat.run import Run
 
 Measure = Callable[[], float]
 """Tokens per second of processor time."""

@@ -21,16 +21,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqboat.checks import require
+from seqboat.core.checks import require
 from seqboat.core.documents import Documents
+from seqboat.core.mixer import MixerOutput
 from seqboat.core.padding import zero_padding
-from seqboat.core.sma import Routing, compress, extract
-from seqboat.mixers.base import MixerOutput
-from seqboat.mixers.seqboat.gau import GAU
-from seqboat.mixers.seqboat.layer import SeqBoat, SeqBoatConfig, SeqBoatState
-from seqboat.mixers.seqboat.spans import MemorySpan
-from seqboat.mixers.ssm.ema import EMA
+from seqboat.layers.gau import GAU
+from seqboat.layers.packing import Routing, compress, extract
+from seqboat.layers.seqboat import SeqBoat, SeqBoatConfig, SeqBoatState
+from seqboat.layers.spans import MemorySpan
 from seqboat.ops.functions import HIDDEN
+from seqboat.ssm.ema import EMA
 
 
 class Published(SeqBoat):

@@ -40,9 +40,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from seqboat import RateSchedule, Retrofit, retrofit
 from seqboat.bench.measure import machine, quartiles
 from seqboat.figures import save_figure
-from seqboat.tasks.base import BYTES, Dataset
 from seqboat.tasks.enwik8 import BORDERS, Enwik8TaskConfig
 from seqboat.tasks.segments import SegmentDataset
+from seqboat.tasks.task import BYTES, Dataset
 
 CONTEXT = 128
 BATCH = 8

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from seqboat import GAUConfig, SparseModularActivation
-from seqboat.core.sma import pack
-from seqboat.mixers.attention.transformer import FeedForward
+from seqboat.core.nn import FeedForward
+from seqboat.layers.packing import pack
 
 Job = Callable[[], None]
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqboat.mixers.attention.block import Block
-from seqboat.mixers.base import Mixer
+from seqboat.core.mixer import Mixer
+from seqboat.mixers.block import Block
 
 
 def enlarge(layer: Any, seed: int = 1) -> Any:

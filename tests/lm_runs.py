@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 
-from seqboat.mixers.seqboat.gau import GAUConfig
-from seqboat.mixers.seqboat.layer import SeqBoatConfig
-from seqboat.mixers.ssm.ema import EMAConfig
+from seqboat.layers.gau import GAUConfig
+from seqboat.layers.seqboat import SeqBoatConfig
 from seqboat.models.backbone import BackboneConfig
-from seqboat.tasks.base import TaskConfig
-from seqboat.tasks.lmtext import LMTextTaskConfig
+from seqboat.own.text import LMTextTaskConfig
+from seqboat.ssm.ema import EMAConfig
+from seqboat.tasks.task import TaskConfig
 from seqboat.training.checkpoint import MODEL, CheckpointStore, model_tensors
 from seqboat.training.config import RunConfig, to_dict
 

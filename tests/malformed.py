@@ -277,7 +277,7 @@ def child(arguments: list[str], folder: Path, out: Path) -> None:
     os.dup2(sink, 2)
     os.chdir(folder)
     respect_permissions()
-    from seqboat.cli import main
+    from seqboat.cli.main import main
 
     code = 1
     try:
@@ -688,7 +688,7 @@ def main() -> int:
         "seqboat.report.run",
         "seqboat.hf.export",
         "seqboat.onnx.export",
-        "seqboat.commands.reproduce",
+        "seqboat.cli.reproduce",
         "seqboat.paper.studies.page",
         "seqboat.paper.results",
         "yaml",

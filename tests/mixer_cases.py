@@ -17,7 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqboat.core.routers import (
+from seqboat.core.mixer import Mixer, MixerOutput, RecurrentMixer, directions_of
+from seqboat.core.state import tensors
+from seqboat.layers.gau import GAUConfig
+from seqboat.layers.routers import (
     ROUTERS,
     AlwaysActiveConfig,
     GumbelConfig,
@@ -27,19 +30,16 @@ from seqboat.core.routers import (
     TemperedSoftmax,
     XMoEConfig,
 )
-from seqboat.core.state import tensors
+from seqboat.layers.seqboat import SeqBoatConfig
+from seqboat.layers.sma import SparseModularActivation
 from seqboat.mixers import MIXERS
-from seqboat.mixers.base import Mixer, MixerOutput, RecurrentMixer, directions_of
-from seqboat.mixers.seqboat.activation import SparseModularActivation
-from seqboat.mixers.seqboat.gau import GAUConfig
-from seqboat.mixers.seqboat.layer import SeqBoatConfig
-from seqboat.mixers.ssm import SSMS, SSMConfig
-from seqboat.mixers.ssm.ema import EMAConfig
-from seqboat.mixers.ssm.ema_conv import EMAConvConfig
-from seqboat.mixers.ssm.liquid_s4 import LiquidS4Config
-from seqboat.mixers.ssm.s4d import S4DConfig
 from seqboat.models.backbone import StackConfig
 from seqboat.ops.positions import POSITIONS
+from seqboat.ssm import SSMS, SSMConfig
+from seqboat.ssm.conv import EMAConvConfig
+from seqboat.ssm.ema import EMAConfig
+from seqboat.ssm.liquid_s4 import LiquidS4Config
+from seqboat.ssm.s4d import S4DConfig
 
 D_MODEL = 8
 

@@ -11,11 +11,11 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from seqboat.mixers.seqboat.gau import GAUConfig
-from seqboat.mixers.seqboat.layer import SeqBoatConfig
+from seqboat.layers.gau import GAUConfig
+from seqboat.layers.seqboat import SeqBoatConfig
 from seqboat.models.backbone import BackboneConfig
 from seqboat.tasks import TASKS
-from seqboat.tasks.base import Dataset, Example, Kind, Split, Task
+from seqboat.tasks.task import Dataset, Example, Kind, Split, Task
 from seqboat.training.config import EvaluationConfig, RunConfig, TrainingConfig
 from seqboat.training.display import Display
 from seqboat.training.optim import OptimizerConfig, ScheduleConfig

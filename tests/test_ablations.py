@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from seqboat.cli import main
-from seqboat.core.routers import AlwaysActiveConfig, GumbelConfig, SigmoidConfig, XMoEConfig
+from seqboat.cli.main import main
+from seqboat.layers.gau import GAUConfig
+from seqboat.layers.routers import AlwaysActiveConfig, GumbelConfig, SigmoidConfig, XMoEConfig
+from seqboat.layers.seqboat import SeqBoat, SeqBoatConfig
+from seqboat.layers.variants import SeqBoatChunkConfig, SeqBoatThenFFN, SeqBoatThenFFNConfig
 from seqboat.mixers import MIXERS
-from seqboat.mixers.attention.mega import MegaConfig
 from seqboat.mixers.carry import carry_over
-from seqboat.mixers.seqboat.ablations import SeqBoatChunkConfig, SeqBoatThenFFN, SeqBoatThenFFNConfig
-from seqboat.mixers.seqboat.gau import GAUConfig
-from seqboat.mixers.seqboat.layer import SeqBoat, SeqBoatConfig
-from seqboat.mixers.ssm.s4d import S4DConfig
+from seqboat.mixers.mega import MegaConfig
 from seqboat.recipes import ABLATIONS, find_recipe
+from seqboat.ssm.s4d import S4DConfig
 from seqboat.training.config import from_dict, to_dict
 
 # what each row changes, by the dotted name of the field

@@ -24,11 +24,11 @@ from seqboat.analysis.measures import (
     place_bins,
 )
 from seqboat.analysis.traces import load_examples, sites, trace
-from seqboat.core.routers import AlwaysActiveConfig, GumbelConfig, SigmoidConfig, XMoEConfig
-from seqboat.core.sma import pack
-from seqboat.mixers.attention.transformer import TransformerConfig
-from seqboat.mixers.seqboat.gau import GAU, GAUConfig
-from seqboat.mixers.seqboat.layer import SeqBoatConfig
+from seqboat.layers.gau import GAU, GAUConfig
+from seqboat.layers.packing import pack
+from seqboat.layers.routers import AlwaysActiveConfig, GumbelConfig, SigmoidConfig, XMoEConfig
+from seqboat.layers.seqboat import SeqBoatConfig
+from seqboat.mixers.transformer import TransformerConfig
 from seqboat.models.backbone import BackboneConfig
 from seqboat.models.cost import forward_products, linear_flops
 from seqboat.models.heads import Classifier
@@ -39,8 +39,8 @@ from seqboat.tasks import (
     SpeechTaskConfig,
     TextTaskConfig,
 )
-from seqboat.tasks.base import IGNORE
-from seqboat.tasks.synthetic.expressions import TOKENS, encode
+from seqboat.tasks.expressions import TOKENS, encode
+from seqboat.tasks.task import IGNORE
 from seqboat.training.evaluate import Windows
 from small_runs import ToyConfig, register, small_run
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from lm_runs import write_lm_run
-from seqboat.cli import main
-from seqboat.core.policy import override_activation
+from seqboat.cli.main import main
 from seqboat.inference.lean import LeanModel
+from seqboat.layers.policy import override_activation
 from seqboat.models.heads import LanguageModel
-from seqboat.runs import Run
+from seqboat.run import Run
 from seqboat.text.batch import BatchEngine, GeneralBatch
 from seqboat.text.generate import best_of, generate, stream
 from seqboat.text.sampling import SamplingConfig

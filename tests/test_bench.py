@@ -32,14 +32,14 @@ from seqboat.bench.rates import ForcedRate, force_rate, meet_rate, recorded_acti
 from seqboat.bench.runners import LayerRunner, LowerBoundRunner, Runner
 from seqboat.bench.setting import MODES, PRESETS, LayerSetting, Mode, sweep
 from seqboat.bench.tables import Column, print_table
-from seqboat.cli import main
-from seqboat.core.counts import activation
-from seqboat.core.routers import TemperedSoftmax
+from seqboat.cli.main import main
+from seqboat.layers.counts import activation
+from seqboat.layers.gau import GAUConfig
+from seqboat.layers.routers import TemperedSoftmax
 from seqboat.mixers import SeqBoat, SeqBoatConfig
-from seqboat.mixers.seqboat.gau import GAUConfig
 from seqboat.models.backbone import BackboneConfig
 from seqboat.models.heads import LanguageModel
-from seqboat.runs import Run
+from seqboat.run import Run
 from seqboat.tasks import TASKS
 from seqboat.training.loop import train
 from seqboat.training.metrics import iterate_metrics
@@ -686,7 +686,7 @@ def test_bad_rate_is_refused_by_the_parser(capsys: pytest.CaptureFixture[str]) -
 
 def test_help_does_not_wait_for_torch() -> None:
     code = (
-        "import sys\nfrom seqboat.cli import main\n"
+        "import sys\nfrom seqboat.cli.main import main\n"
         "try:\n    main(['bench', '--help'])\nexcept SystemExit:\n    pass\n"
         "assert 'torch' not in sys.modules and 'rich' not in sys.modules"
     )

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from against import around, check_against, enlarge
+from seqboat.core.mixer import RecurrentMixer
 from seqboat.mixers import BigBird, BigBirdConfig
-from seqboat.mixers.base import RecurrentMixer
 
 CONFIGS = {
     "paper": BigBirdConfig(heads=2, block_size=2, random_blocks=2),

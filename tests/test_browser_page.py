@@ -20,7 +20,7 @@ import torch
 
 import browser
 from browsers import open_chromium, requests_of
-from seqboat.runs import Run
+from seqboat.run import Run
 
 pytest.importorskip("onnx", reason="onnx is not installed")
 pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")

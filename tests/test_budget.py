@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from closeness import assert_same_numbers
-from seqboat.core.budget import BudgetConfig, RevivalConfig, allowance, at_least, first_come, largest
-from seqboat.core.losses import budget_loss, extra_loss
 from seqboat.core.padding import Aligned
-from seqboat.core.policy import Policy, override_activation, policies, update_budgets
-from seqboat.core.routers import (
+from seqboat.layers.budget import BudgetConfig, RevivalConfig, allowance, at_least, first_come, largest
+from seqboat.layers.gau import GAUConfig
+from seqboat.layers.losses import budget_loss, extra_loss
+from seqboat.layers.packing import Routing
+from seqboat.layers.policy import Policy, override_activation, policies, update_budgets
+from seqboat.layers.routers import (
     ROUTERS,
     AlwaysActiveConfig,
     ExpertChoiceConfig,
@@ -24,16 +26,14 @@ from seqboat.core.routers import (
     TopKConfig,
     set_training_step,
 )
-from seqboat.core.sma import Routing
-from seqboat.core.steering import border_at_rate, rate_loss
-from seqboat.mixers.seqboat.activation import SparseModularActivation
-from seqboat.mixers.seqboat.gau import GAUConfig
-from seqboat.mixers.seqboat.layer import SeqBoat, SeqBoatConfig
-from seqboat.mixers.seqboat.units import MixerUnit, PaddedUnit
-from seqboat.mixers.ssm.ema import EMAConfig
+from seqboat.layers.seqboat import SeqBoat, SeqBoatConfig
+from seqboat.layers.sma import SparseModularActivation
+from seqboat.layers.steering import border_at_rate, rate_loss
+from seqboat.layers.units import MixerUnit, PaddedUnit
 from seqboat.models.backbone import BackboneConfig
 from seqboat.models.heads import Classifier, LanguageModel, Matcher
 from seqboat.recipes import RECIPES
+from seqboat.ssm.ema import EMAConfig
 from seqboat.training.config import override as override_config
 
 WIDTH = 6

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from seqboat.cli import main
+from seqboat.cli.main import main
+from seqboat.core.mixer import directions_of
+from seqboat.layers.gau import GAUConfig
+from seqboat.layers.seqboat import SeqBoatConfig
 from seqboat.mixers import MIXERS
-from seqboat.mixers.attention.mega import MegaChunkConfig, MegaConfig
-from seqboat.mixers.attention.transformer import TransformerConfig
-from seqboat.mixers.base import directions_of
 from seqboat.mixers.carry import carry_over
-from seqboat.mixers.seqboat.gau import GAUConfig
-from seqboat.mixers.seqboat.layer import SeqBoatConfig
-from seqboat.mixers.ssm.ema import EMAConfig
+from seqboat.mixers.mega import MegaChunkConfig, MegaConfig
+from seqboat.mixers.transformer import TransformerConfig
 from seqboat.recipes import lra
+from seqboat.ssm.ema import EMAConfig
 from seqboat.training.config import from_yaml, override
 
 BOAT = SeqBoatConfig(

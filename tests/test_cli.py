@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from seqboat import cli
-from seqboat.cli import COMMANDS, UsageError, main
-from seqboat.extras import EXTRAS
+from seqboat.cli import main as cli
+from seqboat.cli.main import COMMANDS, UsageError, main
+from seqboat.core.extras import EXTRAS
 from seqboat.version import __version__
 
 

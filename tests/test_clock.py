@@ -11,8 +11,8 @@ from torch import nn
 from seqboat.paper.studies import clock
 from seqboat.paper.studies.budget import standard_step
 from seqboat.paper.studies.clock import STANDARD, Probe, Probes, StandardClock
-from seqboat.paper.targets.base import per_step
-from seqboat.runs import Run
+from seqboat.paper.target import per_step
+from seqboat.run import Run
 from seqboat.tasks import TASKS
 from seqboat.training.display import Display
 from seqboat.training.loop import train

@@ -20,14 +20,14 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from mixer_cases import CASES, D_MODEL, Case, assert_near
-from seqboat.core.budget import BudgetConfig, RevivalConfig
+from seqboat.layers.budget import BudgetConfig, RevivalConfig
+from seqboat.layers.gau import GAUConfig
+from seqboat.layers.seqboat import SeqBoat, SeqBoatConfig
 from seqboat.mixers import MIXERS
-from seqboat.mixers.seqboat.gau import GAUConfig
-from seqboat.mixers.seqboat.layer import SeqBoat, SeqBoatConfig
-from seqboat.mixers.ssm.ema import EMAConfig
 from seqboat.models.backbone import BackboneConfig
 from seqboat.models.compile import compile_model, compile_step
 from seqboat.models.heads import Classifier, LanguageModel
+from seqboat.ssm.ema import EMAConfig
 
 CAPTURE: dict[str, Any] = {"capture_dynamic_output_shape_ops": True, "capture_scalar_outputs": True}
 

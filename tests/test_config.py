@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from seqboat.core.routers import ROUTERS, SigmoidConfig
+from seqboat.layers.routers import ROUTERS, SigmoidConfig
 from seqboat.mixers import MIXERS
-from seqboat.mixers.ssm import SSMS
-from seqboat.mixers.ssm.s4d import S4DConfig
 from seqboat.models.heads import Classifier, LanguageModel, Matcher
 from seqboat.recipes import RECIPES
+from seqboat.ssm import SSMS
+from seqboat.ssm.s4d import S4DConfig
 from seqboat.tasks import TASKS
 from seqboat.training.config import (
     EvaluationConfig,

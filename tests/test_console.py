@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from seqboat.cli import main
-from seqboat.data.console import printable
+from seqboat.cli.main import main
+from seqboat.console import printable
 from seqboat.data.files import write_json
 from seqboat.training import checkpoint as ck
 

@@ -33,12 +33,12 @@ from mixer_cases import (
     pairwise,
     random_cuts,
 )
+from seqboat.core.mixer import DIRECTIONS, RecurrentMixer, directions_of
 from seqboat.core.state import map_state, select_rows, tensors
 from seqboat.mixers import MIXERS
-from seqboat.mixers.base import DIRECTIONS, RecurrentMixer, directions_of
-from seqboat.mixers.ssm.ema import EMAConfig
 from seqboat.models.backbone import Backbone, BackboneConfig
 from seqboat.models.heads import LanguageModel
+from seqboat.ssm.ema import EMAConfig
 from small_runs import same_tensors
 
 TIME = len(MASKS["full"])

@@ -32,13 +32,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from seqboat.cli import main
+from seqboat.cli.main import main
 from seqboat.data import download as downloads
 from seqboat.data import sources
 from seqboat.data.download import DownloadError, RemoteFile, download
+from seqboat.data.prepare import DATASETS, find_dataset, prepare
 from seqboat.data.sources import Source, read_file
 from seqboat.data.store import MANIFEST, ArrayStore, ArrayWriter, MissingData, Prepared, Skips, Staging
-from seqboat.tasks.prepare import DATASETS, find_dataset, prepare
 
 # storage
 
@@ -182,8 +182,8 @@ def test_skips_are_listed_counted_and_limited() -> None:
 
 KILLED = """
 import sys
-from seqboat.tasks import prepare
-from seqboat.tasks.synthetic import pathfinder
+from seqboat.data import prepare
+from seqboat.tasks import pathfinder
 pathfinder.SHARD = 20
 real = pathfinder._make_shard
 def slowly(*arguments):
@@ -840,7 +840,7 @@ def test_show_prints_an_example(capsys: pytest.CaptureFixture[str]) -> None:
 def test_progress_is_told_in_lines_where_there_is_no_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from seqboat.data.console import progress
+    from seqboat.console import progress
 
     moments = iter([0.0, 1.0, 6.0, 7.0])
     monkeypatch.setattr(time, "monotonic", lambda: next(moments))
@@ -854,7 +854,7 @@ def test_progress_is_a_bar_on_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("rich")
-    from seqboat.data.console import progress
+    from seqboat.console import progress
 
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lm_runs import write_lm_run
-from seqboat.runs import Run
+from seqboat.run import Run
 from test_generate import make_model
 from test_learning_benchmarks import load
 

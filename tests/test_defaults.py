@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from seqboat.core.nn import FeedForward
 from seqboat.mixers import MIXERS
-from seqboat.mixers.attention.transformer import FeedForward
 
 PUBLISHED: dict[str, dict[str, Any]] = {
     # the base model of the paper; a hidden width of four times the model's

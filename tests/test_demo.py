@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-from seqboat import cli
-from seqboat.commands import demo
+from seqboat.cli import demo
+from seqboat.cli import main as cli
 from seqboat.recipes import RECIPES
-from seqboat.runs import Run
-from seqboat.tasks.base import SPLITS
-from seqboat.tasks.synthetic.expressions import decode
-from seqboat.tasks.synthetic.short_listops import ShortListOpsTaskConfig
+from seqboat.run import Run
+from seqboat.tasks.expressions import decode
+from seqboat.tasks.short_listops import ShortListOpsTaskConfig
+from seqboat.tasks.task import SPLITS
 from seqboat.training.planning import pace
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -87,7 +87,7 @@ def test_interrupt_ends_without_a_traceback(tmp_path: Path):
     # a shell may have told its background jobs to ignore the signal; people at a terminal have not
     script = (
         "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler);"
-        "from seqboat.cli import main; sys.exit(main(sys.argv[1:]))"
+        "from seqboat.cli.main import main; sys.exit(main(sys.argv[1:]))"
     )
     command = [sys.executable, "-u", "-c", script, "demo", "--out", str(tmp_path)]
     with subprocess.Popen(

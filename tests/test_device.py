@@ -16,16 +16,16 @@ from seqboat.core.state import tensors
 from seqboat.inference.base import Token
 from seqboat.inference.device import DeviceSeqBoat
 from seqboat.inference.lean import LeanSeqBoat, lean_layer, lean_model
-from seqboat.mixers.seqboat.gau import GAUConfig
-from seqboat.mixers.seqboat.layer import SeqBoat, SeqBoatConfig
-from seqboat.mixers.ssm.ema import EMAConfig
-from seqboat.mixers.ssm.s4d import S4DConfig
-from seqboat.mixers.ssm.s5 import S5Config
+from seqboat.layers.gau import GAUConfig
+from seqboat.layers.seqboat import SeqBoat, SeqBoatConfig
 from seqboat.models.backbone import BackboneConfig
 from seqboat.models.heads import LanguageModel
 from seqboat.ops.decode import LayerStep
 from seqboat.ops.kernels import registry
 from seqboat.ops.kernels.registry import IMPLEMENTATIONS, Implementation, using_kernels
+from seqboat.ssm.ema import EMAConfig
+from seqboat.ssm.s4d import S4DConfig
+from seqboat.ssm.s5 import S5Config
 
 HERE = sys.modules[__name__]
 GAU = GAUConfig(d_z=4, d_v=6, window=3)

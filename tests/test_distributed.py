@@ -57,7 +57,7 @@ def half_dead(done: int, model: torch.nn.Module) -> None:
     """From step 4 on, layer 2 of the second process activates no token, whatever its router has learned."""
     import torch.distributed as dist
 
-    from seqboat.core.routers import TemperedSoftmax
+    from seqboat.layers.routers import TemperedSoftmax
 
     if done == 4 and dist.is_initialized() and dist.get_rank() == 1:
         layer: Any = model.get_submodule("backbone.layers.1.sma.router")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from seqboat.cli import main
+from seqboat.cli.main import main
 from seqboat.doctor import examine, machine, operations
 from seqboat.ops.band import Neighbors
 from seqboat.ops.banded import banded

@@ -25,9 +25,9 @@ from seqboat import (
     SparseModularActivation,
 )
 from seqboat.core.documents import find_documents
+from seqboat.core.mixer import Mixer
 from seqboat.core.state import select_rows, tensors
 from seqboat.mixers import MIXERS
-from seqboat.mixers.base import Mixer
 from seqboat.models.heads import Tagger
 from seqboat.ops.positions import PositionsName
 

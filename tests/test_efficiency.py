@@ -10,19 +10,18 @@ import pytest
 from seqboat import tasks
 from seqboat.bench.candidates import MIXER_TITLES, Candidate, build
 from seqboat.bench.setting import LayerSetting
-from seqboat.cli import main
+from seqboat.cli.main import main
 from seqboat.mixers import MIXERS
 from seqboat.models.cost import count_parameters
-from seqboat.paper import published
+from seqboat.paper import layer_efficiency, published
+from seqboat.paper.layer_efficiency import LAYER_EFFICIENCY, rate_of, task_setting
+from seqboat.paper.mixer_efficiency import MIXER_EFFICIENCY, mixer_candidates
 from seqboat.paper.published import EFFICIENCY_MODELS as MODELS
 from seqboat.paper.reproduce import plan, run_job
 from seqboat.paper.results import add_records, read_records
-from seqboat.paper.targets import layer_efficiency
-from seqboat.paper.targets.base import MeasuredTarget
-from seqboat.paper.targets.efficiency import BLOCKS, EFFICIENCY, measured_ratio
-from seqboat.paper.targets.layer_efficiency import LAYER_EFFICIENCY, rate_of, task_setting
-from seqboat.paper.targets.mixer_efficiency import MIXER_EFFICIENCY, mixer_candidates
-from seqboat.paper.trials import Bench, Trial
+from seqboat.paper.table6 import BLOCKS, EFFICIENCY, measured_ratio
+from seqboat.paper.target import MeasuredTarget
+from seqboat.paper.trial import Bench, Trial
 from seqboat.training.loop import train
 from small_runs import Spy, ToyConfig, small_run
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from seqboat import SeqBoat, SeqBoatConfig
 from seqboat.compat.layers import published_config, to_published
-from seqboat.mixers.ssm.ema import EMA
-from seqboat.mixers.ssm.ema_conv import EMAConv, EMAConvConfig
 from seqboat.recipes import find_recipe
+from seqboat.ssm.conv import EMAConv, EMAConvConfig
+from seqboat.ssm.ema import EMA
 from seqboat.training.config import from_yaml, override, to_yaml
 
 

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from mixer_cases import CASES, D_MODEL, RECURRENT_CASES, SMALL_EMA, SMALL_GAU, Case
-from seqboat.core.routers import SigmoidRouter
-from seqboat.mixers.base import RecurrentMixer
-from seqboat.mixers.seqboat.activation import SparseModularActivation
-from seqboat.mixers.seqboat.gau import GAUConfig
-from seqboat.mixers.seqboat.layer import SeqBoatConfig
-from seqboat.mixers.ssm.ema import EMA, EMAConfig
-from seqboat.mixers.ssm.s4d import S4D, S4DConfig
+from seqboat.core.mixer import RecurrentMixer
+from seqboat.layers.gau import GAUConfig
+from seqboat.layers.routers import SigmoidRouter
+from seqboat.layers.seqboat import SeqBoatConfig
+from seqboat.layers.sma import SparseModularActivation
 from seqboat.models.backbone import BackboneConfig
 from seqboat.models.heads import Classifier, LanguageModel, Matcher
+from seqboat.ssm.ema import EMA, EMAConfig
+from seqboat.ssm.s4d import S4D, S4DConfig
 
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 every_recurrent_case = pytest.mark.parametrize("case", RECURRENT_CASES, ids=str)

@@ -10,14 +10,14 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from mixer_cases import shrink
-from seqboat.core.routers import AlwaysActiveConfig
+from seqboat.core.mixer import directions_of
+from seqboat.layers.gau import GAUConfig
+from seqboat.layers.routers import AlwaysActiveConfig
+from seqboat.layers.seqboat import SeqBoatConfig
 from seqboat.mixers import MIXERS
-from seqboat.mixers.base import directions_of
-from seqboat.mixers.seqboat.gau import GAUConfig
-from seqboat.mixers.seqboat.layer import SeqBoatConfig
 from seqboat.models.backbone import BackboneConfig
 from seqboat.ops import band, positions
-from seqboat.tasks.base import apply_model
+from seqboat.tasks.task import apply_model
 from seqboat.training.config import RunConfig
 from seqboat.training.planning import estimate as estimates
 from seqboat.training.planning.estimate import estimate

@@ -19,15 +19,15 @@ import pytest
 import torch
 
 from lm_runs import lm_config, write_lm_run
-from seqboat.cli import main
-from seqboat.core.routers import AlwaysActiveConfig
-from seqboat.core.sma import Routing
+from seqboat.cli.main import main
+from seqboat.layers.packing import Routing
+from seqboat.layers.routers import AlwaysActiveConfig
 from seqboat.models.heads import LanguageModel
 from seqboat.recipes import find_recipe
-from seqboat.runs import Run
+from seqboat.run import Run
 from seqboat.tasks import TASKS
-from seqboat.tasks.base import IGNORE, Batch, Task
 from seqboat.tasks.segments import LongTextTask
+from seqboat.tasks.task import IGNORE, Batch, Task
 from seqboat.training.checkpoint import MODEL, CheckpointError, CheckpointStore
 from seqboat.training.config import RunConfig
 from seqboat.training.display import LiveDisplay, PlainDisplay, make_display

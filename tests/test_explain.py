@@ -18,17 +18,17 @@ import torch
 
 from lm_runs import write_lm_run, write_run
 from seqboat.analysis.traces import load_examples, trace
-from seqboat.cli import main
-from seqboat.commands.control import Control
-from seqboat.commands.explain import use_color
-from seqboat.mixers.attention.transformer import TransformerConfig
-from seqboat.mixers.seqboat.gau import GAUConfig
+from seqboat.cli.control import Control
+from seqboat.cli.explain import use_color
+from seqboat.cli.main import main
+from seqboat.data.prepare import prepare
+from seqboat.layers.gau import GAUConfig
+from seqboat.mixers.transformer import TransformerConfig
 from seqboat.reference import under
 from seqboat.report.explain import explain, render, subject
-from seqboat.runs import Run
+from seqboat.run import Run
 from seqboat.tasks import ListOpsTaskConfig, PathfinderTaskConfig, SpeechTaskConfig
-from seqboat.tasks.prepare import prepare
-from seqboat.tasks.synthetic.expressions import decode
+from seqboat.tasks.expressions import decode
 from small_runs import ToyConfig, register, small_run
 
 ANSI = re.compile(r"\033\[[0-9;]*m")

@@ -16,9 +16,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from seqboat.cli import main
+from seqboat.cli.main import main
 from seqboat.recipes import find_recipe
-from seqboat.runs import Run
+from seqboat.run import Run
 from seqboat.text.session import load_session, read
 from seqboat.training.checkpoint import MODEL, OPTIM
 from seqboat.training.config import difference, from_yaml, override

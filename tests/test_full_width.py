@@ -14,10 +14,10 @@ import pytest
 from torch import nn
 
 from seqboat.paper.targets import GROUPS, TARGETS
-from seqboat.paper.trials import Trial
+from seqboat.paper.trial import Trial
 from seqboat.recipes import find_recipe
 from seqboat.tasks import TASKS
-from seqboat.tasks.base import Dataset, Example, Split, Task
+from seqboat.tasks.task import Dataset, Example, Split, Task
 from seqboat.training.config import RunConfig
 from seqboat.training.loop import train
 from small_runs import Spy

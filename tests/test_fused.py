@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqboat.mixers.seqboat.gau import GAUConfig
-from seqboat.mixers.seqboat.layer import SeqBoatConfig
+from seqboat.layers.gau import GAUConfig
+from seqboat.layers.seqboat import SeqBoatConfig
 from seqboat.ops.fused import by_channel, combine, gates, linear, norm_of_silu, scale_by_rms, silu, take
 
 

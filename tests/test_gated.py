@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from seqboat.core.sma import Packed, pack
-from seqboat.mixers.seqboat.gau import GAU, GAUConfig
+from seqboat.layers.gau import GAU, GAUConfig
+from seqboat.layers.packing import Packed, pack
 from seqboat.ops import band
 from seqboat.ops.band import Neighbors
 from seqboat.ops.gated import _gated, gated_attention

@@ -12,7 +12,7 @@ from gated_oracles import assert_same_with_gradients, convolved, in_double, norm
 from mixer_cases import assert_near, enliven
 from seqboat.core.nn import EPS
 from seqboat.mixers import MIXERS
-from seqboat.mixers.gated.delta import GatedDeltaNet, GatedDeltaNetConfig
+from seqboat.mixers.delta import GatedDeltaNet, GatedDeltaNetConfig
 from seqboat.ops.matrix_state import gated_delta, gated_delta_step
 
 SMALL = GatedDeltaNetConfig(heads=2, d_key=3, block=4, ffn=False)

@@ -22,15 +22,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lm_runs import lm_config, write_lm_run, write_run
-from seqboat.cli import main
+from seqboat.cli.main import main
 from seqboat.core.state import state_bytes, tensors
+from seqboat.layers.gau import GAUConfig
 from seqboat.mixers import MegaConfig, SeqBoatConfig, TransformerConfig
-from seqboat.mixers.seqboat.gau import GAUConfig
-from seqboat.mixers.ssm.ema import EMAConfig
 from seqboat.models.backbone import BackboneConfig, BackboneState
 from seqboat.models.heads import LanguageModel, LanguageModelOutput
-from seqboat.runs import Run
-from seqboat.tasks.synthetic.listops import ListOpsTaskConfig
+from seqboat.run import Run
+from seqboat.ssm.ema import EMAConfig
+from seqboat.tasks.listops import ListOpsTaskConfig
 from seqboat.text.generate import Generation, generate, stream
 from seqboat.text.pieces import StopFinder, TextDecoder, unfinished
 from seqboat.text.sampling import SamplingConfig, choose, distribution, make_generators
@@ -633,7 +633,7 @@ def test_a_document_goes_on_later(run: Path, tmp_path: Path, capsys: pytest.Capt
 def test_a_terminal_gets_no_control_codes(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from seqboat.commands.generate import write
+    from seqboat.cli.generate import write
 
     write("a\tb\n\x1b[31m\r\x07\u202ec€", terminal=True)
     write("\x1b", terminal=False)

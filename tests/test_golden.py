@@ -16,8 +16,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from seqboat import compat, reference
-from seqboat.mixers.seqboat.layer import SeqBoat
-from seqboat.mixers.ssm.ema import EMA, EMAConfig
+from seqboat.layers.seqboat import SeqBoat
+from seqboat.ssm.ema import EMA, EMAConfig
 
 NAMES = [
     "ema_bidirectional",

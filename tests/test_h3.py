@@ -10,12 +10,12 @@ from torch import Tensor
 
 from mixer_cases import enliven
 from seqboat.mixers import MIXERS
-from seqboat.mixers.attention.transformer import Transformer
-from seqboat.mixers.ssm.base import as_complex
-from seqboat.mixers.ssm.h3 import H3, H3Config, H3HybridConfig
-from seqboat.mixers.ssm.s4d import S4DConfig
+from seqboat.mixers.h3 import H3, H3Config, H3HybridConfig
+from seqboat.mixers.transformer import Transformer
 from seqboat.models.backbone import BackboneConfig
 from seqboat.models.heads import LanguageModel
+from seqboat.ssm.diagonal import as_complex
+from seqboat.ssm.s4d import S4DConfig
 
 BASE = H3Config(shift=4, ssm=S4DConfig(d_state=4, block=8, init="lin"), d_ff=5)
 HYBRID = H3HybridConfig(shift=4, ssm=S4DConfig(d_state=4, block=8, init="lin"), d_ff=5)

@@ -51,12 +51,12 @@ from seqboat.hf import (
     byte_tokenizer,
 )
 from seqboat.hf.export import to_transformers
+from seqboat.layers.gau import GAUConfig
+from seqboat.layers.seqboat import SeqBoatConfig as LayerConfig
 from seqboat.mixers import MIXERS
-from seqboat.mixers.seqboat.gau import GAUConfig
-from seqboat.mixers.seqboat.layer import SeqBoatConfig as LayerConfig
-from seqboat.mixers.ssm.s4d import S4DConfig
 from seqboat.models.backbone import BackboneConfig
 from seqboat.models.heads import Classifier, LanguageModel
+from seqboat.ssm.s4d import S4DConfig
 
 WINDOW = 4
 LAYER = LayerConfig(

@@ -19,13 +19,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from transformers.utils import logging
 
 from published_cases import read, save_checkpoint, write_dictionaries
-from seqboat.cli import main
+from seqboat.cli.main import main
 from seqboat.compat.runs import import_run
 from seqboat.hf import SeqBoatForCausalLM
-from seqboat.runs import Run
+from seqboat.own.task import ClassifyTaskConfig
+from seqboat.own.text import LMTextTaskConfig
+from seqboat.run import Run
 from seqboat.tasks import TASKS
-from seqboat.tasks.lmtext import LMTextTaskConfig
-from seqboat.tasks.own.task import ClassifyTaskConfig
 from seqboat.training.loop import train
 from small_runs import Spy, ToyConfig, small_run
 

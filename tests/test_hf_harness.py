@@ -18,7 +18,7 @@ from lm_eval.tasks import TaskManager
 
 from seqboat.hf import byte_tokenizer
 from seqboat.hf.export import to_transformers
-from seqboat.mixers.seqboat.layer import SeqBoatConfig
+from seqboat.layers.seqboat import SeqBoatConfig
 from seqboat.models.backbone import BackboneConfig
 from seqboat.models.heads import LanguageModel
 

@@ -20,7 +20,7 @@ pytest.importorskip("uvicorn", reason="needs transformers[serving], which no ext
 pytest.importorskip("openai", reason="needs transformers[serving], which no extra installs")
 
 from seqboat.hf.export import export_run
-from seqboat.runs import Run
+from seqboat.run import Run
 from seqboat.text.generate import SamplingConfig, generate
 
 MODEL, PROMPT, LENGTH = "enwik8-small", "The history of", 40

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from lm_runs import write_lm_run
 from seqboat.core.state import tensors
 from seqboat.models.heads import LanguageModel
-from seqboat.runs import Run
+from seqboat.run import Run
 from seqboat.text import session as sessions
 from seqboat.text.session import Session, load_session, read, save_session, start
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from lm_runs import write_lm_run
-from seqboat.cli import main
+from seqboat.cli.main import main
 from seqboat.inference.int8 import (
     Int8Embedding,
     Int8Linear,
@@ -24,7 +24,7 @@ from seqboat.inference.int8 import (
 )
 from seqboat.inference.lean import lean_model
 from seqboat.inference.products import FloatProduct, make_head, make_product
-from seqboat.runs import Run
+from seqboat.run import Run
 from seqboat.text.generate import SamplingConfig, generate
 from seqboat.text.scoring import score, total
 from seqboat.text.session import load_session, read, save_session, start

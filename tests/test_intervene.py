@@ -15,10 +15,10 @@ import torch
 
 from lm_runs import write_lm_run, write_run
 from seqboat.analysis.interventions import THRESHOLDS, intervene, standard_error
-from seqboat.cli import main
-from seqboat.core.policy import override_activation
-from seqboat.runs import Run
-from seqboat.tasks.base import draw_subset
+from seqboat.cli.main import main
+from seqboat.layers.policy import override_activation
+from seqboat.run import Run
+from seqboat.tasks.task import draw_subset
 from seqboat.training.evaluate import evaluate
 from seqboat.training.parallel import World
 from small_runs import ToyConfig, register, small_run

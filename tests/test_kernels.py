@@ -12,11 +12,8 @@ from torch import Tensor
 
 import seqboat
 from closeness import difference
-from seqboat.mixers.seqboat.gau import GAUConfig
-from seqboat.mixers.seqboat.layer import SeqBoat, SeqBoatConfig
-from seqboat.mixers.ssm.base import SSMConfig
-from seqboat.mixers.ssm.ema import EMAConfig
-from seqboat.mixers.ssm.s4d import S4DConfig
+from seqboat.layers.gau import GAUConfig
+from seqboat.layers.seqboat import SeqBoat, SeqBoatConfig
 from seqboat.ops import banded as banded_module
 from seqboat.ops.band import Neighbors
 from seqboat.ops.banded import banded
@@ -24,6 +21,9 @@ from seqboat.ops.kernels import registry
 from seqboat.ops.kernels.function import run_kernel
 from seqboat.ops.kernels.registry import Implementation
 from seqboat.ops.kernels.scan import _torch_gradients, torch_scan
+from seqboat.ssm.diagonal import SSMConfig
+from seqboat.ssm.ema import EMAConfig
+from seqboat.ssm.s4d import S4DConfig
 
 HERE = sys.modules[__name__]
 

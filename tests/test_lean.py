@@ -11,25 +11,26 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from seqboat.core.budget import BudgetConfig
-from seqboat.core.policy import override_activation
-from seqboat.core.routers import ROUTERS, AlwaysActiveConfig, SigmoidConfig
 from seqboat.core.state import select_rows, tensors
 from seqboat.inference.attention import LeanAttention
 from seqboat.inference.lean import LeanSeqBoat, lean_backbone, lean_model
+from seqboat.layers.budget import BudgetConfig
+from seqboat.layers.gau import GAUConfig
+from seqboat.layers.policy import override_activation
+from seqboat.layers.routers import ROUTERS, AlwaysActiveConfig, SigmoidConfig
+from seqboat.layers.seqboat import SeqBoatConfig
+from seqboat.layers.variants import SeqBoatThenFFNConfig
 from seqboat.mixers import MIXERS
-from seqboat.mixers.seqboat.ablations import SeqBoatThenFFNConfig
-from seqboat.mixers.seqboat.gau import GAUConfig
-from seqboat.mixers.seqboat.layer import SeqBoatConfig
-from seqboat.mixers.ssm.ema import EMAConfig
-from seqboat.mixers.ssm.ema_conv import EMAConvConfig
-from seqboat.mixers.ssm.liquid_s4 import LiquidS4Config
-from seqboat.mixers.ssm.s4 import S4Config, S4LayerConfig
-from seqboat.mixers.ssm.s4d import S4DConfig, S4DLayerConfig
-from seqboat.mixers.ssm.s5 import S5Config, S5LayerConfig
+from seqboat.mixers.ssm import S4DLayerConfig, S4LayerConfig, S5LayerConfig
 from seqboat.models.backbone import BackboneConfig
 from seqboat.models.heads import LanguageModel
 from seqboat.ops.positions import POSITIONS
+from seqboat.ssm.conv import EMAConvConfig
+from seqboat.ssm.ema import EMAConfig
+from seqboat.ssm.liquid_s4 import LiquidS4Config
+from seqboat.ssm.s4 import S4Config
+from seqboat.ssm.s4d import S4DConfig
+from seqboat.ssm.s5 import S5Config
 
 TOLERANCE = 1e-10
 VOCAB = 11

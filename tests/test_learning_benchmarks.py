@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from seqboat.cli import main
+from seqboat.cli.main import main
 from seqboat.ops.positions import RelativeBias
 from seqboat.tasks import TASKS
 from seqboat.training.config import override

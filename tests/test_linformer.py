@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from against import around, by_head, check_against, enlarge
+from seqboat.core.mixer import RecurrentMixer
 from seqboat.mixers import Linformer, LinformerConfig
-from seqboat.mixers.attention.linformer import Sharing
-from seqboat.mixers.base import RecurrentMixer
+from seqboat.mixers.linformer import Sharing
 
 
 def make(config: LinformerConfig) -> Linformer:

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from mixer_cases import enliven
 from seqboat.mixers import MIXERS
-from seqboat.mixers.ssm.base import as_complex
-from seqboat.mixers.ssm.liquid_s4 import LiquidS4, LiquidS4Config, LiquidS4LayerConfig
+from seqboat.mixers.ssm import LiquidS4LayerConfig
+from seqboat.ssm.diagonal import as_complex
+from seqboat.ssm.liquid_s4 import LiquidS4, LiquidS4Config
 
 BASE = LiquidS4Config(d_state=6, block=8)
 CONFIGS = {

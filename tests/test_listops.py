@@ -13,9 +13,9 @@ import pytest
 
 from seqboat.data.shards import make_parts
 from seqboat.data.store import ArrayStore, Staging
-from seqboat.tasks.synthetic import expressions as exprs
-from seqboat.tasks.synthetic import listops
-from seqboat.tasks.synthetic.expressions import Expression, ListOpsConfig
+from seqboat.tasks import expressions as exprs
+from seqboat.tasks import listops
+from seqboat.tasks.expressions import Expression, ListOpsConfig
 
 SMALL = ListOpsConfig(max_depth=5, max_arguments=5, longer_than=9, shorter_than=101)
 

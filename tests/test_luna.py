@@ -12,7 +12,7 @@ from torch import Tensor
 from against import around, by_head, check_against, enlarge
 from seqboat.core.state import state_bytes
 from seqboat.mixers import Luna, LunaConfig
-from seqboat.mixers.attention.linear import BLOCK, causal_product
+from seqboat.mixers.linear import BLOCK, causal_product
 from seqboat.models.backbone import Backbone, BackboneConfig
 
 HEADS = 2

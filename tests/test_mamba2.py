@@ -12,7 +12,7 @@ from gated_oracles import assert_same_with_gradients, convolved, in_double, norm
 from mixer_cases import enliven
 from seqboat.core.nn import EPS
 from seqboat.mixers import MIXERS
-from seqboat.mixers.gated.mamba2 import Mamba2, Mamba2Config
+from seqboat.mixers.mamba2 import Mamba2, Mamba2Config
 from seqboat.ops.matrix_state import decays_between, gated_sum, gated_sum_step
 
 SMALL = Mamba2Config(d_state=3, d_head=4, block=4)

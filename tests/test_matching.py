@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from seqboat.cli import main
+from seqboat.cli.main import main
+from seqboat.layers.seqboat import SeqBoatConfig
 from seqboat.mixers import MIXERS, Mixer, PerformerConfig, TransformerConfig
-from seqboat.mixers.seqboat.layer import SeqBoatConfig
 from seqboat.models.cost import count_parameters
 from seqboat.paper.matching import (
     TABLES,

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from seqboat.core.state import state_bytes, tensors
 from seqboat.mixers import MIXERS, Mega, MegaConfig
-from seqboat.mixers.attention.mega import MegaState
-from seqboat.mixers.ssm.ema import EMAConfig
+from seqboat.mixers.mega import MegaState
 from seqboat.ops.functions import LAPLACE_MU, LAPLACE_SIGMA, AttentionName
 from seqboat.ops.positions import RotaryBias
+from seqboat.ssm.ema import EMAConfig
 
 BASE = MegaConfig(ema=EMAConfig(d_state=3), d_z=4, d_v=7, max_positions=6)
 CONFIGS = {

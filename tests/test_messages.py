@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from seqboat import extras
-from seqboat.cli import main
-from seqboat.runs import Run
+from seqboat.cli.main import main
+from seqboat.core import extras
+from seqboat.run import Run
 from seqboat.training.loop import Trainer
 from test_own import TINY
 

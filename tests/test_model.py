@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from mixer_cases import SMALL_EMA, SMALL_GAU, assert_near, balance, directions, enliven, mask_rows
 from seqboat.core.nn import masked_mean
+from seqboat.layers.seqboat import SeqBoatConfig
 from seqboat.mixers import MIXERS
-from seqboat.mixers.seqboat.layer import SeqBoatConfig
-from seqboat.mixers.ssm.ema import EMA
 from seqboat.models.backbone import Backbone, BackboneConfig
 from seqboat.models.heads import Classifier, LanguageModel, Matcher
 from seqboat.ops.positions import sinusoids
+from seqboat.ssm.ema import EMA
 
 ENCODER = SeqBoatConfig(init="paper", ssm=SMALL_EMA, gau=SMALL_GAU)
 DECODER = replace(ENCODER, causal=True)

@@ -14,10 +14,12 @@ import torch
 from torch import nn
 
 from lm_runs import write_lm_run
-from seqboat.cli import main
-from seqboat.core.budget import BudgetConfig
-from seqboat.core.policy import policies
-from seqboat.core.routers import (
+from seqboat.cli.main import main
+from seqboat.inference.int8 import quantize
+from seqboat.layers.budget import BudgetConfig
+from seqboat.layers.gau import GAUConfig
+from seqboat.layers.policy import policies
+from seqboat.layers.routers import (
     AlwaysActiveConfig,
     ExpertChoiceConfig,
     GumbelConfig,
@@ -28,18 +30,17 @@ from seqboat.core.routers import (
     TopKConfig,
     XMoEConfig,
 )
-from seqboat.inference.int8 import quantize
-from seqboat.mixers.seqboat.ablations import SeqBoatThenFFNConfig
-from seqboat.mixers.seqboat.gau import GAUConfig
-from seqboat.mixers.seqboat.layer import SeqBoatConfig
-from seqboat.mixers.ssm.ema import EMAConfig
-from seqboat.mixers.ssm.ema_conv import EMAConvConfig
-from seqboat.mixers.ssm.s4 import S4Config
-from seqboat.mixers.ssm.s4d import S4DConfig, S4DLayerConfig
-from seqboat.mixers.ssm.s5 import S5Config, S5LayerConfig
+from seqboat.layers.seqboat import SeqBoatConfig
+from seqboat.layers.variants import SeqBoatThenFFNConfig
+from seqboat.mixers.ssm import S4DLayerConfig, S5LayerConfig
 from seqboat.models.backbone import BackboneConfig
 from seqboat.models.heads import Classifier, LanguageModel, Matcher, Tagger
-from seqboat.runs import Run
+from seqboat.run import Run
+from seqboat.ssm.conv import EMAConvConfig
+from seqboat.ssm.ema import EMAConfig
+from seqboat.ssm.s4 import S4Config
+from seqboat.ssm.s4d import S4DConfig
+from seqboat.ssm.s5 import S5Config
 from seqboat.text.generate import SamplingConfig, generate
 
 onnx = pytest.importorskip("onnx", reason="onnx is not installed")

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from seqboat.core.routers import XMoEConfig
+from seqboat.layers.gau import GAUConfig
+from seqboat.layers.routers import XMoEConfig
+from seqboat.layers.seqboat import SeqBoatConfig
 from seqboat.mixers import MIXERS
-from seqboat.mixers.seqboat.gau import GAUConfig
-from seqboat.mixers.seqboat.layer import SeqBoatConfig
-from seqboat.mixers.ssm.s4d import S4DConfig
 from seqboat.models.backbone import BackboneConfig
 from seqboat.models.heads import Classifier
+from seqboat.ssm.s4d import S4DConfig
 from seqboat.training.optim import (
     OptimizerConfig,
     ScheduleConfig,

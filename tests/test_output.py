@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from seqboat.cli import main
+from seqboat.cli.main import main
 
 
 def seqboat(*arguments: str, **settings: Any) -> subprocess.CompletedProcess[str]:

@@ -22,17 +22,17 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 from closeness import assert_same_numbers
-from seqboat.cli import main
+from seqboat.cli.main import main
 from seqboat.data.store import Skips
 from seqboat.data.tables import read_records
-from seqboat.predictor import Predictor
-from seqboat.runs import Run
+from seqboat.own.carried import unpack_tokenizer
+from seqboat.own.inputs import read_sound
+from seqboat.own.prepare import read_time
+from seqboat.own.tags import find_spans
+from seqboat.own.task import OwnTask
+from seqboat.predict import Predictor
+from seqboat.run import Run
 from seqboat.tasks import ClassifyTaskConfig, RegressTaskConfig, TagTaskConfig
-from seqboat.tasks.own.carried import unpack_tokenizer
-from seqboat.tasks.own.inputs import read_sound
-from seqboat.tasks.own.prepare import read_time
-from seqboat.tasks.own.tags import find_spans
-from seqboat.tasks.own.task import OwnTask
 
 TINY = [
     "--data.max_length=24",

@@ -13,8 +13,8 @@ from lm_runs import lm_config
 from mixer_cases import enliven
 from seqboat import LanguageModel
 from seqboat.analysis.attention import attention_weights
-from seqboat.tasks.base import apply_model
-from seqboat.tasks.lmtext import LMTextTaskConfig
+from seqboat.own.text import LMTextTaskConfig
+from seqboat.tasks.task import apply_model
 from seqboat.training.config import from_dict, to_dict
 from seqboat.training.loop import train
 from small_runs import Spy

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from seqboat.data.prepare import prepare
 from seqboat.data.store import ArrayStore
-from seqboat.tasks.prepare import prepare
-from seqboat.tasks.synthetic.curves import (
+from seqboat.tasks.curves import (
     PATHFINDER,
     PATHFINDER16,
     PATHX,
@@ -29,7 +29,7 @@ from seqboat.tasks.synthetic.curves import (
     reduce,
     tables,
 )
-from seqboat.tasks.synthetic.pathfinder import PathfinderTaskConfig, PathXTaskConfig
+from seqboat.tasks.pathfinder import PathfinderTaskConfig, PathXTaskConfig
 
 Image = pytest.importorskip("PIL.Image")
 ImageDraw = pytest.importorskip("PIL.ImageDraw")
@@ -304,7 +304,7 @@ def digests(store: ArrayStore) -> dict[str, str]:
 def test_one_and_two_processes_prepare_the_same_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from seqboat.tasks.synthetic import pathfinder
+    from seqboat.tasks import pathfinder
 
     monkeypatch.setattr(pathfinder, "SHARD", 50)
     counts = (90, 6, 6)

@@ -14,7 +14,7 @@ from against import around, by_head, check_against, enlarge
 from seqboat import set_training_step
 from seqboat.core.state import state_bytes
 from seqboat.mixers import Performer, PerformerConfig
-from seqboat.mixers.attention.performer import RELU_EPSILON, FeatureKernel, RandomFeatures, draw_features
+from seqboat.mixers.performer import RELU_EPSILON, FeatureKernel, RandomFeatures, draw_features
 
 
 def make(config: PerformerConfig) -> Performer:

@@ -19,10 +19,10 @@ from lm_runs import lm_config, write_run
 from seqboat import BackboneConfig, LanguageModel, plugins
 from seqboat.bench.candidates import configure, parse_candidate
 from seqboat.bench.setting import LayerSetting
-from seqboat.cli import main
-from seqboat.predictor import Predictor
+from seqboat.cli.main import main
+from seqboat.predict import Predictor
 from seqboat.recipes import find_recipe
-from seqboat.runs import Run
+from seqboat.run import Run
 from seqboat.training.config import from_dict, to_dict
 from seqboat.training.config.overrides import override
 
@@ -203,8 +203,8 @@ def layer_config() -> Any:
 
 MINE = """
 from dataclasses import dataclass
-from seqboat.core.routers import RouterConfig, SigmoidRouter
-from seqboat.mixers.ssm.ema import EMA, EMAConfig
+from seqboat.layers.routers import RouterConfig, SigmoidRouter
+from seqboat.ssm.ema import EMA, EMAConfig
 
 class EverySecond(SigmoidRouter):
     pass
@@ -297,7 +297,7 @@ def test_help_loads_no_plugin(broken: None, capsys: pytest.CaptureFixture[str]) 
     assert "broken_parts" not in sys.modules
 
 
-ROUTER = "from seqboat.core.routers import *\n"
+ROUTER = "from seqboat.layers.routers import *\n"
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,7 @@ ROUTER = "from seqboat.core.routers import *\n"
         ("RECIPES = {'mine': 3}", "must be a function that returns a RunConfig"),
         (
             "from seqboat import EMAConfig\nROUTERS = {'mine': EMAConfig}",
-            "must derive from seqboat.core.rout",
+            "must derive from seqboat.layers.rout",
         ),
         (
             f"{ROUTER}@dataclass\nclass A:\n    x: int = 1\nTASKS = {{'mine': A}}",

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from seqboat import GAU, GAUConfig
-from seqboat.core.sma import pack
-from seqboat.mixers.attention.transformer import TRANSFORMER_POSITIONS, TransformerPositions
+from seqboat.layers.packing import pack
+from seqboat.mixers.transformer import TRANSFORMER_POSITIONS, TransformerPositions
 from seqboat.ops.positions import POSITIONS, Positions, PositionsName, RelativeBias, rotate, sinusoids
 
 

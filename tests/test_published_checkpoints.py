@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from published_cases import PublishedModel, read, real, save_checkpoint, settings, write_dictionaries
 from seqboat import compat
-from seqboat.cli import main
-from seqboat.commands.convert import import_published
+from seqboat.cli import import_published
+from seqboat.cli.main import main
 from seqboat.compat.checkpoints import read_checkpoint
 from seqboat.compat.runs import RECIPES, export_run, import_run
 from seqboat.data.published.pickles import PickledFile, Refused, StoredTensor
-from seqboat.runs import Run
+from seqboat.run import Run
 from seqboat.training.checkpoint import load_model_tensors
 
 # everything is in float64 here, so that only the order of sums differs

@@ -11,19 +11,19 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from seqboat.cli import main
+from seqboat.cli.main import main
+from seqboat.data.prepare import prepare as prepare_data
 from seqboat.data.published.dictionary import byte_symbols, label_symbols, read_dictionary
 from seqboat.data.published.indexed import IndexedSequences
 from seqboat.data.store import ArrayStore
-from seqboat.runs import Run
+from seqboat.run import Run
 from seqboat.tasks import enwik8
+from seqboat.tasks.expressions import ListOpsConfig, generate, write_table
 from seqboat.tasks.image import ImageTaskConfig
-from seqboat.tasks.prepare import prepare as prepare_data
+from seqboat.tasks.listops import ListOpsTaskConfig
 from seqboat.tasks.retrieval import RetrievalTaskConfig
 from seqboat.tasks.speech import SpeechTaskConfig
 from seqboat.tasks.stored import shuffled_rows
-from seqboat.tasks.synthetic.expressions import ListOpsConfig, generate, write_table
-from seqboat.tasks.synthetic.listops import ListOpsTaskConfig
 from seqboat.tasks.text import TextTaskConfig
 from seqboat.training.loop import train
 from small_runs import Spy, small_run

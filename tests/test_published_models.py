@@ -13,9 +13,9 @@ from torch import Tensor
 from published_cases import NAMES, PublishedModel, read
 from seqboat import compat
 from seqboat.compat.models import gradients_to_published
-from seqboat.mixers.seqboat.layer import SeqBoatConfig
-from seqboat.mixers.ssm.s4d import S4DConfig
+from seqboat.layers.seqboat import SeqBoatConfig
 from seqboat.models.heads import Classifier, LanguageModel
+from seqboat.ssm.s4d import S4DConfig
 
 # stored in float64 throughout: what differs is the order of sums
 LOGITS, GRADIENTS = 1e-13, 1e-14

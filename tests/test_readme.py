@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from lm_runs import write_lm_run, write_run
+from seqboat.data.prepare import prepare
 from seqboat.tasks import ListOpsTaskConfig
-from seqboat.tasks.prepare import prepare
 from small_runs import small_run
 
 ROOT = Path(__file__).parents[1]
@@ -67,7 +67,7 @@ def make_exported_model(folder: Path) -> None:
 def make_onnx_files(folder: Path) -> None:
     """The folder that docs/deploy.md loads."""
     from seqboat.onnx.export import export_run
-    from seqboat.runs import Run
+    from seqboat.run import Run
 
     export_run(Run(write_lm_run(folder / "lm")), folder / "exported")
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 import yaml
 
+from seqboat.layers.seqboat import SeqBoatConfig
 from seqboat.mixers import MIXERS
-from seqboat.mixers.seqboat.layer import SeqBoatConfig
 from seqboat.recipes import RECIPES, find_recipe
-from seqboat.tasks.base import Batch, Task, apply_model
+from seqboat.tasks.task import Batch, Task, apply_model
 from seqboat.training.config import from_dict, override, to_dict, to_yaml
 from seqboat.training.optim import build_optimizer
 

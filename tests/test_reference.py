@@ -14,7 +14,9 @@ from torch import Tensor
 
 from mixer_cases import shrink
 from seqboat import reference
-from seqboat.core.routers import (
+from seqboat.layers.gau import GAUConfig
+from seqboat.layers.packing import compress, extract
+from seqboat.layers.routers import (
     AlwaysActiveConfig,
     GumbelConfig,
     RouterConfig,
@@ -23,13 +25,11 @@ from seqboat.core.routers import (
     TemperedSoftmaxConfig,
     XMoEConfig,
 )
-from seqboat.core.sma import compress, extract
-from seqboat.mixers.seqboat.gau import GAUConfig
-from seqboat.mixers.seqboat.layer import SeqBoat, SeqBoatConfig, SeqBoatState
-from seqboat.mixers.ssm import SSMS
-from seqboat.mixers.ssm.ema import EMA, EMAConfig
-from seqboat.mixers.ssm.s4d import S4DConfig
+from seqboat.layers.seqboat import SeqBoat, SeqBoatConfig, SeqBoatState
 from seqboat.ops.positions import POSITIONS
+from seqboat.ssm import SSMS
+from seqboat.ssm.ema import EMA, EMAConfig
+from seqboat.ssm.s4d import S4DConfig
 
 TOLERANCE = 1e-9
 

@@ -25,19 +25,19 @@ from browsers import open_chromium, requests_of
 from lm_runs import write_lm_run, write_run
 from seqboat.analysis.attention import Attention, attention_weights
 from seqboat.analysis.traces import LayerTrace, SampleTrace, SequenceTrace, load_examples, trace
-from seqboat.cli import main
-from seqboat.commands.report import default_page
-from seqboat.mixers.attention.transformer import TransformerConfig
-from seqboat.mixers.seqboat.gau import GAUConfig
-from seqboat.mixers.seqboat.layer import SeqBoatConfig
+from seqboat.cli.main import main
+from seqboat.cli.report import default_page
+from seqboat.layers.gau import GAUConfig
+from seqboat.layers.seqboat import SeqBoatConfig
+from seqboat.mixers.transformer import TransformerConfig
 from seqboat.report.compare import collect_comparison, short_names
 from seqboat.report.page import element, visible
 from seqboat.report.record import describe_run, thin
 from seqboat.report.run import Collected, collect, report_page
 from seqboat.report.samples import PAGE_BYTES, Sample, pack_sample, pack_samples, sight_of, spell_bytes
-from seqboat.runs import find_run
+from seqboat.run import find_run
 from seqboat.tasks import TASKS
-from seqboat.tasks.base import Dataset, Example, Kind, Split, Task
+from seqboat.tasks.task import Dataset, Example, Kind, Split, Task
 from small_runs import ToyConfig, register, small_run
 
 ATTACK = "<script>alert(1)</script>"

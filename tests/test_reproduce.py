@@ -14,24 +14,25 @@ import pytest
 import seqboat.paper.reproduce as reproduce
 from seqboat.analysis.measures import measure_run
 from seqboat.analysis.traces import load_examples, trace
-from seqboat.cli import main
+from seqboat.cli.main import main
+from seqboat.core.mixer import directions_of
 from seqboat.data.files import Lock
 from seqboat.mixers import MIXERS
-from seqboat.mixers.base import directions_of
+from seqboat.paper import target as base
+from seqboat.paper.figure3 import ActivationTarget
+from seqboat.paper.figure4 import ConfidenceTarget
+from seqboat.paper.figure6 import SpanTarget
 from seqboat.paper.machine import Machine, fitting
 from seqboat.paper.matching import count_of_run
+from seqboat.paper.mixers import READ_LISTOPS
 from seqboat.paper.reproduce import estimate, plan, refreshed, run_job
 from seqboat.paper.results import add_records, read_records
-from seqboat.paper.targets import GROUPS, TARGETS, base
-from seqboat.paper.targets.activation import ActivationTarget
-from seqboat.paper.targets.base import Job, Target, per_step, step_memory
-from seqboat.paper.targets.confidence import ConfidenceTarget
-from seqboat.paper.targets.mixers import READ_LISTOPS
-from seqboat.paper.targets.scores import RunsTarget, TableTarget
-from seqboat.paper.targets.span import SpanTarget
-from seqboat.paper.trials import Trial
+from seqboat.paper.tables123 import RunsTarget, TableTarget
+from seqboat.paper.target import Job, Target, per_step, step_memory
+from seqboat.paper.targets import GROUPS, TARGETS
+from seqboat.paper.trial import Trial
 from seqboat.recipes import RECIPES, find_recipe
-from seqboat.runs import Run
+from seqboat.run import Run
 from seqboat.tasks import TASKS
 from seqboat.training import loop
 from seqboat.training.config import RunConfig, from_yaml, override

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from closeness import assert_same_numbers
-from seqboat.cli import main
+from seqboat.cli.main import main
 from seqboat.recipes import RECIPES
 from seqboat.tasks import TASKS
 from seqboat.training import precision

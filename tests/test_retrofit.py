@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from closeness import assert_same_numbers
-from seqboat.core.counts import activation
-from seqboat.core.losses import extra_loss
-from seqboat.core.routers import TemperedSoftmaxConfig
-from seqboat.core.sma import Routing
+from seqboat.layers.counts import activation
+from seqboat.layers.losses import extra_loss
+from seqboat.layers.packing import Routing
+from seqboat.layers.routers import TemperedSoftmaxConfig
 from seqboat.retrofitting.model import RateSchedule, Retrofit, find_modules, load_retrofit, retrofit
 from seqboat.retrofitting.unit import SparseUnit
 

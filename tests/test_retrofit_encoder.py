@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from closeness import assert_same_numbers
-from seqboat.core.counts import activation
-from seqboat.core.routers import TemperedSoftmaxConfig
+from seqboat.layers.counts import activation
+from seqboat.layers.routers import TemperedSoftmaxConfig
 from seqboat.retrofitting.fitting import choose_columns
 from seqboat.retrofitting.model import RateSchedule, Retrofit, find_modules, load_retrofit, retrofit
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from closeness import assert_same_numbers
-from seqboat.core.counts import activation
-from seqboat.core.routers import (
+from seqboat.layers.counts import activation
+from seqboat.layers.packing import Routing
+from seqboat.layers.routers import (
     ROUTERS,
     AlwaysActive,
     AlwaysActiveConfig,
@@ -31,10 +32,9 @@ from seqboat.core.routers import (
     XMoEConfig,
     set_training_step,
 )
-from seqboat.core.sma import Routing
-from seqboat.mixers.seqboat.activation import SparseModularActivation
-from seqboat.mixers.seqboat.layer import SeqBoat, SeqBoatConfig
-from seqboat.mixers.seqboat.units import PaddedUnit
+from seqboat.layers.seqboat import SeqBoat, SeqBoatConfig
+from seqboat.layers.sma import SparseModularActivation
+from seqboat.layers.units import PaddedUnit
 
 every_router = pytest.mark.parametrize("config", ROUTERS.values(), ids=ROUTERS.keys())
 

@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from seqboat.cli import main
-from seqboat.commands.train import default_folder
+from seqboat.cli.main import main
+from seqboat.cli.train import default_folder
 from seqboat.mixers import MIXERS
 from seqboat.paper.published import ENWIK8, LRA, LRA_TASKS, SPEECH, published_parameters, published_score
 from seqboat.recipes import RECIPES, ROW_RECIPES, ROWS, SMALL_ROWS, find_recipe

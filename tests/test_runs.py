@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from seqboat.runs import Run, SavedFacts
+from seqboat.run import Run, SavedFacts
 from seqboat.tasks import TASKS, ClassifyTaskConfig
 from seqboat.training.checkpoint import MODEL, STATE, CheckpointError, CheckpointStore
 from seqboat.training.loop import train
@@ -155,7 +155,7 @@ def test_a_run_loads_with_the_core_libraries_alone() -> None:
     code = (
         ONLY_THE_CORE
         + """
-from seqboat.runs import Run
+from seqboat.run import Run
 found = Run("enwik8-small")
 print(found.step, found.config.recipe, found.task.name, found.language_model.training)
 """

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from mixer_cases import enliven
 from seqboat.mixers import MIXERS
-from seqboat.mixers.ssm.base import as_complex
-from seqboat.mixers.ssm.hippo import legs, legs_modes
-from seqboat.mixers.ssm.s4 import PIECE, S4, S4Config, S4LayerConfig
+from seqboat.mixers.ssm import S4LayerConfig
+from seqboat.ssm.diagonal import as_complex
+from seqboat.ssm.hippo import legs, legs_modes
+from seqboat.ssm.s4 import PIECE, S4, S4Config
 
 
 def make(d_model: int, config: S4Config, causal: bool, seed: int = 0) -> S4:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from mixer_cases import enliven
 from seqboat.mixers import MIXERS
-from seqboat.mixers.ssm.base import as_complex
-from seqboat.mixers.ssm.layer import SSMLayer
-from seqboat.mixers.ssm.s4d import S4D, S4DConfig, S4DLayerConfig, initial_poles
+from seqboat.mixers.ssm import S4DLayerConfig, SSMLayer
+from seqboat.ssm.diagonal import as_complex
+from seqboat.ssm.s4d import S4D, S4DConfig, initial_poles
 
 CORE = S4DConfig(d_state=6, block=8)
 CONFIGS = {

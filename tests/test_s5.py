@@ -10,9 +10,9 @@ from torch import Tensor
 
 from mixer_cases import enliven
 from seqboat.mixers import MIXERS
-from seqboat.mixers.ssm.base import as_complex
-from seqboat.mixers.ssm.layer import SSMLayer
-from seqboat.mixers.ssm.s5 import S5, S5Config, S5LayerConfig, parallel_scan
+from seqboat.mixers.ssm import S5LayerConfig, SSMLayer
+from seqboat.ssm.diagonal import as_complex
+from seqboat.ssm.s5 import S5, S5Config, parallel_scan
 
 SMALL = S5Config(d_state=8, systems=2)
 

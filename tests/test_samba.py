@@ -11,9 +11,9 @@ from torch import Tensor
 from gated_oracles import assert_same_with_gradients, normed, with_block
 from mixer_cases import assert_near, enliven
 from seqboat.mixers import MIXERS
-from seqboat.mixers.gated.delta import GatedDeltaNet
-from seqboat.mixers.gated.mamba2 import Mamba2
-from seqboat.mixers.gated.window import WindowAttention, WindowAttentionConfig
+from seqboat.mixers.delta import GatedDeltaNet
+from seqboat.mixers.mamba2 import Mamba2
+from seqboat.mixers.window import WindowAttention, WindowAttentionConfig
 from seqboat.models.backbone import BackboneConfig
 from seqboat.models.heads import LanguageModel
 from seqboat.ops.positions import rotate

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from closeness import assert_same_numbers
 from seqboat.core.nn import fft_convolve
-from seqboat.mixers.ssm.ema import log_decay
 from seqboat.ops.positions import rotate
 from seqboat.ops.scan import block_tables, final_state, scan, toeplitz
+from seqboat.ssm.ema import log_decay
 
 real_or_complex = pytest.mark.parametrize("complex_states", [False, True], ids=["real", "complex"])
 directions = pytest.mark.parametrize("bidirectional", [False, True], ids=["causal", "bidirectional"])

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from lm_runs import TEXT, lm_config, with_task, write_lm_run, write_run
-from seqboat.cli import main
+from seqboat.cli.main import main
 from seqboat.mixers import TransformerConfig
 from seqboat.models.backbone import BackboneConfig
 from seqboat.models.heads import LanguageModel
-from seqboat.runs import Run
-from seqboat.tasks.synthetic.recall import RecallTaskConfig
+from seqboat.run import Run
+from seqboat.tasks.recall import RecallTaskConfig
 from seqboat.text.scoring import read_chunks, score, total
 from seqboat.training.evaluate import Streaming, evaluate
 from seqboat.training.parallel import World

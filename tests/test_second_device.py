@@ -20,13 +20,13 @@ from second_device import SecondTensor, host_reads, second_device
 from seqboat.analysis.interventions import intervene
 from seqboat.analysis.measures import measure
 from seqboat.analysis.traces import load_examples
+from seqboat.core.mixer import RecurrentMixer
 from seqboat.core.state import tensors
 from seqboat.mixers import MIXERS
-from seqboat.mixers.base import RecurrentMixer
 from seqboat.models.backbone import BackboneConfig
 from seqboat.report.samples import collect_samples
 from seqboat.retrofitting.model import retrofit
-from seqboat.runs import Run
+from seqboat.run import Run
 from seqboat.tasks import TASKS
 from seqboat.text.generate import SamplingConfig, generate
 from seqboat.text.scoring import score

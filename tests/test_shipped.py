@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from lm_runs import lm_config, write_lm_run, write_run
-from seqboat import runs
-from seqboat.cli import main
-from seqboat.runs import Run, find_run, shipped_models
+from seqboat import run as runs
+from seqboat.cli.main import main
+from seqboat.run import Run, find_run, shipped_models
 from seqboat.text.generate import SamplingConfig, generate
 from seqboat.training.checkpoint import MODEL, CheckpointError, CheckpointStore
 

@@ -15,17 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from seqboat.core.budget import BudgetConfig
 from seqboat.core.padding import Aligned
-from seqboat.core.policy import update_budgets
-from seqboat.core.routers import AlwaysActive, Router, SigmoidRouter, TemperedSoftmax, XMoE
-from seqboat.core.sma import Packed, PackedModule, Routing, compress, extract, pack, pack_modules
 from seqboat.core.state import tensors
-from seqboat.mixers.attention.transformer import TransformerConfig
-from seqboat.mixers.seqboat.activation import Combine, SparseModularActivation
-from seqboat.mixers.seqboat.gau import GAUConfig
-from seqboat.mixers.seqboat.layer import SeqBoatConfig
-from seqboat.mixers.seqboat.units import MixerUnit, PaddedUnit
+from seqboat.layers.budget import BudgetConfig
+from seqboat.layers.gau import GAUConfig
+from seqboat.layers.packing import Packed, PackedModule, Routing, compress, extract, pack, pack_modules
+from seqboat.layers.policy import update_budgets
+from seqboat.layers.routers import AlwaysActive, Router, SigmoidRouter, TemperedSoftmax, XMoE
+from seqboat.layers.seqboat import SeqBoatConfig
+from seqboat.layers.sma import Combine, SparseModularActivation
+from seqboat.layers.units import MixerUnit, PaddedUnit
+from seqboat.mixers.transformer import TransformerConfig
 
 
 def decisions(batch: int, time: int, rate: float, seed: int = 0) -> Tensor:

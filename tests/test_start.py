@@ -12,16 +12,16 @@ from torch import nn
 
 import seqboat
 from seqboat import BackboneConfig, Classifier, LanguageModel, SparseModularActivation, dead_routers
-from seqboat.core.routers import ROUTERS, Router, TemperedSoftmax
-from seqboat.core.watch import DEAD_AFTER
+from seqboat.layers.routers import ROUTERS, Router, TemperedSoftmax
+from seqboat.layers.seqboat import SeqBoat, SeqBoatConfig
+from seqboat.layers.variants import SeqBoatThenFFNConfig
+from seqboat.layers.watch import DEAD_AFTER
 from seqboat.mixers import MIXERS
-from seqboat.mixers.seqboat.ablations import SeqBoatThenFFNConfig
-from seqboat.mixers.seqboat.layer import SeqBoat, SeqBoatConfig
-from seqboat.mixers.ssm import SSMS
-from seqboat.mixers.ssm.ema import EMA
 from seqboat.models.backbone import MixerConfig
 from seqboat.recipes import RECIPES
-from seqboat.recipes.your_data import classify, lm
+from seqboat.recipes.own import classify, lm
+from seqboat.ssm import SSMS
+from seqboat.ssm.ema import EMA
 from seqboat.training.config import override, part_from_dict, to_dict
 
 TARGET = 1.0

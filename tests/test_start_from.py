@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from seqboat.cli import main
+from seqboat.cli.main import main
 from seqboat.models.heads import Classifier
 from seqboat.recipes import find_recipe
-from seqboat.runs import Run, start_from
+from seqboat.run import Run, start_from
 from seqboat.training.checkpoint import load_start
 from seqboat.training.config import RunConfig, override
 from seqboat.training.config.fields import StartConfig

@@ -18,6 +18,7 @@ from mixer_cases import (
     assert_near,
     assert_states_near,
 )
+from seqboat.core.mixer import RecurrentMixer
 from seqboat.core.state import (
     check_state,
     detach_state,
@@ -27,11 +28,10 @@ from seqboat.core.state import (
     state_bytes,
     tensors,
 )
-from seqboat.mixers.base import RecurrentMixer
-from seqboat.mixers.seqboat.gau import GAUConfig
-from seqboat.mixers.seqboat.layer import SeqBoatConfig
-from seqboat.mixers.ssm.ema import EMAConfig
-from seqboat.mixers.ssm.s4d import S4DConfig
+from seqboat.layers.gau import GAUConfig
+from seqboat.layers.seqboat import SeqBoatConfig
+from seqboat.ssm.ema import EMAConfig
+from seqboat.ssm.s4d import S4DConfig
 
 every_recurrent_case = pytest.mark.parametrize("case", RECURRENT_CASES, ids=str)
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from seqboat.cli import main
+from seqboat.cli.main import main
 from seqboat.data.files import Lock
 from seqboat.paper.matching import count_of_run
 from seqboat.paper.studies import STUDIES, budget
@@ -35,10 +35,10 @@ from seqboat.paper.studies.tables import (
     standard_error,
     standing,
 )
-from seqboat.paper.trials import Trial
+from seqboat.paper.trial import Trial
 from seqboat.processor import processor_name
 from seqboat.recipes import RECIPES, ROWS
-from seqboat.runs import Run
+from seqboat.run import Run
 from seqboat.tasks import TASKS
 from seqboat.training.config import RunConfig
 from small_runs import ToyConfig, small_run

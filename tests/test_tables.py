@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from seqboat.cli import main
+from seqboat.cli.main import main
 from seqboat.data import copies
 from seqboat.data.store import Skips
+from seqboat.own.prepare import read_own
 from seqboat.tasks import ClassifyTaskConfig, LMTextTaskConfig
-from seqboat.tasks.own.prepare import read_own
 
 HEADER = "text,label\n"
 
@@ -172,7 +172,7 @@ def test_a_large_file_is_copied_once_and_again_when_it_changes(
     assert folder.name.startswith("rows-") and str(tmp_path) not in (folder / "manifest.json").read_text()
     made = (folder / "manifest.json").stat().st_mtime_ns
     with monkeypatch.context() as patch:
-        patch.setattr("seqboat.tasks.own.prepare.read_records", None)  # would fail if the table was read
+        patch.setattr("seqboat.own.prepare.read_records", None)  # would fail if the table was read
         assert config.build().dataset("train")[3].target in (0, 1)
     assert (folder / "manifest.json").stat().st_mtime_ns == made
     table.write_text(HEADER + "".join(plain_rows(60)) + "x,c\n,c\n")
@@ -241,7 +241,7 @@ def test_a_disk_without_room_for_a_copy(tmp_path: Path, monkeypatch: pytest.Monk
 def test_texts_are_checked_across_the_borders_of_chunks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("seqboat.tasks.lmtext.CHUNK", 3)
+    monkeypatch.setattr("seqboat.own.text.CHUNK", 3)
     (tmp_path / "a.txt").write_text("déjà vu 日本語 " * 20, encoding="utf-8")
     (tmp_path / "b.txt").write_bytes("日本".encode()[:-1])
     (tmp_path / "c.txt").write_bytes("abc日".encode() + b"\xff")
@@ -290,7 +290,7 @@ def test_training_on_files_larger_than_its_memory(tmp_path: Path) -> None:
 
 
 def test_a_table_of_free_text_labels_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("seqboat.tasks.own.targets.COUNTED_LABELS", 50)
+    monkeypatch.setattr("seqboat.own.targets.COUNTED_LABELS", 50)
     (tmp_path / "rows.csv").write_text(HEADER + "".join(f"a,{i}\n" for i in range(60)))
     with pytest.raises(ValueError, match="must have at most 1,000 different labels, got more than 50"):
         ClassifyTaskConfig(train=str(tmp_path / "rows.csv")).build().dataset("train")

@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 import torch
 
-from seqboat.cli import main
-from seqboat.commands.eval import outcome_lines
+from seqboat.cli.eval import outcome_lines
+from seqboat.cli.main import main
 from seqboat.data.store import Skips
-from seqboat.runs import Run
+from seqboat.own import baselines
+from seqboat.own.baselines import SparseMatrix, fit_linear, softmax_loss, squared_loss, weigh_terms
+from seqboat.own.summary import class_warnings
+from seqboat.run import Run
 from seqboat.tasks import ClassifyTaskConfig, LMTextTaskConfig, RegressTaskConfig, TagTaskConfig
 from seqboat.tasks.byte_counts import score_counts
 from seqboat.tasks.outcomes import Outcomes
-from seqboat.tasks.own import baselines
-from seqboat.tasks.own.baselines import SparseMatrix, fit_linear, softmax_loss, squared_loss, weigh_terms
-from seqboat.tasks.summary import class_warnings
 from seqboat.training.config import RunConfig
 from seqboat.training.loop import RunOutcome, Trainer, train
 from small_runs import Spy, numbers_of
@@ -85,7 +85,7 @@ def test_a_run_says_what_it_learns_from(told: tuple[Path, list[str]]) -> None:
 def test_a_large_table_takes_more_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("seqboat.recipes.your_data.EPOCHS", 300.0)
+    monkeypatch.setattr("seqboat.recipes.own.EPOCHS", 300.0)
     command = ["train", "classify", f"--data.train={soups(tmp_path)}", f"--out={tmp_path / 'run'}"]
     configs: list[RunConfig] = []
 
@@ -125,7 +125,7 @@ def test_a_resumed_run_keeps_its_baselines(
         )
         assert main(arguments) == 130
     before = json.loads((tmp_path / "run" / "run.json").read_text())
-    monkeypatch.setattr("seqboat.tasks.own.task.score_baselines", again)
+    monkeypatch.setattr("seqboat.own.task.score_baselines", again)
     assert main([*arguments, "--resume"]) == 0
     assert json.loads((tmp_path / "run" / "run.json").read_text())["baselines"] == before["baselines"]
     assert "baselines   val accuracy: majority" in capsys.readouterr().out

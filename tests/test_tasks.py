@@ -21,7 +21,8 @@ import numpy as np
 import pytest
 import torch
 
-from seqboat.cli import main
+from seqboat.cli.main import main
+from seqboat.data.prepare import prepare
 from seqboat.data.store import ArrayStore
 from seqboat.tasks import (
     IGNORE,
@@ -46,13 +47,12 @@ from seqboat.tasks import (
     TextTaskConfig,
 )
 from seqboat.tasks import enwik8 as enwik8_module
-from seqboat.tasks.base import draw_subset
+from seqboat.tasks.expressions import Expression, encode, generate, write_table
+from seqboat.tasks.expressions import ListOpsConfig as DrawnListOps
 from seqboat.tasks.image import to_gray
-from seqboat.tasks.prepare import prepare
+from seqboat.tasks.short_listops import ShortListOpsTaskConfig
 from seqboat.tasks.speech import SAMPLES, WORDS, random_parts, read_wav, speaker_part
-from seqboat.tasks.synthetic.expressions import Expression, encode, generate, write_table
-from seqboat.tasks.synthetic.expressions import ListOpsConfig as DrawnListOps
-from seqboat.tasks.synthetic.short_listops import ShortListOpsTaskConfig
+from seqboat.tasks.task import draw_subset
 
 FAKE = bytes(np.random.default_rng(1).integers(32, 127, 20_000, dtype=np.uint8))
 
@@ -354,7 +354,7 @@ def test_listops_is_read_as_published(root: Path, tmp_path: Path, capsys: pytest
 def test_drawn_listops_are_the_first_of_the_seed(tmp_path: Path) -> None:
     store = prepare("listops-small", "generate", tmp_path, counts=(6, 2, 2), seed=3)
     task = ListOpsTaskConfig(data_dir=str(tmp_path), store="listops-small").build()
-    from seqboat.tasks.synthetic.listops import LISTOPS_SMALL
+    from seqboat.tasks.listops import LISTOPS_SMALL
 
     wanted = generate(10, seed=3, config=LISTOPS_SMALL)
     got = [
@@ -753,7 +753,7 @@ def test_a_part_of_the_rows_is_kept_back(tmp_path: Path) -> None:
 
 
 def test_bad_rows_are_counted_and_named(tmp_path: Path) -> None:
-    from seqboat.tasks.own.task import OwnTask
+    from seqboat.own.task import OwnTask
 
     content = (
         b"text,label\ngood,1\n,0\nno label,\ncaf\xe9,1\nshort\nfine,0\ntoo,many,1\nlast,1\n"

@@ -48,10 +48,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.functional import jacobian
 
-from seqboat.core.routers import AlwaysActive, Router, TemperedSoftmax
-from seqboat.core.sma import Routing
-from seqboat.mixers.seqboat.activation import SparseModularActivation
-from seqboat.mixers.seqboat.gau import GAU, GAUConfig
+from seqboat.layers.gau import GAU, GAUConfig
+from seqboat.layers.packing import Routing
+from seqboat.layers.routers import AlwaysActive, Router, TemperedSoftmax
+from seqboat.layers.sma import SparseModularActivation
 
 WIDTH = 6
 SUBSETS = [subset for size in range(4) for subset in itertools.combinations(range(3), size)]

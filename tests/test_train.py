@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from rights import permissions
-from seqboat.core.routers import AlwaysActiveConfig, GumbelConfig, GumbelSoftmax
+from seqboat.layers.routers import AlwaysActiveConfig, GumbelConfig, GumbelSoftmax
 from seqboat.tasks import TASKS
 from seqboat.training import diagnosis
 from seqboat.training.checkpoint import MODEL, OPTIM, CheckpointError, CheckpointStore, _seal
@@ -701,7 +701,7 @@ def test_a_gradient_that_is_not_finite_is_named(tmp_path: Path) -> None:
 
 
 def test_batches_without_targets_count_as_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from seqboat.tasks.base import IGNORE, Batch
+    from seqboat.tasks.task import IGNORE, Batch
     from small_runs import Toy
 
     real = Toy.collate

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from seqboat.core.state import state_bytes
 from seqboat.mixers import Transformer, TransformerConfig
-from seqboat.mixers.attention.transformer import TransformerPositions
+from seqboat.mixers.transformer import TransformerPositions
 from seqboat.models.backbone import Backbone, BackboneConfig
 from seqboat.ops.positions import rotate
 

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mixer_cases import CASES, D_MODEL, Case
 from seqboat import PaddedUnit, SeqBoatConfig, SparseModularActivation
-from seqboat.mixers.attention.reformer import ReformerConfig
+from seqboat.mixers.reformer import ReformerConfig
 
 TIME = 11
 """Tokens: more than a block of any mixer here."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from closeness import assert_same_numbers
 from seqboat import AsTensor, PaddedUnit, SeqBoat, SparseModularActivation
-from seqboat.core.routers import SigmoidRouter
+from seqboat.layers.routers import SigmoidRouter
 
 WIDTH = 8
 ENCODER = {"dim_feedforward": 16, "dropout": 0.0}

@@ -57,7 +57,7 @@ def fetch_runtime(folder: Path) -> None:
 def write_page(folder: Path, run: str) -> None:
     """Write the page with the model of a run; the folder appears complete or not at all, and replaces an old one."""
     from seqboat.onnx.export import export_run
-    from seqboat.runs import Run
+    from seqboat.run import Run
 
     folder.parent.mkdir(parents=True, exist_ok=True)
     stage = folder.with_name(f".{folder.name}-{os.getpid()}")

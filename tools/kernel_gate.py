@@ -234,7 +234,7 @@ def record_decoding() -> list[Launch]:
     from launches import enwik8_layer
     from seqboat import EMAConfig, GAUConfig, S4DConfig, SeqBoat, SeqBoatConfig
     from seqboat.inference.device import DeviceSeqBoat
-    from seqboat.mixers.seqboat.gau import GAU
+    from seqboat.layers.gau import GAU
     from seqboat.ops.kernels.registry import IMPLEMENTATIONS
     from seqboat.ops.kernels.triton_decode.launch import decode
 

@@ -30,13 +30,13 @@ from torch.utils.flop_counter import flop_registry
 
 from pages import replace_part
 from seqboat import SeqBoat, SeqBoatConfig, using_kernels
-from seqboat.core.policy import Policy
-from seqboat.core.sma import Routing
 from seqboat.inference.base import Token
 from seqboat.inference.device import DeviceSeqBoat
 from seqboat.inference.lean import LeanSeqBoat, lean_layer
-from seqboat.mixers.seqboat.gau import GAU
-from seqboat.mixers.seqboat.layer import SeqBoatState
+from seqboat.layers.gau import GAU
+from seqboat.layers.packing import Routing
+from seqboat.layers.policy import Policy
+from seqboat.layers.seqboat import SeqBoatState
 from seqboat.ops import band
 from seqboat.ops.kernels.registry import IMPLEMENTATIONS
 from seqboat.ops.kernels.tuning import Launch, recording

@@ -14,11 +14,15 @@ from seqboat.processor import avoid_hidden_tiles
 from seqboat.version import __version__
 
 if TYPE_CHECKING:
-    from seqboat.core.budget import BudgetConfig, RevivalConfig
-    from seqboat.core.counts import activation
-    from seqboat.core.losses import budget_loss, extra_loss
-    from seqboat.core.policy import override_activation, update_budgets
-    from seqboat.core.routers import (
+    from seqboat.core.mixer import AsTensor, Mixer, MixerOutput, RecurrentMixer
+    from seqboat.core.state import detach_state, repeat_rows, select_rows, state_bytes
+    from seqboat.layers.budget import BudgetConfig, RevivalConfig
+    from seqboat.layers.counts import activation
+    from seqboat.layers.gau import GAU, GAUConfig
+    from seqboat.layers.losses import budget_loss, extra_loss
+    from seqboat.layers.packing import Packed, PackedModule, Routing, compress, extract, pack
+    from seqboat.layers.policy import override_activation, update_budgets
+    from seqboat.layers.routers import (
         ROUTERS,
         AlwaysActiveConfig,
         ExpertChoiceConfig,
@@ -30,90 +34,86 @@ if TYPE_CHECKING:
         XMoEConfig,
         set_training_step,
     )
-    from seqboat.core.sma import Packed, PackedModule, Routing, compress, extract, pack
-    from seqboat.core.state import detach_state, repeat_rows, select_rows, state_bytes
-    from seqboat.core.watch import dead_routers
+    from seqboat.layers.seqboat import SeqBoat, SeqBoatConfig
+    from seqboat.layers.sma import SparseModularActivation
+    from seqboat.layers.units import MixerUnit, PaddedUnit
+    from seqboat.layers.watch import dead_routers
     from seqboat.mixers import MIXERS
-    from seqboat.mixers.base import AsTensor, Mixer, MixerOutput, RecurrentMixer
-    from seqboat.mixers.seqboat.activation import SparseModularActivation
-    from seqboat.mixers.seqboat.gau import GAU, GAUConfig
-    from seqboat.mixers.seqboat.layer import SeqBoat, SeqBoatConfig
-    from seqboat.mixers.seqboat.units import MixerUnit, PaddedUnit
-    from seqboat.mixers.ssm import SSMS
-    from seqboat.mixers.ssm.ema import EMA, EMAConfig
-    from seqboat.mixers.ssm.liquid_s4 import LiquidS4Config
-    from seqboat.mixers.ssm.s4 import S4Config
-    from seqboat.mixers.ssm.s4d import S4D, S4DConfig
-    from seqboat.mixers.ssm.s5 import S5Config
     from seqboat.models.backbone import Backbone, BackboneConfig
     from seqboat.models.compile import compile_model, compile_step
     from seqboat.models.heads import Classifier, LanguageModel, Matcher
     from seqboat.ops.kernels.registry import kernels, use_kernels, using_kernels
     from seqboat.plugins import load_plugin
     from seqboat.retrofitting.model import RateSchedule, Retrofit, load_retrofit, retrofit
+    from seqboat.ssm import SSMS
+    from seqboat.ssm.ema import EMA, EMAConfig
+    from seqboat.ssm.liquid_s4 import LiquidS4Config
+    from seqboat.ssm.s4 import S4Config
+    from seqboat.ssm.s4d import S4D, S4DConfig
+    from seqboat.ssm.s5 import S5Config
 
 _HOMES = {
-    "EMA": "mixers.ssm.ema",
-    "GAU": "mixers.seqboat.gau",
+    "EMA": "ssm.ema",
+    "GAU": "layers.gau",
     "MIXERS": "mixers",
-    "ROUTERS": "core.routers",
-    "S4D": "mixers.ssm.s4d",
-    "AlwaysActiveConfig": "core.routers",
-    "AsTensor": "mixers.base",
+    "ROUTERS": "layers.routers",
+    "S4D": "ssm.s4d",
+    "AlwaysActiveConfig": "layers.routers",
+    "AsTensor": "core.mixer",
     "Backbone": "models.backbone",
     "BackboneConfig": "models.backbone",
-    "BudgetConfig": "core.budget",
+    "BudgetConfig": "layers.budget",
     "Classifier": "models.heads",
-    "EMAConfig": "mixers.ssm.ema",
-    "ExpertChoiceConfig": "core.routers",
-    "GAUConfig": "mixers.seqboat.gau",
-    "GumbelConfig": "core.routers",
+    "EMAConfig": "ssm.ema",
+    "ExpertChoiceConfig": "layers.routers",
+    "GAUConfig": "layers.gau",
+    "GumbelConfig": "layers.routers",
     "LanguageModel": "models.heads",
     "Matcher": "models.heads",
-    "Mixer": "mixers.base",
-    "MixerOutput": "mixers.base",
-    "MixerUnit": "mixers.seqboat.units",
-    "Packed": "core.sma",
-    "PackedModule": "core.sma",
-    "PaddedUnit": "mixers.seqboat.units",
+    "Mixer": "core.mixer",
+    "MixerOutput": "core.mixer",
+    "MixerUnit": "layers.units",
+    "Packed": "layers.packing",
+    "PackedModule": "layers.packing",
+    "PaddedUnit": "layers.units",
     "RateSchedule": "retrofitting.model",
-    "RecurrentMixer": "mixers.base",
+    "RecurrentMixer": "core.mixer",
     "Retrofit": "retrofitting.model",
-    "RevivalConfig": "core.budget",
-    "Routing": "core.sma",
-    "S4DConfig": "mixers.ssm.s4d",
-    "SeqBoat": "mixers.seqboat.layer",
-    "SeqBoatConfig": "mixers.seqboat.layer",
-    "SigmoidConfig": "core.routers",
-    "SparseModularActivation": "mixers.seqboat.activation",
-    "TemperedSoftmaxConfig": "core.routers",
-    "ThresholdConfig": "core.routers",
-    "TopKConfig": "core.routers",
-    "XMoEConfig": "core.routers",
-    "extra_loss": "core.losses",
-    "S5Config": "mixers.ssm.s5",
-    "S4Config": "mixers.ssm.s4",
-    "LiquidS4Config": "mixers.ssm.liquid_s4",
-    "SSMS": "mixers.ssm",
-    "activation": "core.counts",
-    "budget_loss": "core.losses",
+    "RevivalConfig": "layers.budget",
+    "Routing": "layers.packing",
+    "S4DConfig": "ssm.s4d",
+    "SeqBoat": "layers.seqboat",
+    "SeqBoatConfig": "layers.seqboat",
+    "SigmoidConfig": "layers.routers",
+    "SparseModularActivation": "layers.sma",
+    "TemperedSoftmaxConfig": "layers.routers",
+    "ThresholdConfig": "layers.routers",
+    "TopKConfig": "layers.routers",
+    "XMoEConfig": "layers.routers",
+    "extra_loss": "layers.losses",
+    "S5Config": "ssm.s5",
+    "S4Config": "ssm.s4",
+    "LiquidS4Config": "ssm.liquid_s4",
+    "SSMS": "ssm",
+    "activation": "layers.counts",
+    "budget_loss": "layers.losses",
     "compile_model": "models.compile",
     "compile_step": "models.compile",
-    "compress": "core.sma",
-    "dead_routers": "core.watch",
+    "compress": "layers.packing",
+    "dead_routers": "layers.watch",
     "detach_state": "core.state",
-    "extract": "core.sma",
+    "extract": "layers.packing",
     "kernels": "ops.kernels.registry",
     "load_plugin": "plugins",
     "load_retrofit": "retrofitting.model",
-    "override_activation": "core.policy",
-    "pack": "core.sma",
+    "override_activation": "layers.policy",
+    "pack": "layers.packing",
     "repeat_rows": "core.state",
     "retrofit": "retrofitting.model",
     "select_rows": "core.state",
-    "set_training_step": "core.routers",
+    "set_training_step": "layers.routers",
     "state_bytes": "core.state",
-    "update_budgets": "core.policy",
+    "update_budgets": "layers.policy",
     "use_kernels": "ops.kernels.registry",
     "using_kernels": "ops.kernels.registry",
 }

@@ -2,6 +2,6 @@
 
 import sys
 
-from seqboat.cli import main
+from seqboat.cli.main import main
 
 sys.exit(main())

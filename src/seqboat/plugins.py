@@ -47,8 +47,8 @@ class Table(NamedTuple):
 TABLES = {
     "TASKS": Table("seqboat.tasks", "task"),
     "MIXERS": Table("seqboat.mixers", "mixer"),
-    "ROUTERS": Table("seqboat.core.routers", "router", "RouterConfig"),
-    "SSMS": Table("seqboat.mixers.ssm", "state-space kernel", "SSMConfig"),
+    "ROUTERS": Table("seqboat.layers.routers", "router", "RouterConfig"),
+    "SSMS": Table("seqboat.ssm", "state-space kernel", "SSMConfig"),
     "RECIPES": Table("seqboat.recipes", "recipe"),
 }
 

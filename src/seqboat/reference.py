@@ -8,7 +8,7 @@ specifies: parameters come as a mapping from our names to tensors (`dict(layer.n
     section 3.2, listings 1 and 2    compress, extract
     section 3.3                      route, layer
     appendix A.2                     gau
-    appendix A.3                     ema, and the other kernels in `seqboat.mixers.ssm.reference`
+    appendix A.3                     ema, and the other kernels in `seqboat.ssm.reference`
     working memory, decoding         decode_step
 
 There is no padding: callers leave padding tokens out. Everything is as in evaluation: no dropout, no Gumbel noise.
@@ -23,9 +23,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from seqboat.checks import require
-from seqboat.core.budget import BudgetConfig
-from seqboat.core.routers import (
+from seqboat.core.checks import require
+from seqboat.layers.budget import BudgetConfig
+from seqboat.layers.gau import GAUConfig
+from seqboat.layers.routers import (
     AlwaysActiveConfig,
     GumbelConfig,
     RouterConfig,
@@ -33,11 +34,10 @@ from seqboat.core.routers import (
     TemperedSoftmaxConfig,
     XMoEConfig,
 )
-from seqboat.mixers.seqboat.gau import GAUConfig
-from seqboat.mixers.seqboat.layer import SeqBoatConfig
-from seqboat.mixers.ssm.reference import Params, ssm, stack
-from seqboat.mixers.ssm.reference import ema as ema
-from seqboat.mixers.ssm.reference import s4d as s4d
+from seqboat.layers.seqboat import SeqBoatConfig
+from seqboat.ssm.reference import Params, ssm, stack
+from seqboat.ssm.reference import ema as ema
+from seqboat.ssm.reference import s4d as s4d
 
 
 class Decisions(NamedTuple):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from closeness import difference
-from seqboat.mixers.seqboat.gau import GAUConfig
+from seqboat.layers.gau import GAUConfig
 from seqboat.ops.band import Neighbors
 from seqboat.ops.functions import ATTENTIONS, AttentionName
 from seqboat.ops.kernels.triton_band_launch import attention, attention_backward

@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import seqboat
 from closeness import difference
 from seqboat import EMAConfig, GAUConfig, S4DConfig, SeqBoat, SeqBoatConfig
-from seqboat.core.routers import ROUTERS
 from seqboat.core.state import tensors
 from seqboat.inference.device import DeviceSeqBoat
 from seqboat.inference.lean import lean_layer, lean_model
+from seqboat.layers.routers import ROUTERS
 from seqboat.models.backbone import BackboneConfig
 from seqboat.models.heads import LanguageModel
 from seqboat.ops.kernels import registry, tuning

@@ -8,7 +8,7 @@ import torch
 import seqboat
 from closeness import difference
 from seqboat import EMAConfig, GAUConfig, S4DConfig, SeqBoat, SeqBoatConfig
-from seqboat.core.policy import override_activation
+from seqboat.layers.policy import override_activation
 from seqboat.ops.kernels import registry
 from seqboat.reference import layer as reference_layer
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from closeness import difference
-from seqboat.mixers.ssm.ema import make_coefficients
 from seqboat.ops.fused import _plain_norm, _plain_open_gates
 from seqboat.ops.kernels import triton_pointwise_launch as launches
 from seqboat.ops.kernels.layer import plain_route, plain_scatter
+from seqboat.ssm.ema import make_coefficients
 
 TOLERANCE = 2e-6
 

@@ -8,9 +8,9 @@ import torch
 import seqboat
 from closeness import difference
 from seqboat.core.padding import Aligned
-from seqboat.mixers.ssm.reference import s5
-from seqboat.mixers.ssm.s5 import S5, S5Config, S5State
 from seqboat.ops.kernels import registry
+from seqboat.ssm.reference import s5
+from seqboat.ssm.s5 import S5, S5Config, S5State
 
 TOLERANCE = 2e-6
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from closeness import difference
-from seqboat.mixers.ssm.reference import Diagonal, run
 from seqboat.ops.kernels.triton_scan_launch import Inputs, scan, scan_backward
+from seqboat.ssm.reference import Diagonal, run
 
 TOLERANCE = 2e-6
 

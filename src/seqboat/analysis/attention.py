@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqboat.analysis.traces import Floats, Numbers, Site, sites, to_array
-from seqboat.checks import require
-from seqboat.core.sma import Packed
-from seqboat.mixers.seqboat.gau import GAU, SlotWeights
-from seqboat.tasks.base import Batch, Kind, apply_model
+from seqboat.core.checks import require
+from seqboat.layers.gau import GAU, SlotWeights
+from seqboat.layers.packing import Packed
+from seqboat.tasks.task import Batch, Kind, apply_model
 
 QUERIES_AT_ONCE = 256
 """Number of queries to compute weights for at a time."""

@@ -25,10 +25,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from seqboat.analysis.traces import Site, sites
-from seqboat.checks import require
-from seqboat.core.policy import Override, overridden
-from seqboat.runs import Run
-from seqboat.tasks.base import Batch, Split, Task
+from seqboat.core.checks import require
+from seqboat.layers.policy import Override, overridden
+from seqboat.run import Run
+from seqboat.tasks.task import Batch, Split, Task
 from seqboat.training.evaluate import evaluate
 from seqboat.training.parallel import World
 

@@ -37,9 +37,9 @@ from seqboat.analysis.traces import (
     sites,
     to_array,
 )
-from seqboat.checks import require
-from seqboat.runs import Run
-from seqboat.tasks.base import IGNORE, Batch, Split, apply_model
+from seqboat.core.checks import require
+from seqboat.run import Run
+from seqboat.tasks.task import IGNORE, Batch, Split, apply_model
 from seqboat.training.evaluate import Windows, evaluation_parts
 from seqboat.training.loader import batches
 from seqboat.training.parallel import World

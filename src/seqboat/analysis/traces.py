@@ -23,14 +23,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from seqboat.core.sma import Routing
-from seqboat.mixers.seqboat.activation import SparseModularActivation
-from seqboat.mixers.seqboat.gau import GAU
-from seqboat.mixers.seqboat.layer import SeqBoat
-from seqboat.mixers.ssm.base import DiagonalSSM
+from seqboat.layers.gau import GAU
+from seqboat.layers.packing import Routing
+from seqboat.layers.seqboat import SeqBoat
+from seqboat.layers.sma import SparseModularActivation
 from seqboat.models.cost import linear_flops
-from seqboat.runs import Run
-from seqboat.tasks.base import IGNORE, Batch, Dataset, Kind, Split, Task, apply_model, draw_subset
+from seqboat.run import Run
+from seqboat.ssm.diagonal import DiagonalSSM
+from seqboat.tasks.task import IGNORE, Batch, Dataset, Kind, Split, Task, apply_model, draw_subset
 from seqboat.training.config import RunConfig
 from seqboat.training.evaluate import Windows, cut_text
 

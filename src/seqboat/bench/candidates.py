@@ -17,10 +17,10 @@ import torch
 
 from seqboat.bench.rates import force_rate
 from seqboat.bench.setting import LayerSetting
-from seqboat.checks import require
+from seqboat.core.checks import require
+from seqboat.core.mixer import directions_of
 from seqboat.mixers import MIXERS, Mixer, SeqBoatConfig
-from seqboat.mixers.attention.mega import MegaConfig
-from seqboat.mixers.base import directions_of
+from seqboat.mixers.mega import MegaConfig
 from seqboat.training.config import change_field
 
 LOWER_BOUND = "lower-bound"

@@ -27,16 +27,16 @@ from seqboat.bench.tables import (
     quartiles_text,
     ratio_text,
 )
-from seqboat.checks import require
+from seqboat.core.checks import require
 from seqboat.core.state import map_state, state_bytes
 from seqboat.inference.int8 import float_tensors, quantize
 from seqboat.inference.lean import lean_model
+from seqboat.layers.gau import GAUConfig
 from seqboat.mixers import RecurrentMixer, SeqBoatConfig, TransformerConfig
-from seqboat.mixers.seqboat.gau import GAUConfig
-from seqboat.mixers.ssm.ema import EMAConfig
 from seqboat.models.backbone import BackboneConfig, BackboneState
 from seqboat.models.cost import count_parameters
 from seqboat.models.heads import LanguageModel
+from seqboat.ssm.ema import EMAConfig
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -23,7 +23,7 @@ from seqboat.bench.measure import Quartiles, human_seconds, quartiles, time_roun
 from seqboat.bench.runners import LayerRunner, LowerBoundRunner
 from seqboat.bench.setting import LayerSetting, Mode
 from seqboat.bench.tables import Column, print_machine, print_table, ratio_text
-from seqboat.checks import require
+from seqboat.core.checks import require
 from seqboat.mixers import SeqBoat
 from seqboat.models.cost import Product
 

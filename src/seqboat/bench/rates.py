@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from seqboat.checks import require
-from seqboat.core.routers import AlwaysActive, Router, TemperedSoftmax
-from seqboat.core.sma import Routing
-from seqboat.runs import Run
+from seqboat.core.checks import require
+from seqboat.layers.packing import Routing
+from seqboat.layers.routers import AlwaysActive, Router, TemperedSoftmax
+from seqboat.run import Run
 
 
 class ForcedRate(Router):

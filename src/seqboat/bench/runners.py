@@ -9,7 +9,7 @@ from torch import Tensor
 
 from seqboat.bench.candidates import LOWER_BOUND, OURS, Candidate, build, own_setting
 from seqboat.bench.setting import LayerSetting, Mode
-from seqboat.core.routers import AlwaysActive
+from seqboat.layers.routers import AlwaysActive
 from seqboat.mixers import SeqBoat
 from seqboat.models.cost import Product, backward_products, count_parameters, forward_products
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from seqboat.checks import require
+from seqboat.core.checks import require
 from seqboat.ops.functions import AttentionName
 from seqboat.ops.positions import PositionsName
 

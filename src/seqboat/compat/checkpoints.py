@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from seqboat.checks import require, short
+from seqboat.core.checks import require, short
 from seqboat.data.files import replacing
 from seqboat.data.published.pickles import PickledFile, plain_settings
 

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqboat.checks import check_choice, require
+from seqboat.core.checks import check_choice, require
 from seqboat.core.nn import BatchNorm, NormName
-from seqboat.core.routers import TemperedSoftmaxConfig
-from seqboat.mixers.seqboat.gau import GAUConfig
-from seqboat.mixers.seqboat.layer import SeqBoat, SeqBoatConfig
-from seqboat.mixers.ssm.ema import EMA, EMAConfig
+from seqboat.layers.gau import GAUConfig
+from seqboat.layers.routers import TemperedSoftmaxConfig
+from seqboat.layers.seqboat import SeqBoat, SeqBoatConfig
+from seqboat.ssm.ema import EMA, EMAConfig
 
 TRACKED = "num_batches_tracked"
 """A count that published batch norms keep and never use."""

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqboat.checks import check_choice, require
 from seqboat.compat.layers import (
     TRACKED,
     check_config,
@@ -37,8 +36,9 @@ from seqboat.compat.layers import (
     norm_to_published,
     published_config,
 )
+from seqboat.core.checks import check_choice, require
 from seqboat.core.nn import BatchNorm
-from seqboat.mixers.seqboat.layer import SeqBoatConfig
+from seqboat.layers.seqboat import SeqBoatConfig
 from seqboat.models.backbone import BackboneConfig
 from seqboat.models.heads import Classifier, LanguageModel, Matcher
 from seqboat.models.limits import build_within

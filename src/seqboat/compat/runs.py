@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from seqboat.checks import check_choice, require
 from seqboat.compat.checkpoints import ARCHITECTURES, PublishedCheckpoint, read_checkpoint, write_checkpoint
 from seqboat.compat.models import backbone_config, model_from_published, model_to_published
+from seqboat.core.checks import check_choice, require
 from seqboat.data.files import write_text
 from seqboat.data.published.dictionary import (
     END,
@@ -30,13 +30,13 @@ from seqboat.data.published.dictionary import (
     write_dictionary,
 )
 from seqboat.recipes import find_recipe
-from seqboat.runs import Run
-from seqboat.tasks.base import BYTES, Task
+from seqboat.run import Run
+from seqboat.tasks.expressions import PARENTHESES, SYMBOLS, TOKENS
 from seqboat.tasks.image import ImageTaskConfig
+from seqboat.tasks.pathfinder import PathfinderTaskConfig
 from seqboat.tasks.stored import END as OUR_END
 from seqboat.tasks.stored import SequenceTaskConfig
-from seqboat.tasks.synthetic.expressions import PARENTHESES, SYMBOLS, TOKENS
-from seqboat.tasks.synthetic.pathfinder import PathfinderTaskConfig
+from seqboat.tasks.task import BYTES, Task
 from seqboat.training.checkpoint import MODEL, CheckpointStore, model_tensors
 from seqboat.training.config import RunConfig, to_dict
 from seqboat.training.provenance import versions

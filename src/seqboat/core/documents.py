@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqboat.checks import check_mask, require
+from seqboat.core.checks import check_mask, require
 from seqboat.core.padding import Alignment, align
 from seqboat.core.state import State, concat_rows, map_state, select_rows
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqboat.checks import check_choice
+from seqboat.core.checks import check_choice
 from seqboat.ops.fused import norm_of_silu, scale_by_rms
 
 NormName = Literal["layer", "batch", "scale", "rms"]
@@ -232,3 +232,22 @@ def init_linear(module: nn.Module, scaled: bool = False) -> None:
             nn.init.trunc_normal_(part.weight, std=std, a=-2 * std, b=2 * std)
             if part.bias is not None:
                 nn.init.zeros_(part.bias)
+
+
+ActivationName = Literal["relu", "gelu", "silu"]
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu}
+
+
+class FeedForward(nn.Module):
+    """Two linear maps with a function between them, on each token alone."""
+
+    def __init__(self, d_model: int, d_hidden: int, activation: ActivationName = "relu") -> None:
+        super().__init__()
+        check_choice("activation", activation, tuple(ACTIVATIONS))
+        self.activation = activation
+        self.hidden = nn.Linear(d_model, d_hidden)
+        self.out = nn.Linear(d_hidden, d_model)
+        init_linear(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(ACTIVATIONS[self.activation](self.hidden(x)))

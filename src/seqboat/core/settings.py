@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
-from seqboat.checks import check_positive, short
+from seqboat.core.checks import check_positive, short
 
 Config = TypeVar("Config")
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqboat.checks import check_positive, require
+from seqboat.core.checks import check_positive, require
 
 State = TypeVar("State", bound=Any)
 

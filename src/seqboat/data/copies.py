@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 
-from seqboat.checks import require
-from seqboat.data.console import Advance, format_bytes, progress
+from seqboat.console import Advance, format_bytes, progress
+from seqboat.core.checks import require
 from seqboat.data.files import taking_turns
 from seqboat.data.store import ArrayStore, MissingData, Prepared, Skips, Staging, free_bytes
 

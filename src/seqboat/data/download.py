@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from seqboat.checks import require
-from seqboat.data.console import Advance
+from seqboat.console import Advance
+from seqboat.core.checks import require
 from seqboat.data.files import digest_of
 from seqboat.data.sources import MAX_BYTES, looks_like_html
 from seqboat.data.store import free_bytes

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from seqboat.data.console import Advance
+from seqboat.console import Advance
 
 Make = Callable[[int, Advance], None]
 """Makes a part and reports finished examples; must be picklable."""

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, NamedTuple
 
-from seqboat.checks import require
+from seqboat.core.checks import require
 from seqboat.data.files import open_regular
 
 MAX_RATIO = 200

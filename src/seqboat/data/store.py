@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, NamedTuple, Protocol, Self
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from seqboat.checks import require
+from seqboat.core.checks import require
 from seqboat.data.files import Lock, digest_of, flush_folder, read_json, write_json
 
 FORMAT = 1

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from seqboat.doctor.machine import TYPES, seconds
 from seqboat.doctor.operations import BOUNDS, Case, Errors, cases, measure
+from seqboat.layers.gau import GAUConfig
+from seqboat.layers.seqboat import SeqBoat, SeqBoatConfig
 from seqboat.mixers import MIXERS
-from seqboat.mixers.seqboat.gau import GAUConfig
-from seqboat.mixers.seqboat.layer import SeqBoat, SeqBoatConfig
-from seqboat.mixers.ssm.ema import EMAConfig
 from seqboat.models.backbone import BackboneConfig
 from seqboat.models.heads import LanguageModel
 from seqboat.ops.kernels.registry import IMPLEMENTATIONS, SEAM, disable, forget_runs, kernels, using_kernels
+from seqboat.ssm.ema import EMAConfig
 
 Tell = Callable[[str], None]
 

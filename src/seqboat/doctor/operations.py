@@ -20,11 +20,8 @@ from torch import Tensor, nn
 from seqboat.core.padding import Aligned
 from seqboat.inference.base import Token
 from seqboat.inference.lean import lean_layer
-from seqboat.mixers.seqboat.gau import GAUConfig
-from seqboat.mixers.seqboat.layer import SeqBoat, SeqBoatConfig
-from seqboat.mixers.ssm.base import DiagonalSSM
-from seqboat.mixers.ssm.ema import EMA, EMAConfig, make_coefficients
-from seqboat.mixers.ssm.s4d import S4D, S4DConfig
+from seqboat.layers.gau import GAUConfig
+from seqboat.layers.seqboat import SeqBoat, SeqBoatConfig
 from seqboat.ops.band import Neighbors
 from seqboat.ops.banded import banded
 from seqboat.ops.functions import ATTENTIONS
@@ -33,6 +30,9 @@ from seqboat.ops.gated import gated_attention
 from seqboat.ops.kernels.function import run_kernel
 from seqboat.ops.kernels.layer import kernel_scatter, plain_route
 from seqboat.reference import layer as reference_layer
+from seqboat.ssm.diagonal import DiagonalSSM
+from seqboat.ssm.ema import EMA, EMAConfig, make_coefficients
+from seqboat.ssm.s4d import S4D, S4DConfig
 
 BOUNDS = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 """Largest relative RMS error by type."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from seqboat.checks import require
+from seqboat.core.checks import require
 from seqboat.data.files import replacing
 from seqboat.figures.style import THEMES, Theme
 

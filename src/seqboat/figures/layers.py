@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from seqboat.checks import require
+from seqboat.core.checks import require
 from seqboat.figures.style import (
     Theme,
     dress,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from seqboat.checks import require
+from seqboat.core.checks import require
 from seqboat.figures.style import (
     Style,
     Theme,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from seqboat.checks import check_choice, require
+from seqboat.core.checks import check_choice, require
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

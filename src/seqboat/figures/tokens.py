@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import ArrayLike
 
-from seqboat.checks import require
+from seqboat.core.checks import require
 from seqboat.figures.layers import draw_activation
 from seqboat.figures.style import Theme, confidence_colors, new_figure, style_of
 

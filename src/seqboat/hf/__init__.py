@@ -9,7 +9,7 @@
 `seqboat export-hf RUN DIR` writes such a folder; docs/huggingface.md says what works and what does not.
 """
 
-from seqboat.extras import missing
+from seqboat.core.extras import missing
 
 try:
     import transformers  # noqa: F401

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from seqboat.checks import require
+from seqboat.core.checks import require
 from seqboat.core.state import map_state, repeat_rows, select_rows
 from seqboat.inference.lean import LeanBackbone, lean_backbone
 from seqboat.models.backbone import Backbone, BackboneState

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from seqboat.mixers.seqboat.layer import SeqBoatConfig
+from seqboat.layers.seqboat import SeqBoatConfig
 from seqboat.models.backbone import BackboneConfig, MixerConfig
 from seqboat.training.config import part_from_dict, to_dict
 

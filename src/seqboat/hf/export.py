@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from seqboat.checks import require
+from seqboat.core.checks import require
 from seqboat.hf.configuration import SeqBoatModelConfig
 from seqboat.hf.heads import SeqBoatForSequenceClassification, SeqBoatForTokenClassification
 from seqboat.hf.model import SeqBoatForCausalLM, SeqBoatPreTrainedModel
@@ -19,10 +19,10 @@ from seqboat.hf.tokenizer import PAD, byte_tokenizer
 from seqboat.inference.int8 import float_tensors
 from seqboat.models.backbone import BackboneConfig, MixerConfig
 from seqboat.models.heads import Classifier, LanguageModel, Tagger
-from seqboat.runs import Run
-from seqboat.tasks.own.inputs import Tokens
-from seqboat.tasks.own.targets import LabelsTarget, NumberTarget
-from seqboat.tasks.own.task import OwnTask
+from seqboat.own.inputs import Tokens
+from seqboat.own.targets import LabelsTarget, NumberTarget
+from seqboat.own.task import OwnTask
+from seqboat.run import Run
 from seqboat.training.checkpoint import Checkpoint
 from seqboat.training.config import RunConfig, to_dict
 

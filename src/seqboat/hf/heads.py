@@ -19,12 +19,12 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils.generic import can_return_tuple
 
-from seqboat.checks import require
+from seqboat.core.checks import require
 from seqboat.core.nn import masked_mean
 from seqboat.hf.configuration import SeqBoatModelConfig
 from seqboat.hf.model import SeqBoatModel, SeqBoatPreTrainedModel, read_mask
 from seqboat.models.heads import Head
-from seqboat.tasks.base import IGNORE
+from seqboat.tasks.task import IGNORE
 
 
 class _WithHead(SeqBoatPreTrainedModel):

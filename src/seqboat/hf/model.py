@@ -26,14 +26,14 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils.generic import can_return_tuple
 
-from seqboat.checks import check_dtype, require
+from seqboat.core.checks import check_dtype, require
+from seqboat.core.mixer import MixerOutput
 from seqboat.core.padding import align
 from seqboat.hf.cache import SeqBoatCache
 from seqboat.hf.configuration import SeqBoatModelConfig
 from seqboat.hf.weights import build_backbone, check_weights, loading, write_checksums
-from seqboat.mixers.base import MixerOutput
 from seqboat.models.backbone import Backbone
-from seqboat.tasks.base import IGNORE
+from seqboat.tasks.task import IGNORE
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from seqboat.checks import require
+from seqboat.core.checks import require
 from seqboat.data.files import digest_of, write_json
 from seqboat.models.backbone import Backbone, BackboneConfig
 from seqboat.models.limits import build_within

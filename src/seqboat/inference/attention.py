@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqboat.inference.products import count_parts, is_plain, make_product
-from seqboat.mixers.seqboat.gau import GAU
-from seqboat.mixers.seqboat.spans import ChunkSpan, FullSpan, MemorySpan, WorkingMemory
+from seqboat.layers.gau import GAU
+from seqboat.layers.spans import ChunkSpan, FullSpan, MemorySpan, WorkingMemory
 from seqboat.ops.functions import HIDDEN
 from seqboat.ops.positions import CompressedBias, OriginalBias
 

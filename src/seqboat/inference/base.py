@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqboat.core.policy import Policy
-from seqboat.core.routers import (
+from seqboat.inference.attention import turns
+from seqboat.inference.products import is_plain
+from seqboat.layers.policy import Policy
+from seqboat.layers.routers import (
     GumbelSoftmax,
     Router,
     SigmoidRouter,
@@ -18,10 +20,8 @@ from seqboat.core.routers import (
     ThresholdRouter,
     TopKCapacity,
 )
-from seqboat.inference.attention import turns
-from seqboat.inference.products import is_plain
-from seqboat.mixers.ssm.base import at_least_float32
 from seqboat.ops.positions import frequencies
+from seqboat.ssm.diagonal import at_least_float32
 
 Decision = tuple[list[int], list[float]]
 """The rows that activate a module, and what its output is multiplied by for each."""

@@ -17,19 +17,19 @@ import torch
 from torch import Tensor, nn
 
 from seqboat.core.nn import EPS, BatchNorm, LayerNorm, Norm
-from seqboat.core.policy import Policy
-from seqboat.core.routers import AlwaysActive
 from seqboat.inference.attention import Places
 from seqboat.inference.base import LeanLayer, Token, fold_router
-from seqboat.mixers.seqboat.activation import SMAState
-from seqboat.mixers.seqboat.gau import GAU
-from seqboat.mixers.seqboat.layer import SeqBoat, SeqBoatState
-from seqboat.mixers.ssm.base import DiagonalSSM, SSMState, TruncatedState, complex_like
-from seqboat.mixers.ssm.ema import EMA
-from seqboat.mixers.ssm.s4d import S4D
+from seqboat.layers.gau import GAU
+from seqboat.layers.policy import Policy
+from seqboat.layers.routers import AlwaysActive
+from seqboat.layers.seqboat import SeqBoat, SeqBoatState
+from seqboat.layers.sma import SMAState
 from seqboat.ops.decode import LayerStep
 from seqboat.ops.kernels.registry import SEAM, Implementation, attempt, pick, using_kernels
 from seqboat.ops.positions import CompressedBias, OriginalBias, frequencies
+from seqboat.ssm.diagonal import DiagonalSSM, SSMState, TruncatedState, complex_like
+from seqboat.ssm.ema import EMA
+from seqboat.ssm.s4d import S4D
 
 CERTAIN = 100.0
 """Log-odds of a token that is always active: its confidence is 1 in every type."""

@@ -22,9 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqboat.checks import require
-from seqboat.core.routers import Router
-from seqboat.mixers.seqboat.layer import SeqBoat
+from seqboat.core.checks import require
+from seqboat.layers.routers import Router
+from seqboat.layers.seqboat import SeqBoat
 
 LEVELS = 127
 """Largest int8 code of a weight."""

@@ -29,24 +29,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqboat.checks import check_positive, require
+from seqboat.core.checks import check_positive, require
 from seqboat.core.nn import EPS, LayerNorm, Norm
-from seqboat.core.policy import Policy, policies
-from seqboat.core.routers import AlwaysActive
-from seqboat.core.sma import PackedModule
 from seqboat.inference.attention import LeanAttention, fits
 from seqboat.inference.base import Decision, LeanLayer, Token, fold_router, is_plain_router
 from seqboat.inference.device import DeviceSeqBoat, device_layer
 from seqboat.inference.products import Product, is_plain, make_head, make_product
 from seqboat.inference.ssm import LeanKernel, lean_kernel
-from seqboat.mixers.seqboat.ablations import SeqBoatThenFFN
-from seqboat.mixers.seqboat.activation import SMAState
-from seqboat.mixers.seqboat.layer import SeqBoat, SeqBoatState
-from seqboat.mixers.ssm.base import StateSpace
-from seqboat.mixers.ssm.layer import SSMLayer
+from seqboat.layers.packing import PackedModule
+from seqboat.layers.policy import Policy, policies
+from seqboat.layers.routers import AlwaysActive
+from seqboat.layers.seqboat import SeqBoat, SeqBoatState
+from seqboat.layers.sma import SMAState
+from seqboat.layers.variants import SeqBoatThenFFN
+from seqboat.mixers.ssm import SSMLayer
 from seqboat.models.backbone import Backbone, BackboneState
 from seqboat.models.heads import LanguageModel
 from seqboat.ops.positions import sinusoids
+from seqboat.ssm.diagonal import StateSpace
 
 
 def lean_norm(norm: Norm) -> Callable[[Tensor], Tensor]:

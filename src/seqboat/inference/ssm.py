@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqboat.mixers.ssm.base import (
+from seqboat.ssm.conv import EMAConv, EMAConvState
+from seqboat.ssm.diagonal import (
     DiagonalSSM,
     SSMState,
     StateSpace,
@@ -21,12 +22,11 @@ from seqboat.mixers.ssm.base import (
     complex_like,
     real_like,
 )
-from seqboat.mixers.ssm.ema import EMA
-from seqboat.mixers.ssm.ema_conv import EMAConv, EMAConvState
-from seqboat.mixers.ssm.liquid_s4 import LiquidS4, LiquidState
-from seqboat.mixers.ssm.s4 import S4
-from seqboat.mixers.ssm.s4d import S4D
-from seqboat.mixers.ssm.s5 import S5, S5State
+from seqboat.ssm.ema import EMA
+from seqboat.ssm.liquid_s4 import LiquidS4, LiquidState
+from seqboat.ssm.s4 import S4
+from seqboat.ssm.s4d import S4D
+from seqboat.ssm.s5 import S5, S5State
 
 
 class LeanKernel(ABC):

@@ -1,19 +1,8 @@
 """Sequence layers behind one contract: one architecture, one file, one line in MIXERS."""
 
-from seqboat.mixers.attention.adaptive_span import AdaptiveSpan, AdaptiveSpanConfig
-from seqboat.mixers.attention.bigbird import BigBird, BigBirdConfig
-from seqboat.mixers.attention.linformer import Linformer, LinformerConfig
-from seqboat.mixers.attention.luna import Luna, LunaConfig
-from seqboat.mixers.attention.mega import Mega, MegaChunkConfig, MegaConfig
-from seqboat.mixers.attention.performer import Performer, PerformerConfig
-from seqboat.mixers.attention.reformer import Reformer, ReformerConfig
-from seqboat.mixers.attention.transformer import Transformer, TransformerConfig
-from seqboat.mixers.attention.transformer_xl import TransformerXL, TransformerXLConfig
-from seqboat.mixers.base import Mixer, MixerOutput, RecurrentMixer
-from seqboat.mixers.gated.delta import GatedDeltaNet, GatedDeltaNetConfig
-from seqboat.mixers.gated.mamba2 import Mamba2, Mamba2Config
-from seqboat.mixers.gated.samba import SambaConfig, SambaDeltaConfig
-from seqboat.mixers.seqboat.ablations import (
+from seqboat.core.mixer import Mixer, MixerOutput, RecurrentMixer
+from seqboat.layers.seqboat import SeqBoat, SeqBoatConfig, SeqBoatFFNConfig
+from seqboat.layers.variants import (
     SeqBoatChunkConfig,
     SeqBoatFullAlwaysConfig,
     SeqBoatFullConfig,
@@ -26,12 +15,20 @@ from seqboat.mixers.seqboat.ablations import (
     SeqBoatSigmoidConfig,
     SeqBoatThenFFNConfig,
 )
-from seqboat.mixers.seqboat.layer import SeqBoat, SeqBoatConfig, SeqBoatFFNConfig
-from seqboat.mixers.ssm.h3 import H3, H3Config, H3HybridConfig
-from seqboat.mixers.ssm.liquid_s4 import LiquidS4LayerConfig
-from seqboat.mixers.ssm.s4 import S4LayerConfig
-from seqboat.mixers.ssm.s4d import S4DLayerConfig
-from seqboat.mixers.ssm.s5 import S5LayerConfig
+from seqboat.mixers.adaptive_span import AdaptiveSpan, AdaptiveSpanConfig
+from seqboat.mixers.bigbird import BigBird, BigBirdConfig
+from seqboat.mixers.delta import GatedDeltaNet, GatedDeltaNetConfig
+from seqboat.mixers.h3 import H3, H3Config, H3HybridConfig
+from seqboat.mixers.linformer import Linformer, LinformerConfig
+from seqboat.mixers.luna import Luna, LunaConfig
+from seqboat.mixers.mamba2 import Mamba2, Mamba2Config
+from seqboat.mixers.mega import Mega, MegaChunkConfig, MegaConfig
+from seqboat.mixers.performer import Performer, PerformerConfig
+from seqboat.mixers.reformer import Reformer, ReformerConfig
+from seqboat.mixers.samba import SambaConfig, SambaDeltaConfig
+from seqboat.mixers.ssm import LiquidS4LayerConfig, S4DLayerConfig, S4LayerConfig, S5LayerConfig
+from seqboat.mixers.transformer import Transformer, TransformerConfig
+from seqboat.mixers.transformer_xl import TransformerXL, TransformerXLConfig
 
 MIXERS = {
     "seqboat": SeqBoatConfig,

@@ -14,11 +14,11 @@ import functools
 import typing
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
-from seqboat.checks import require
-from seqboat.core.routers import RouterConfig
+from seqboat.core.checks import require
+from seqboat.core.mixer import directions_of
+from seqboat.layers.routers import RouterConfig
 from seqboat.mixers import MIXERS
-from seqboat.mixers.base import directions_of
-from seqboat.mixers.ssm import SSMConfig
+from seqboat.ssm import SSMConfig
 
 WHOLE = (RouterConfig, SSMConfig)
 """Parts that carry over as a whole or not at all."""

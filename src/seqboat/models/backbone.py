@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from seqboat.checks import (
+from seqboat.core.checks import (
     check_choice,
     check_dtype,
     check_mask,
@@ -24,13 +24,13 @@ from seqboat.checks import (
     require,
 )
 from seqboat.core.documents import Documents, find_documents
+from seqboat.core.mixer import Mixer, RecurrentMixer, directions_of
 from seqboat.core.nn import Norm, no_tracking
 from seqboat.core.padding import Aligned, align, zero_padding
 from seqboat.core.settings import Settings, check_type, fill_in, unknown
-from seqboat.core.sma import Routing
 from seqboat.core.state import check_state
+from seqboat.layers.packing import Routing
 from seqboat.mixers import MIXERS
-from seqboat.mixers.base import Mixer, RecurrentMixer, directions_of
 from seqboat.models.ngrams import NGrams
 from seqboat.ops.positions import sinusoids
 from seqboat.plugins import load_plugins

@@ -13,8 +13,8 @@ import torch
 import torch._dynamo
 from torch import nn
 
-from seqboat.checks import require
-from seqboat.mixers.base import RecurrentMixer
+from seqboat.core.checks import require
+from seqboat.core.mixer import RecurrentMixer
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from torch import nn
 
-from seqboat.mixers.seqboat.gau import GAU
-from seqboat.mixers.seqboat.layer import SeqBoat
-from seqboat.mixers.ssm.base import DiagonalSSM
+from seqboat.layers.gau import GAU
+from seqboat.layers.seqboat import SeqBoat
+from seqboat.ssm.diagonal import DiagonalSSM
 
 
 def count_parameters(module: nn.Module) -> int:

@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqboat.checks import (
+from seqboat.core.checks import (
     check_positive,
     require,
 )
 from seqboat.core.documents import find_documents
 from seqboat.core.nn import init_linear, masked_mean
-from seqboat.core.sma import Routing
+from seqboat.layers.packing import Routing
 from seqboat.models.backbone import Backbone, BackboneConfig, BackboneState, backbone_config
 
 

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import torch
 
-from seqboat.checks import require
-from seqboat.mixers.seqboat.gau import GAU
-from seqboat.mixers.seqboat.spans import ChunkSpan, FullSpan, MemorySpan
+from seqboat.core.checks import require
+from seqboat.layers.gau import GAU
+from seqboat.layers.spans import ChunkSpan, FullSpan, MemorySpan
 from seqboat.onnx.graph import Graph, Value
 from seqboat.onnx.kernels import Memory
 from seqboat.ops.functions import HIDDEN, LAPLACE_MU, LAPLACE_SIGMA

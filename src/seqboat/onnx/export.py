@@ -20,15 +20,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from seqboat.checks import check_choice, require
+from seqboat.core.checks import check_choice, require
 from seqboat.data.files import digest_of, write_json
 from seqboat.inference.int8 import is_quantized, quantize
 from seqboat.models.heads import LanguageModel
 from seqboat.onnx.graph import DEFAULT_OPSET
 from seqboat.onnx.model import FORMS, GraphModel
-from seqboat.runs import Run
-from seqboat.tasks.own.targets import LabelsTarget, NumberTarget
-from seqboat.tasks.own.task import OwnTask
+from seqboat.own.targets import LabelsTarget, NumberTarget
+from seqboat.own.task import OwnTask
+from seqboat.run import Run
 from seqboat.training.checkpoint import MODEL
 from seqboat.version import __version__
 

@@ -21,7 +21,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
-from seqboat.checks import require
+from seqboat.core.checks import require
 from seqboat.inference.int8 import Int8Weight
 
 Kind = Literal["float", "double", "int", "bool"]

@@ -20,13 +20,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from seqboat.checks import require
-from seqboat.mixers.ssm.base import Coefficients, DiagonalSSM
-from seqboat.mixers.ssm.ema import EMA
-from seqboat.mixers.ssm.ema_conv import EMAConv
-from seqboat.mixers.ssm.s4d import S4D
-from seqboat.mixers.ssm.s5 import S5
+from seqboat.core.checks import require
 from seqboat.onnx.graph import Graph, Value
+from seqboat.ssm.conv import EMAConv
+from seqboat.ssm.diagonal import Coefficients, DiagonalSSM
+from seqboat.ssm.ema import EMA
+from seqboat.ssm.s4d import S4D
+from seqboat.ssm.s5 import S5
 
 BLOCK = 32
 """Tokens per block."""

@@ -7,22 +7,21 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from seqboat.checks import require
-from seqboat.core.nn import EPS, BatchNorm, LayerNorm, Norm
-from seqboat.core.policy import Policy
-from seqboat.core.routers import (
+from seqboat.core.checks import require
+from seqboat.core.nn import EPS, BatchNorm, FeedForward, LayerNorm, Norm
+from seqboat.inference.base import fold_router
+from seqboat.layers.gau import GAU
+from seqboat.layers.policy import Policy
+from seqboat.layers.routers import (
     AlwaysActive,
     ExpertChoice,
     PerSequence,
     TemperedSigmoid,
     XMoE,
 )
-from seqboat.inference.base import fold_router
-from seqboat.mixers.attention.transformer import FeedForward
-from seqboat.mixers.seqboat.ablations import SeqBoatThenFFN
-from seqboat.mixers.seqboat.gau import GAU
-from seqboat.mixers.seqboat.layer import SeqBoat
-from seqboat.mixers.ssm.layer import SSMLayer
+from seqboat.layers.seqboat import SeqBoat
+from seqboat.layers.variants import SeqBoatThenFFN
+from seqboat.mixers.ssm import SSMLayer
 from seqboat.onnx.attention import Attention, pack, unpack
 from seqboat.onnx.graph import Graph, Value
 from seqboat.onnx.kernels import Memory, make_kernel

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from seqboat.checks import require
+from seqboat.core.checks import require
 from seqboat.models.backbone import Backbone
 from seqboat.models.heads import Classifier, LanguageModel, Matcher, Tagger
 from seqboat.models.ngrams import MULTIPLIER, NGrams

@@ -16,7 +16,7 @@ import onnxruntime
 import torch
 from numpy.typing import NDArray
 
-from seqboat.checks import require
+from seqboat.core.checks import require
 from seqboat.data.files import digest_of, read_json
 from seqboat.models.heads import LanguageModel, Matcher
 from seqboat.onnx.export import FORMAT

@@ -16,7 +16,7 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from seqboat.checks import check_positive, require
+from seqboat.core.checks import check_positive, require
 from seqboat.ops.precision import wide_type
 
 Slot = TypeVar("Slot", Tensor, None)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from seqboat.data.store import MissingData
-from seqboat.paper.targets.base import Job
+from seqboat.paper.target import Job
 from seqboat.training.planning.estimate import estimate
 
 HEAD = (

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from seqboat.checks import check_positive, require
+from seqboat.core.checks import check_positive, require
 from seqboat.training.config import RunConfig, override, split_arguments
 from seqboat.training.config.fields import FREE_TO_CHANGE, TrainingConfig
 from seqboat.training.planning.estimate import estimate

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
-from seqboat.checks import check_positive
+from seqboat.core.checks import check_positive
 from seqboat.models.backbone import MixerConfig
 from seqboat.models.cost import count_parameters
 from seqboat.training.config import RunConfig, change_field

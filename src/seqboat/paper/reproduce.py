@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from seqboat.paper.machine import Machine
-from seqboat.paper.targets.base import Job, Target
-from seqboat.paper.trials import Bench, Scale, Trial
+from seqboat.paper.target import Job, Target
+from seqboat.paper.trial import Bench, Scale, Trial
 from seqboat.training.checkpoint import CheckpointStore
 from seqboat.training.config import difference
 from seqboat.training.display import Display

@@ -13,9 +13,9 @@ from typing import get_args
 
 from seqboat.data.files import read_json, taking_turns, write_text
 from seqboat.paper.tables import Pictures, Record, on_accelerator, showing
+from seqboat.paper.target import Target
 from seqboat.paper.targets import TARGETS
-from seqboat.paper.targets.base import Target
-from seqboat.paper.trials import Scale, Trial
+from seqboat.paper.trial import Scale, Trial
 
 _KEY = ("target", "scale", "trial", "seed")
 

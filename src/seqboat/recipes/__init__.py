@@ -11,7 +11,8 @@ from __future__ import annotations
 import difflib
 
 from seqboat.plugins import load_plugins
-from seqboat.recipes import diagnostics, enwik8, lra, speech, your_data
+from seqboat.recipes import diagnostics, enwik8, lra, speech
+from seqboat.recipes import own as your_data
 from seqboat.recipes.ablations import ABLATIONS
 from seqboat.recipes.base import Recipe
 from seqboat.recipes.rows import ROW_RECIPES, ROWS, SMALL_ROWS, TINY, Row

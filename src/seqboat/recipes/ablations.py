@@ -14,10 +14,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from seqboat.core.routers import SigmoidConfig
-from seqboat.mixers.attention.mega import MegaConfig
-from seqboat.mixers.carry import carry_over
-from seqboat.mixers.seqboat.ablations import (
+from seqboat.layers.routers import SigmoidConfig
+from seqboat.layers.seqboat import SeqBoatConfig, SeqBoatFFNConfig
+from seqboat.layers.variants import (
     SeqBoatChunkConfig,
     SeqBoatFullAlwaysConfig,
     SeqBoatFullConfig,
@@ -30,10 +29,11 @@ from seqboat.mixers.seqboat.ablations import (
     SeqBoatSigmoidConfig,
     SeqBoatThenFFNConfig,
 )
-from seqboat.mixers.seqboat.layer import SeqBoatConfig, SeqBoatFFNConfig
-from seqboat.mixers.ssm.s4d import S4DConfig
+from seqboat.mixers.carry import carry_over
+from seqboat.mixers.mega import MegaConfig
 from seqboat.recipes import lra
 from seqboat.recipes.base import MixerChoice, Recipe, choose
+from seqboat.ssm.s4d import S4DConfig
 from seqboat.training.config import RunConfig
 
 FULL_ROWS: dict[str, type[SeqBoatConfig]] = {

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from seqboat.core.routers import TemperedSoftmaxConfig
-from seqboat.mixers.seqboat.gau import GAUConfig
-from seqboat.mixers.seqboat.layer import SeqBoatConfig
-from seqboat.mixers.ssm.ema import EMAConfig
+from seqboat.layers.gau import GAUConfig
+from seqboat.layers.routers import TemperedSoftmaxConfig
+from seqboat.layers.seqboat import SeqBoatConfig
 from seqboat.models.backbone import BackboneConfig
 from seqboat.recipes.base import MixerChoice, choose
-from seqboat.tasks.base import TaskConfig
-from seqboat.tasks.synthetic.copy import CopyTaskConfig
-from seqboat.tasks.synthetic.memorize import MemorizeTaskConfig
-from seqboat.tasks.synthetic.needle import NeedleTaskConfig
-from seqboat.tasks.synthetic.recall import RecallTaskConfig
-from seqboat.tasks.synthetic.short_listops import ShortListOpsTaskConfig
+from seqboat.ssm.ema import EMAConfig
+from seqboat.tasks.copy import CopyTaskConfig
+from seqboat.tasks.memorize import MemorizeTaskConfig
+from seqboat.tasks.needle import NeedleTaskConfig
+from seqboat.tasks.recall import RecallTaskConfig
+from seqboat.tasks.short_listops import ShortListOpsTaskConfig
+from seqboat.tasks.task import TaskConfig
 from seqboat.training.config import EvaluationConfig, RunConfig, TrainingConfig
 from seqboat.training.optim import OptimizerConfig, ScheduleConfig
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import cast
 
-from seqboat.core.budget import BudgetConfig
-from seqboat.core.routers import TemperedSoftmaxConfig
-from seqboat.mixers.seqboat.gau import GAUConfig
-from seqboat.mixers.seqboat.layer import SeqBoatConfig
-from seqboat.mixers.ssm.ema import EMAConfig
+from seqboat.layers.budget import BudgetConfig
+from seqboat.layers.gau import GAUConfig
+from seqboat.layers.routers import TemperedSoftmaxConfig
+from seqboat.layers.seqboat import SeqBoatConfig
 from seqboat.models.backbone import BackboneConfig
 from seqboat.recipes.base import MixerChoice, choose, without_growth
+from seqboat.ssm.ema import EMAConfig
 from seqboat.tasks.enwik8 import Enwik8TaskConfig
 from seqboat.training.config import EvaluationConfig, RunConfig, TrainingConfig
 from seqboat.training.optim import OptimizerConfig, ScheduleConfig

@@ -11,18 +11,18 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, cast
 
-from seqboat.core.routers import TemperedSoftmaxConfig
-from seqboat.mixers.seqboat.gau import GAUConfig
-from seqboat.mixers.seqboat.layer import SeqBoatConfig
-from seqboat.mixers.ssm.ema import EMAConfig
-from seqboat.mixers.ssm.s4d import S4DConfig
+from seqboat.layers.gau import GAUConfig
+from seqboat.layers.routers import TemperedSoftmaxConfig
+from seqboat.layers.seqboat import SeqBoatConfig
 from seqboat.models.backbone import BackboneConfig
 from seqboat.recipes.base import MixerChoice, choose
-from seqboat.tasks.base import TaskConfig
+from seqboat.ssm.ema import EMAConfig
+from seqboat.ssm.s4d import S4DConfig
 from seqboat.tasks.image import ImageTaskConfig
+from seqboat.tasks.listops import ListOpsTaskConfig
+from seqboat.tasks.pathfinder import PathfinderTaskConfig, PathXTaskConfig
 from seqboat.tasks.retrieval import RetrievalTaskConfig
-from seqboat.tasks.synthetic.listops import ListOpsTaskConfig
-from seqboat.tasks.synthetic.pathfinder import PathfinderTaskConfig, PathXTaskConfig
+from seqboat.tasks.task import TaskConfig
 from seqboat.tasks.text import TextTaskConfig
 from seqboat.training.config import EvaluationConfig, RunConfig, TrainingConfig
 from seqboat.training.optim import OptimizerConfig, ScheduleConfig

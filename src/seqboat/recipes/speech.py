@@ -5,12 +5,12 @@ What the table leaves open comes from the published script; docs/differences.md 
 
 from __future__ import annotations
 
-from seqboat.core.routers import TemperedSoftmaxConfig
-from seqboat.mixers.seqboat.gau import GAUConfig
-from seqboat.mixers.seqboat.layer import SeqBoatConfig
-from seqboat.mixers.ssm.ema import EMAConfig
+from seqboat.layers.gau import GAUConfig
+from seqboat.layers.routers import TemperedSoftmaxConfig
+from seqboat.layers.seqboat import SeqBoatConfig
 from seqboat.models.backbone import BackboneConfig
 from seqboat.recipes.base import MixerChoice, choose
+from seqboat.ssm.ema import EMAConfig
 from seqboat.tasks.speech import SpeechTaskConfig
 from seqboat.training.config import EvaluationConfig, RunConfig, TrainingConfig
 from seqboat.training.optim import OptimizerConfig, ScheduleConfig

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, cast
 
-from seqboat.mixers.seqboat.layer import SeqBoatConfig
+from seqboat.layers.seqboat import SeqBoatConfig
 from seqboat.recipes import enwik8, lra, speech
 from seqboat.recipes.base import MixerChoice, choose
 from seqboat.training.config import RunConfig

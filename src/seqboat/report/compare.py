@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from seqboat.checks import require
+from seqboat.core.checks import require
 from seqboat.report.charts import MODULES
 from seqboat.report.page import (
     Chart,
@@ -29,8 +29,8 @@ from seqboat.report.page import (
     write_page,
 )
 from seqboat.report.record import Numbers, describe_run
-from seqboat.runs import Run
-from seqboat.tasks.base import Split
+from seqboat.run import Run
+from seqboat.tasks.task import Split
 from seqboat.training.display import rate_text
 
 RUN_HEADS = {

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seqboat.analysis.traces import Examples, LayerTrace, SampleTrace, SequenceTrace, trace
-from seqboat.checks import require
+from seqboat.core.checks import require
 from seqboat.report.page import Html, asset, element, visible, write_page
 from seqboat.report.samples import (
     PAGE_BYTES,
@@ -30,9 +30,9 @@ from seqboat.report.samples import (
     pack_samples,
     spell_tokens,
 )
-from seqboat.runs import Run
-from seqboat.tasks.base import IGNORE, Dataset, Example, Task
+from seqboat.run import Run
 from seqboat.tasks.image import SHADES, draw
+from seqboat.tasks.task import IGNORE, Dataset, Example, Task
 
 LONGEST = 8192
 """Maximum number of tokens to read, unless the sequences of the task are longer."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from seqboat.runs import Run
+from seqboat.run import Run
 from seqboat.training.checkpoint import STATE
 from seqboat.training.config import to_dict
 from seqboat.training.display import NO_SCORES

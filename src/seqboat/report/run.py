@@ -19,7 +19,7 @@ import torch
 
 from seqboat.analysis.measures import activation_curve, measure
 from seqboat.analysis.traces import load_examples
-from seqboat.checks import check_positive
+from seqboat.core.checks import check_positive
 from seqboat.report.charts import activation_charts, curve_charts, value_in
 from seqboat.report.page import (
     Html,
@@ -39,9 +39,9 @@ from seqboat.report.page import (
 from seqboat.report.record import Numbers, describe_run
 from seqboat.report.samples import PAGE_BYTES, PackedSamples, Sample, collect_samples, explorer, pack_samples
 from seqboat.report.scores import baseline_tile, scores_section
-from seqboat.runs import Run
-from seqboat.tasks.base import Split, Task, draw_subset
+from seqboat.run import Run
 from seqboat.tasks.outcomes import Outcomes
+from seqboat.tasks.task import Split, Task, draw_subset
 
 
 class Collected(NamedTuple):

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from seqboat.analysis.attention import Attention, attention_weights
 from seqboat.analysis.traces import Examples, LayerTrace, SampleTrace, SequenceTrace, trace
 from seqboat.report.page import finite, visible
-from seqboat.tasks.base import IGNORE, Task
+from seqboat.tasks.task import IGNORE, Task
 
 PAGE_BYTES = 4_750_000
 """Target size of a page, met by leaving out weights if possible."""

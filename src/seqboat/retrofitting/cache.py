@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, EncoderDecoderCache
 
-from seqboat.checks import require
+from seqboat.core.checks import require
 
 
 class VisibleKeys(NamedTuple):

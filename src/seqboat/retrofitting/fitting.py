@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqboat.checks import require
-from seqboat.core.routers import SigmoidRouter
+from seqboat.core.checks import require
+from seqboat.layers.routers import SigmoidRouter
 from seqboat.retrofitting.unit import SparseUnit
 
 RIDGE = 1e-4

@@ -30,12 +30,12 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from seqboat.checks import check_choice, check_positive, require
-from seqboat.core.budget import Steering
-from seqboat.core.routers import RouterConfig, SigmoidConfig
+from seqboat.core.checks import check_choice, check_positive, require
 from seqboat.core.settings import Settings
-from seqboat.core.sma import Routing
 from seqboat.data.files import read_json, replacing, write_json
+from seqboat.layers.budget import Steering
+from seqboat.layers.packing import Routing
+from seqboat.layers.routers import RouterConfig, SigmoidConfig
 from seqboat.models.limits import build_within
 from seqboat.retrofitting.fitting import Substitute, fit_skipped, hidden_width
 from seqboat.retrofitting.unit import Call, Kind, SparseUnit

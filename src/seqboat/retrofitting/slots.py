@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from seqboat.checks import require
+from seqboat.core.checks import require
 from seqboat.core.padding import align
 
 

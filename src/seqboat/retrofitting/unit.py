@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqboat.checks import require
-from seqboat.core.budget import Steering
-from seqboat.core.routers import Router, SigmoidRouter
-from seqboat.core.sma import Packed, Routing, pack
-from seqboat.core.steering import follow, rate_loss
+from seqboat.core.checks import require
+from seqboat.layers.budget import Steering
+from seqboat.layers.packing import Packed, Routing, pack
+from seqboat.layers.routers import Router, SigmoidRouter
+from seqboat.layers.steering import follow, rate_loss
 from seqboat.ops.fused import take
 from seqboat.retrofitting.slots import Slots, describe, find_slots, slot_mask, take_slots
 

@@ -1,19 +1,19 @@
 """Tasks: one file each, which reads the published file format or makes the data itself."""
 
-from seqboat.tasks.base import IGNORE, SPLITS, Batch, Dataset, Example, Loss, Split, Task, TaskConfig
+from seqboat.own.task import ClassifyTaskConfig, RegressTaskConfig, TagTaskConfig
+from seqboat.own.text import LMTextTaskConfig
+from seqboat.tasks.copy import CopyTaskConfig
 from seqboat.tasks.enwik8 import Enwik8TaskConfig
 from seqboat.tasks.image import ImageTaskConfig
-from seqboat.tasks.lmtext import LMTextTaskConfig
-from seqboat.tasks.own.task import ClassifyTaskConfig, RegressTaskConfig, TagTaskConfig
+from seqboat.tasks.listops import ListOpsTaskConfig
+from seqboat.tasks.memorize import MemorizeTaskConfig
+from seqboat.tasks.needle import NeedleTaskConfig
+from seqboat.tasks.pathfinder import PathfinderTaskConfig, PathXTaskConfig
+from seqboat.tasks.recall import RecallTaskConfig
 from seqboat.tasks.retrieval import RetrievalTaskConfig
+from seqboat.tasks.short_listops import ShortListOpsTaskConfig
 from seqboat.tasks.speech import SpeechTaskConfig
-from seqboat.tasks.synthetic.copy import CopyTaskConfig
-from seqboat.tasks.synthetic.listops import ListOpsTaskConfig
-from seqboat.tasks.synthetic.memorize import MemorizeTaskConfig
-from seqboat.tasks.synthetic.needle import NeedleTaskConfig
-from seqboat.tasks.synthetic.pathfinder import PathfinderTaskConfig, PathXTaskConfig
-from seqboat.tasks.synthetic.recall import RecallTaskConfig
-from seqboat.tasks.synthetic.short_listops import ShortListOpsTaskConfig
+from seqboat.tasks.task import IGNORE, SPLITS, Batch, Dataset, Example, Loss, Split, Task, TaskConfig
 from seqboat.tasks.text import TextTaskConfig
 
 TASKS = {

@@ -15,17 +15,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from seqboat.checks import check_positive, require
+from seqboat.core.checks import check_positive, require
 from seqboat.data.download import RemoteFile
+from seqboat.data.fairseq import SPLITS as PUBLISHED_SPLITS
+from seqboat.data.fairseq import Translation
 from seqboat.data.published.dictionary import END, byte_symbols, read_dictionary
 from seqboat.data.published.indexed import IndexedSequences
 from seqboat.data.sources import Source, read_file
 from seqboat.data.store import Prepared, Skips, Staging
-from seqboat.tasks.base import Dataset, Split
-from seqboat.tasks.published import SPLITS as PUBLISHED_SPLITS
-from seqboat.tasks.published import Translation
 from seqboat.tasks.segments import LongTextTask, check_window
 from seqboat.tasks.stored import DatasetInfo, StoredTask, StoredTaskConfig
+from seqboat.tasks.task import Dataset, Split
 
 SIZE = 100_000_000
 SHA256 = "2b49720ec4d78c3c9fabaee6e4179a5e997302b3a70029f30f2d582218c024a8"

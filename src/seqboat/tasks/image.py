@@ -17,12 +17,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from seqboat.checks import check_positive, require
+from seqboat.core.checks import check_positive, require
 from seqboat.data.download import RemoteFile
 from seqboat.data.published.pixels import is_pixel_folder, read_pixels
 from seqboat.data.sources import Source, read_file
 from seqboat.data.store import ArrayStore, Prepared, Skips, Staging
-from seqboat.tasks.base import Dataset, Example, Split
 from seqboat.tasks.stored import (
     HOLD_OUT_SEED,
     DatasetInfo,
@@ -31,6 +30,7 @@ from seqboat.tasks.stored import (
     hold_out,
     shuffled_rows,
 )
+from seqboat.tasks.task import Dataset, Example, Split
 
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 PARTS = {"train": tuple(f"data_batch_{i}.bin" for i in range(1, 6)), "test": ("test_batch.bin",)}

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from seqboat.tasks.base import IGNORE, Batch, Task
+from seqboat.tasks.task import IGNORE, Batch, Task
 
 WORST = 10
 """Errors to keep."""

@@ -19,14 +19,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from seqboat.checks import require
+from seqboat.core.checks import require
+from seqboat.data import fairseq as published
 from seqboat.data.published.dictionary import byte_symbols
 from seqboat.data.sources import Source, read_file
 from seqboat.data.store import ArrayStore, Prepared, RaggedWriter, Skips, Staging
 from seqboat.data.tables import bad_text
-from seqboat.tasks import published
-from seqboat.tasks.base import BYTES, SPLITS, Dataset, Example, Split
 from seqboat.tasks.stored import LRA_FILE, LRA_PAGE, DatasetInfo, SequenceTask, SequenceTaskConfig, ragged
+from seqboat.tasks.task import BYTES, SPLITS, Dataset, Example, Split
 
 LRA_NAMES = {"train": "new_aan_pairs.train", "val": "new_aan_pairs.eval", "test": "new_aan_pairs.test"}
 KEEP = 16_384

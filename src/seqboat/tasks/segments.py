@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from seqboat.checks import check_positive, require
+from seqboat.core.checks import check_positive, require
 from seqboat.data.store import Arrays
-from seqboat.tasks.base import BYTES, IGNORE, Dataset, Example, Split, Task
+from seqboat.tasks.task import BYTES, IGNORE, Dataset, Example, Split, Task
 
 
 class SegmentDataset(Dataset):

@@ -22,14 +22,14 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from seqboat.checks import check_choice, check_positive, require
+from seqboat.core.checks import check_choice, check_positive, require
 from seqboat.data.download import RemoteFile
+from seqboat.data.fairseq import read_samples, samples_folder
 from seqboat.data.sources import Source, read_file
 from seqboat.data.store import ArrayStore, ArrayWriter, Prepared, Skips, Staging
-from seqboat.tasks.base import SPLITS, Dataset, Example, Split, Subset
 from seqboat.tasks.image import load_npy
-from seqboat.tasks.published import read_samples, samples_folder
 from seqboat.tasks.stored import DatasetInfo, StoredTask, StoredTaskConfig
+from seqboat.tasks.task import SPLITS, Dataset, Example, Split, Subset
 
 WORDS = ("yes", "no", "up", "down", "left", "right", "on", "off", "stop", "go")
 RATE = 16_000

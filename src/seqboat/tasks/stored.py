@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from seqboat.checks import check_positive, require
-from seqboat.data.console import Advance
+from seqboat.console import Advance
+from seqboat.core.checks import check_positive, require
 from seqboat.data.download import RemoteFile
 from seqboat.data.sources import Source
 from seqboat.data.store import ArrayStore, Prepared, Skips, Staging
-from seqboat.tasks.base import Dataset, Example, Split, Subset, Task, draw_subset
+from seqboat.tasks.task import Dataset, Example, Split, Subset, Task, draw_subset
 
 LRA_FILE = RemoteFile(
     name="lra_release.gz", urls=("https://storage.googleapis.com/long-range-arena/lra_release.gz",)

@@ -19,15 +19,15 @@ from pathlib import Path
 
 import numpy as np
 
-from seqboat.checks import check_positive, require
+from seqboat.core.checks import check_positive, require
+from seqboat.data import fairseq as published
 from seqboat.data.download import RemoteFile
 from seqboat.data.published.dictionary import byte_symbols
 from seqboat.data.sources import Source, read_file
 from seqboat.data.store import Prepared, RaggedWriter, Skips, Staging
 from seqboat.data.tables import bad_text
-from seqboat.tasks import published
-from seqboat.tasks.base import BYTES, Dataset, Example, Split
 from seqboat.tasks.stored import DatasetInfo, RaggedDataset, SequenceTask, SequenceTaskConfig, hold_out
+from seqboat.tasks.task import BYTES, Dataset, Example, Split
 
 PARTS = ("train", "test")
 

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqboat.checks import check_positive, require
+from seqboat.core.checks import check_positive, require
 from seqboat.core.state import concat_rows, select_rows
 from seqboat.inference.lean import LeanModel, lean_model
 from seqboat.models.backbone import BackboneState

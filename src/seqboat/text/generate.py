@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from seqboat.checks import check_positive, require
+from seqboat.core.checks import check_positive, require
 from seqboat.models.heads import LanguageModel
 from seqboat.text.batch import BatchEngine, Generation, Piece
 from seqboat.text.sampling import SamplingConfig, make_generators

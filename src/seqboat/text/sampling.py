@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from seqboat.checks import check_positive, require
+from seqboat.core.checks import check_positive, require
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from seqboat.checks import check_positive, require
+from seqboat.core.checks import check_positive, require
 from seqboat.models.backbone import BackboneState
 from seqboat.models.heads import LanguageModel, LanguageModelOutput
 

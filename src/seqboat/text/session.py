@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from seqboat.checks import ABSENT, check_positive, require
+from seqboat.core.checks import ABSENT, check_positive, require
 from seqboat.core.state import check_state, concat_rows, map_state, rebuild, select_rows, tensors
 from seqboat.data.files import replacing
 from seqboat.models.backbone import BackboneState

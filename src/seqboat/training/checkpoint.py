@@ -31,8 +31,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from seqboat.checks import require, short
-from seqboat.data.console import printable
+from seqboat.console import printable
+from seqboat.core.checks import require, short
 from seqboat.data.files import digest_of, flush_file, flush_folder, open_regular, write_text
 from seqboat.inference.int8 import widen
 from seqboat.plugins import MissingPlugin

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqboat.core.counts import count_layers
-from seqboat.core.policy import outer_policies
-from seqboat.core.sma import Routing
-from seqboat.core.watch import DEAD_AFTER
-from seqboat.tasks.base import Batch, Kind, apply_model
+from seqboat.layers.counts import count_layers
+from seqboat.layers.packing import Routing
+from seqboat.layers.policy import outer_policies
+from seqboat.layers.watch import DEAD_AFTER
+from seqboat.tasks.task import Batch, Kind, apply_model
 from seqboat.training.parallel import World, gather_shards
 
 BAD_INPUTS = "the inputs are not finite"

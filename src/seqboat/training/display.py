@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, ClassVar, TextIO
 
-from seqboat.data.console import format_seconds, printable
+from seqboat.console import format_seconds, printable
 
 
 class Display:

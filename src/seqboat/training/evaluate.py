@@ -11,12 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from seqboat.checks import check_positive
-from seqboat.core.counts import count_layers
-from seqboat.core.sma import Routing
+from seqboat.core.checks import check_positive
 from seqboat.core.state import map_state
-from seqboat.tasks.base import Batch, Dataset, Split, Task, apply_model, draw_subset
+from seqboat.layers.counts import count_layers
+from seqboat.layers.packing import Routing
 from seqboat.tasks.segments import SegmentDataset, check_window
+from seqboat.tasks.task import Batch, Dataset, Split, Task, apply_model, draw_subset
 from seqboat.training.loader import TIMEOUT, Part, batches, micro_batches, pins, split_batch
 from seqboat.training.parallel import World
 from seqboat.training.precision import autocast

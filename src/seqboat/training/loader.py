@@ -27,8 +27,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from seqboat.checks import check_positive, require
-from seqboat.tasks.base import Batch, Dataset, Split, Task
+from seqboat.core.checks import check_positive, require
+from seqboat.tasks.task import Batch, Dataset, Split, Task
 from seqboat.training.signals import ignore_stop_signals
 
 POOL = 50

@@ -30,7 +30,7 @@ from torch import nn
 
 from seqboat.data.files import Lock, write_text
 from seqboat.ops.kernels.registry import kernels, record
-from seqboat.tasks.base import Split
+from seqboat.tasks.task import Split
 from seqboat.training import checkpoint as ck
 from seqboat.training.config import RunConfig, difference, to_dict, to_yaml
 from seqboat.training.diagnosis import watch_routers

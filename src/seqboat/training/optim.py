@@ -25,7 +25,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from seqboat.checks import check_choice, check_positive, require
+from seqboat.core.checks import check_choice, check_positive, require
 from seqboat.core.settings import Settings
 
 OptimizerName = Literal["adamw", "radam", "adagrad"]

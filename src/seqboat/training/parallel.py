@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from seqboat.checks import require
+from seqboat.core.checks import require
 from seqboat.core.nn import batch_norms
 from seqboat.training.signals import STOP_SIGNALS
 

@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from seqboat.core.losses import auxiliary_loss, budget_loss
-from seqboat.core.policy import update_budgets
-from seqboat.core.routers import set_training_step
-from seqboat.core.sma import Routing
 from seqboat.core.state import detach_state, map_state, tensors
-from seqboat.core.watch import watches
-from seqboat.tasks.base import Batch, Loss, Task, apply_model
+from seqboat.layers.losses import auxiliary_loss, budget_loss
+from seqboat.layers.packing import Routing
+from seqboat.layers.policy import update_budgets
+from seqboat.layers.routers import set_training_step
+from seqboat.layers.watch import watches
+from seqboat.tasks.task import Batch, Loss, Task, apply_model
 from seqboat.training.config import RunConfig
 from seqboat.training.diagnosis import activated_tokens, explain_nonfinite, first_nonfinite, routed_modules
 from seqboat.training.evaluate import activation_sums, rates

@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-from seqboat.extras import missing
+from seqboat.core.extras import missing
 
 
 class Tracker(Protocol):

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqboat import MixerOutput, RecurrentMixer
+from seqboat.core.mixer import keep_rows
 from seqboat.core.nn import make_norm
 from seqboat.core.padding import zero_padding
-from seqboat.mixers.base import keep_rows
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from seqboat.checks import check_positive, require
+from seqboat.core.checks import check_positive, require
 from seqboat.tasks import SPLITS, Dataset, Example, Split, Task
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from seqboat.checks import require, short
+from seqboat.core.checks import require, short
 from seqboat.data.files import open_regular
 
 SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")

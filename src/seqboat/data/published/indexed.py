@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from seqboat.checks import require
+from seqboat.core.checks import require
 from seqboat.data.files import open_regular
 
 MAPPED = b"MMIDIDX\x00\x00"

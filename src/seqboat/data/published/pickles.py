@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from seqboat.checks import require, short
+from seqboat.core.checks import require, short
 from seqboat.data.files import open_regular
 
 MAX_PICKLE = 64 << 20

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from seqboat.checks import require
+from seqboat.core.checks import require
 from seqboat.data.files import open_regular
 from seqboat.data.store import Skips
 

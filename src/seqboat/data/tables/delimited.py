@@ -12,7 +12,7 @@ import io
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 
-from seqboat.checks import require
+from seqboat.core.checks import require
 from seqboat.data.sources import Bounded
 from seqboat.data.store import Skips
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from seqboat.checks import require
+from seqboat.core.checks import require
 from seqboat.data.sources import looks_like_html, open_stream
 
 DELIMITERS = {".csv": ",", ".tsv": "\t", ".tab": "\t"}

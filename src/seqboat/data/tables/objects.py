@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from seqboat.checks import require
+from seqboat.core.checks import require
+from seqboat.core.extras import check_installed
 from seqboat.data.tables.delimited import MAX_RECORD, Lines, check_columns
-from seqboat.extras import check_installed
 
 _SPACE = " \t\r\n"
 _BATCH = 1024

@@ -31,7 +31,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from seqboat.checks import check_choice
+from seqboat.core.checks import check_choice
 from seqboat.ops.kernels import varlen
 
 KernelChoice = Literal["auto", "torch", "flex", "varlen", "triton"]

@@ -28,11 +28,11 @@ from seqboat.data.files import read_json, write_json
 from seqboat.paper.machine import apply_settings
 from seqboat.paper.studies.clock import Probes, StandardClock
 from seqboat.paper.tables import Record
-from seqboat.paper.targets.base import per_step
-from seqboat.paper.trials import Trial
+from seqboat.paper.target import per_step
+from seqboat.paper.trial import Trial
 from seqboat.processor import processor_name
-from seqboat.runs import Run
-from seqboat.tasks.base import Split, apply_model
+from seqboat.run import Run
+from seqboat.tasks.task import Split, apply_model
 from seqboat.training.config import RunConfig
 from seqboat.training.display import Display
 from seqboat.training.loop import EXIT_DIVERGED, train

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from seqboat.paper.studies.study import Study
 from seqboat.paper.tables import Pictures, Record, rates_text, score_text, table
-from seqboat.paper.trials import Trial
+from seqboat.paper.trial import Trial
 
 
 class Test(NamedTuple):

@@ -10,7 +10,7 @@ import numpy as np
 
 from seqboat.paper.studies.study import Study
 from seqboat.paper.tables import Pictures, Record, rates_text, table
-from seqboat.paper.trials import Trial
+from seqboat.paper.trial import Trial
 
 SIZES = ((2, 64), (3, 96), (4, 128), (5, 176), (6, 256))
 """Layers and width, about 0.1M to 3M parameters."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from seqboat.checks import require, short
+from seqboat.core.checks import require, short
 from seqboat.data.files import open_regular, taking_turns
 from seqboat.paper.tables import Record
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from seqboat.paper.studies.budget import RATES
 from seqboat.paper.tables import Pictures, Record
-from seqboat.paper.trials import Trial
+from seqboat.paper.trial import Trial
 
 
 class Cell(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from seqboat.paper.published import CHANCE, TITLES, published_score
 from seqboat.paper.studies.study import Study
 from seqboat.paper.tables import Pictures, Record, rates_text, score_text, table
-from seqboat.paper.trials import Trial
+from seqboat.paper.trial import Trial
 from seqboat.recipes import ROWS, find_recipe
 from seqboat.recipes.rows import RIVALS, TINY, small_rows, table_of
 

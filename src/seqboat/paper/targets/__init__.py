@@ -12,17 +12,17 @@ A new figure is a file with a subclass of one of the three families in `base.py`
 
 from __future__ import annotations
 
-from seqboat.paper.targets.ablation import ABLATION
-from seqboat.paper.targets.activation import ACTIVATION
-from seqboat.paper.targets.base import Target
-from seqboat.paper.targets.confidence import CONFIDENCE
-from seqboat.paper.targets.efficiency import EFFICIENCY
-from seqboat.paper.targets.layer_efficiency import LAYER_EFFICIENCY
-from seqboat.paper.targets.mixer_efficiency import MIXER_EFFICIENCY
-from seqboat.paper.targets.mixers import MIXER_RUNS
-from seqboat.paper.targets.scores import DIAGNOSTICS, ENWIK8, LRA, SPEECH
-from seqboat.paper.targets.span import SPAN
-from seqboat.paper.targets.tradeoff import TRADEOFF
+from seqboat.paper.figure3 import ACTIVATION
+from seqboat.paper.figure4 import CONFIDENCE
+from seqboat.paper.figure5 import TRADEOFF
+from seqboat.paper.figure6 import SPAN
+from seqboat.paper.layer_efficiency import LAYER_EFFICIENCY
+from seqboat.paper.mixer_efficiency import MIXER_EFFICIENCY
+from seqboat.paper.mixers import MIXER_RUNS
+from seqboat.paper.table6 import EFFICIENCY
+from seqboat.paper.tables78 import ABLATION
+from seqboat.paper.tables123 import DIAGNOSTICS, ENWIK8, LRA, SPEECH
+from seqboat.paper.target import Target
 
 TARGETS: dict[str, Target] = {
     target.name: target

@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any, cast
 
+from seqboat.layers.seqboat import SeqBoatConfig
 from seqboat.mixers.carry import carry_over
-from seqboat.mixers.seqboat.layer import SeqBoatConfig
 from seqboat.recipes import enwik8, lra, speech, tiny
 from seqboat.recipes.base import MixerChoice, Recipe, choose, without_growth
 from seqboat.recipes.rows import attention, language, mega, ssm

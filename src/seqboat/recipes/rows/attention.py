@@ -14,12 +14,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from seqboat.mixers.attention.bigbird import BigBirdConfig
-from seqboat.mixers.attention.linformer import LinformerConfig
-from seqboat.mixers.attention.luna import LunaConfig
-from seqboat.mixers.attention.performer import PerformerConfig
-from seqboat.mixers.attention.reformer import ReformerConfig
-from seqboat.mixers.attention.transformer import TransformerConfig
+from seqboat.mixers.bigbird import BigBirdConfig
+from seqboat.mixers.linformer import LinformerConfig
+from seqboat.mixers.luna import LunaConfig
+from seqboat.mixers.performer import PerformerConfig
+from seqboat.mixers.reformer import ReformerConfig
+from seqboat.mixers.transformer import TransformerConfig
 from seqboat.models.backbone import MixerConfig
 from seqboat.recipes.rows.base import Settings
 from seqboat.training.optim import OptimizerConfig, ScheduleConfig

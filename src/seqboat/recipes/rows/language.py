@@ -9,8 +9,8 @@ Both read contiguous text in segments of 512 bytes and carry their memory along.
 
 from __future__ import annotations
 
-from seqboat.mixers.attention.adaptive_span import AdaptiveSpanConfig
-from seqboat.mixers.attention.transformer_xl import TransformerXLConfig
+from seqboat.mixers.adaptive_span import AdaptiveSpanConfig
+from seqboat.mixers.transformer_xl import TransformerXLConfig
 from seqboat.recipes.rows.base import Settings
 from seqboat.training.optim import OptimizerConfig, ScheduleConfig
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from seqboat.mixers.attention.mega import MegaChunkConfig, MegaConfig
-from seqboat.mixers.ssm.ema import EMAConfig
+from seqboat.mixers.mega import MegaChunkConfig, MegaConfig
 from seqboat.recipes.rows.base import Settings
+from seqboat.ssm.ema import EMAConfig
 from seqboat.training.optim import OptimizerConfig, ScheduleConfig
 
 CHUNK = 128

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from seqboat.mixers.ssm.h3 import H3Config
-from seqboat.mixers.ssm.liquid_s4 import LiquidS4Config, LiquidS4LayerConfig
-from seqboat.mixers.ssm.s4 import S4Config, S4LayerConfig
-from seqboat.mixers.ssm.s4d import S4DConfig, S4DLayerConfig
-from seqboat.mixers.ssm.s5 import S5Config, S5LayerConfig
+from seqboat.mixers.h3 import H3Config
+from seqboat.mixers.ssm import LiquidS4LayerConfig, S4DLayerConfig, S4LayerConfig, S5LayerConfig
 from seqboat.models.backbone import MixerConfig
 from seqboat.recipes.rows.base import Settings
+from seqboat.ssm.liquid_s4 import LiquidS4Config
+from seqboat.ssm.s4 import S4Config
+from seqboat.ssm.s4d import S4DConfig
+from seqboat.ssm.s5 import S5Config
 from seqboat.training.optim import OptimizerConfig, ScheduleConfig
 
 

@@ -12,11 +12,11 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from seqboat.checks import check_choice, check_positive, require
+from seqboat.core.checks import check_choice, check_positive, require
 from seqboat.core.settings import Settings
 from seqboat.models.backbone import Backbone, BackboneConfig
 from seqboat.models.heads import Classifier, LanguageModel, Matcher, Tagger
-from seqboat.tasks.base import SPLITS, Split, Task, TaskConfig
+from seqboat.tasks.task import SPLITS, Split, Task, TaskConfig
 from seqboat.training.optim import OptimizerConfig, ScheduleConfig
 from seqboat.training.precision import PRECISIONS, Precision
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from seqboat.checks import require
+from seqboat.core.checks import require
 from seqboat.core.settings import types_of, union_members
 from seqboat.training.config.fields import RunConfig
 from seqboat.training.config.serialization import (

@@ -17,17 +17,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from seqboat.checks import ABSENT, require, short
-from seqboat.core.routers import ROUTERS, RouterConfig
+from seqboat.core.checks import ABSENT, require, short
 from seqboat.core.settings import spell, types_of, union_members
 from seqboat.data.files import open_regular
+from seqboat.layers.routers import ROUTERS, RouterConfig
 from seqboat.mixers import MIXERS
 from seqboat.mixers.carry import carry_over
-from seqboat.mixers.ssm import SSMS, SSMConfig
 from seqboat.models.backbone import MixerConfig
 from seqboat.plugins import RESERVED, check_record, load_plugins, record_of
+from seqboat.ssm import SSMS, SSMConfig
 from seqboat.tasks import TASKS
-from seqboat.tasks.base import TaskConfig
+from seqboat.tasks.task import TaskConfig
 from seqboat.training.config.fields import FREE_TO_CHANGE, RunConfig
 
 

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from seqboat.data.console import format_seconds
-from seqboat.tasks.base import Dataset, Task
-from seqboat.tasks.summary import count_text, heading
+from seqboat.console import format_seconds
+from seqboat.own.summary import count_text, heading
+from seqboat.tasks.task import Dataset, Task
 from seqboat.training.config import RunConfig
 from seqboat.training.evaluate import evaluate
 from seqboat.training.loader import Part, Plan, batches

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from seqboat.checks import check_choice, check_positive, require
+from seqboat.core.checks import check_choice, check_positive, require
 from seqboat.models.backbone import StackConfig
-from seqboat.tasks.base import Batch, Task, apply_model
+from seqboat.tasks.task import Batch, Task, apply_model
 from seqboat.training.config import RunConfig
 from seqboat.training.planning.shapes import Meter, without_content
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from seqboat.checks import require
+from seqboat.core.checks import require
 from seqboat.training.config import RunConfig
 from seqboat.training.display import Display
 from seqboat.training.loop import train

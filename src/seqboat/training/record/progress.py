@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from seqboat.checks import short
+from seqboat.core.checks import short
 from seqboat.training.checkpoint import Checkpoint, CheckpointError
 from seqboat.training.precision import LossScale
 

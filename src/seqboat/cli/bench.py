@@ -1,0 +1,325 @@
+"""`seqboat bench`: time and memory of mixers, side by side in one run."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from seqboat.cli.main import UsageError
+from seqboat.core.extras import check_installed
+
+if TYPE_CHECKING:
+    from seqboat.bench.setting import LayerSetting
+
+LAYERS = (
+    "seqboat",
+    "published",
+    "mega-chunk",
+    "transformer:implementation=plain",
+    "transformer:implementation=sdpa",
+    "lower-bound",
+)
+DECODERS = ("seqboat", "mega-chunk", "transformer")
+EXAMPLES = """\
+examples:
+  seqboat bench                                             the paper's Text layer and all baselines
+  seqboat bench --lengths 1024 4096 16384 --plot cost.png   the same number of tokens at each length
+  seqboat bench --mixers seqboat --rates 0.1 0.5 1          how cost falls with the fraction of active tokens
+  seqboat bench --like-run runs/recall                      with the activation of a trained model
+  seqboat bench --mixers seqboat seqboat:gau.positions=original --windows 64 256
+  seqboat bench --mixers seqboat seqboat:compiled=True --no-memory --modes training
+  seqboat bench profile                                     where the time goes, and how far from the bare products
+  seqboat bench decode --contexts 1024 32768                time per token and size of the state
+  seqboat bench decode-lm                                   the paper's language model against a Transformer
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the command."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EXAMPLES
+    parser.add_argument(
+        "what",
+        nargs="?",
+        choices=("layer", "profile", "decode", "decode-lm"),
+        default="layer",
+        help="what to measure: layer (training step and inference of a layer; default), profile (where the time "
+        "goes), decode (token by token, one layer) or decode-lm (token by token, a language model)",
+    )
+    parser.add_argument(
+        "--mixers",
+        nargs="+",
+        metavar="NAME[:FIELD=VALUE,...]",
+        help="candidates, compared with the first one: names of mixers, 'published' for the paper's algorithm, or "
+        "'lower-bound' for the matrix products of our layer alone; besides its own fields, every mixer has d_model "
+        "(its width) and compiled (use torch.compile)",
+    )
+    parser.add_argument(
+        "--preset", choices=("text", "enwik8"), default="text", help="layer sizes (default: text)"
+    )
+    parser.add_argument("--lengths", nargs="+", type=int, metavar="N", help="tokens per sequence")
+    parser.add_argument("--windows", nargs="+", type=int, metavar="W", help="sizes of the working memory")
+    parser.add_argument(
+        "--rates",
+        nargs="+",
+        type=_rate,
+        metavar="R",
+        help="fractions of tokens to activate, or 'natural' to let the routers decide",
+    )
+    parser.add_argument(
+        "--like-run",
+        metavar="RUN",
+        help="use the activation rate of a trained run: the mean over its layers on held-out data",
+    )
+    parser.add_argument(
+        "--batch", type=int, help="sequences per batch (default: keeps the number of tokens constant)"
+    )
+    parser.add_argument("--modes", nargs="+", choices=("training", "inference"), help="default: both")
+    parser.add_argument("--contexts", nargs="+", type=int, metavar="N", help="decode: tokens of context")
+    parser.add_argument("--steps", type=int, help="decode: tokens per round")
+    parser.add_argument("--rounds", type=int, default=5, help="timed rounds (default 5)")
+    parser.add_argument("--warmup", type=int, default=1, help="warm-up rounds (default 1)")
+    parser.add_argument("--threads", type=int, help="CPU threads (default: torch decides)")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default cpu)")
+    parser.add_argument("--dtype", default="float32", help="type of weights and inputs (default float32)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and inputs")
+    parser.add_argument("--no-memory", action="store_true", help="do not measure memory")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all measurements to a file")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE.png", help="plot time and memory against the swept quantity"
+    )
+
+
+_SWEPT = ("lengths", "windows", "rates")
+
+
+def _rate(text: str) -> float | None:
+    if text == "natural":
+        return None
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = -1.0
+    if not 0 <= rate <= 1:
+        raise argparse.ArgumentTypeError(f"expected a number from 0 to 1 or 'natural', got {text!r}")
+    return rate
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command."""
+    _check(options)
+    # keeps the profiler from logging; it reads this when torch is imported
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    import torch
+
+    from seqboat.bench.setting import PRESETS
+    from seqboat.data.files import write_json
+
+    if options.device.startswith("cuda") and not torch.cuda.is_available():
+        raise UsageError(f"--device {options.device}: torch sees no CUDA device")
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    setting = _setting(PRESETS[options.preset], options)
+    report = {"layer": _layers, "profile": _profile, "decode": _decode, "decode-lm": _decode_lm}[options.what]
+    record = report(options, setting)
+    if options.json:
+        write_json(options.json, record)
+        print(f"wrote {options.json}")
+    return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Refuse what could only fail after minutes of measuring."""
+    for name in ("lengths", "windows", "contexts"):
+        if any(value < 1 for value in getattr(options, name) or ()):
+            raise UsageError(f"--{name} must be at least 1, got {getattr(options, name)}")
+    for name, least in (("rounds", 1), ("warmup", 0), ("batch", 1), ("steps", 1), ("threads", 1)):
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise UsageError(f"--{name} must be at least {least}, got {value}")
+    for name in ("json", "plot"):
+        path = getattr(options, name)
+        if path is not None and not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
+            raise UsageError(f"--{name}: cannot write to the folder {path.parent}")
+    check_installed("rich", "this command")
+    if options.plot is not None:
+        check_installed("matplotlib", "--plot")
+    if options.like_run and options.rates:
+        raise UsageError("--rates and --like-run cannot be combined")
+    refused = {
+        "layer": (),
+        "profile": ("plot",),
+        "decode": ("plot", "lengths", "modes"),
+        "decode-lm": ("plot", "lengths", "modes"),
+    }
+    for name in refused[options.what]:
+        if getattr(options, name):
+            raise UsageError(f"--{name} cannot be used with '{options.what}'")
+    if options.what != "layer" and any(len(getattr(options, name) or ()) > 1 for name in _SWEPT):
+        raise UsageError(f"'{options.what}' takes one window, one rate and one length")
+    if options.what in ("layer", "profile") and (options.contexts or options.steps):
+        raise UsageError("--contexts and --steps need 'decode' or 'decode-lm'")
+
+
+def _setting(preset: LayerSetting, options: argparse.Namespace) -> LayerSetting:
+    from dataclasses import replace
+
+    changes: dict[str, Any] = {"device": options.device, "dtype": options.dtype, "seed": options.seed}
+    if options.batch:
+        changes["batch"] = options.batch
+    if options.windows:
+        changes["window"] = options.windows[0]
+    if options.like_run:
+        from seqboat.bench.rates import recorded_activation
+
+        layers = recorded_activation(options.like_run)
+        changes["rate"] = sum(layers) / len(layers)
+        shown = " ".join(f"{rate:.0%}" for rate in layers)
+        print(f"rate {changes['rate']:.3f} as in {options.like_run} (by layer: {shown})")
+    elif options.rates:
+        changes["rate"] = options.rates[0]
+    return replace(preset, **changes)
+
+
+def _default_layers() -> Sequence[str]:
+    """The usual candidates, without the published algorithm where this installation does not have it."""
+    from seqboat.bench import candidates
+
+    if candidates.PUBLISHED_SOURCE.is_file():
+        return LAYERS
+    print("skipping 'published', which needs a clone of the repository", file=sys.stderr)
+    return tuple(name for name in LAYERS if name != candidates.PUBLISHED)
+
+
+def _layers(options: argparse.Namespace, setting: LayerSetting) -> dict[str, Any]:
+    from rich.console import Console
+
+    from seqboat.bench.candidates import parse_candidate
+    from seqboat.bench.layers import print_layers, run_layers
+    from seqboat.bench.measure import as_record
+    from seqboat.bench.setting import MODES, sweep
+
+    candidates = [parse_candidate(text) for text in options.mixers or _default_layers()]
+    if len({candidate.label for candidate in candidates}) < len(candidates):
+        raise UsageError("--mixers: the same candidate is given twice")
+    settings = sweep(
+        setting,
+        options.lengths or [setting.length],
+        options.windows or [setting.window],
+        options.rates or [setting.rate],
+        None if options.batch else setting.tokens,
+    )
+    modes = tuple(mode for mode in MODES if mode in (options.modes or MODES))
+    rows = _with_progress(
+        lambda progress: run_layers(
+            candidates,
+            settings,
+            modes,
+            rounds=options.rounds,
+            warmup=options.warmup,
+            memory=not options.no_memory,
+            progress=progress,
+        )
+    )
+    print_layers(Console(), rows)
+    if options.plot:
+        from seqboat.bench.plot import plot
+
+        plot(rows, options.plot)
+        print(f"wrote {options.plot}")
+    return as_record(rows, setting, what="layer", rounds=options.rounds)
+
+
+def _profile(options: argparse.Namespace, setting: LayerSetting) -> dict[str, Any]:
+    from rich.console import Console
+
+    from seqboat.bench.candidates import parse_candidate
+    from seqboat.bench.measure import as_record
+    from seqboat.bench.profile import print_profiles, run_profile
+    from seqboat.bench.setting import MODES, sweep
+
+    candidates = [parse_candidate(text) for text in options.mixers or ("seqboat",)]
+    lengths = options.lengths or [setting.length]
+    (setting,) = sweep(
+        setting, lengths, [setting.window], [setting.rate], None if options.batch else setting.tokens
+    )
+    found = _with_progress(
+        lambda progress: run_profile(
+            candidates,
+            setting,
+            tuple(mode for mode in MODES if mode in (options.modes or MODES)),
+            rounds=options.rounds,
+            warmup=options.warmup,
+            progress=progress,
+        )
+    )
+    print_profiles(Console(), found, setting)
+    return as_record(found, setting, what="profile", rounds=options.rounds)
+
+
+def _decode(options: argparse.Namespace, setting: LayerSetting) -> dict[str, Any]:
+    from dataclasses import replace
+
+    from rich.console import Console
+
+    from seqboat.bench.candidates import parse_candidate
+    from seqboat.bench.decode import print_decode, run_decode
+    from seqboat.bench.measure import as_record
+
+    candidates = [parse_candidate(text) for text in options.mixers or DECODERS]
+    setting = replace(setting, batch=options.batch or 1, causal=True)
+    rows = _with_progress(
+        lambda progress: run_decode(
+            candidates,
+            setting,
+            options.contexts or [1024, 8192, 32768],
+            steps=options.steps or 64,
+            rounds=options.rounds,
+            warmup=options.warmup,
+            progress=progress,
+        )
+    )
+    print_decode(Console(), rows, "one layer")
+    return as_record(rows, setting, what="decode", rounds=options.rounds)
+
+
+def _decode_lm(options: argparse.Namespace, setting: LayerSetting) -> dict[str, Any]:
+    from rich.console import Console
+
+    from seqboat.bench.decode import LanguageModelSize, print_decode, run_decode_lm
+    from seqboat.bench.measure import as_record
+
+    if options.mixers:
+        raise UsageError("--mixers cannot be used with 'decode-lm'")
+    if options.device != "cpu" or options.dtype != "float32" or options.batch not in (None, 1):
+        raise UsageError("'decode-lm' runs on the CPU in float32 with batch 1")
+    if len(options.contexts or ()) > 1:
+        raise UsageError("'decode-lm' takes one context")
+    size = LanguageModelSize(**({"window": options.windows[0]} if options.windows else {}))
+    rows = _with_progress(
+        lambda progress: run_decode_lm(
+            size,
+            context=(options.contexts or [8192])[0],
+            rate=setting.rate,
+            steps=options.steps or 16,
+            rounds=options.rounds,
+            warmup=options.warmup,
+            seed=options.seed,
+            progress=progress,
+        )
+    )
+    what = f"language model of {size.num_layers} layers of width {size.d_model}, batch 1"
+    print_decode(Console(), rows, what)
+    return as_record(rows, size, what="decode-lm", rounds=options.rounds)
+
+
+def _with_progress(job: Callable[[Callable[[str], None]], list[Any]]) -> list[Any]:
+    """Run a job and show its messages on a status line."""
+    from rich.console import Console
+
+    with Console(stderr=True).status("starting") as status:
+        return job(lambda message: status.update(message))

@@ -1,0 +1,101 @@
+"""`seqboat doctor`: is everything computed correctly on this machine, and how fast?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of the command."""
+    parser.add_argument("--device", default=None, help="cpu, cuda or cuda:N; the GPU if there is one")
+    parser.add_argument(
+        "--length",
+        type=int,
+        default=1024,
+        metavar="N",
+        help="tokens of a sequence in the bench (default 1024); 0 skips it",
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write all results, for bug reports: no names, no paths"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command."""
+    import torch
+
+    from seqboat.core.checks import check_output, require
+    from seqboat.doctor.examine import bench, check_contract, examine
+    from seqboat.doctor.machine import anonymous, describe_machine, slow_types, time_products
+
+    require(options.length >= 0, f"--length must not be negative, got {options.length}")
+    if options.json is not None:
+        check_output("--json", options.json)
+    try:
+        device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {options.device}: {str(error).splitlines()[0]}") from error
+    machine = describe_machine(device)
+    for line in machine_lines(machine):
+        print(line)
+    print("\noperations against their obvious form in float64 on the CPU, relative RMS errors")
+    findings = examine(device, print)
+    wrong = sorted({found.wrong for found in findings if found.wrong is not None})
+    print("\ncontract of a layer")
+    contract = check_contract(device)
+    for name, problem in contract.items():
+        print(f"{name:<18} {'ok' if problem is None else f'WRONG: {problem}'}")
+    broken = [name for name, problem in contract.items() if problem is not None]
+    products = time_products(device)
+    warned = slow_types(products)
+    print("\nmatrix products")
+    print(", ".join(f"{name} {1e6 * taken:.3g} us" for name, taken in products.items()))
+    for line in warned:
+        print(f"warning: {line}")
+    speeds: dict[str, float] = {}
+    if options.length:
+        speeds = bench(device, options.length)
+        print(f"\ntraining step of one layer of width 128, sequences of {options.length:,} tokens")
+        for name, taken in speeds.items():
+            if name != "tokens":
+                print(f"{name:<22} {1e3 * taken:8.1f} ms  {speeds['tokens'] / taken:12,.0f} tokens/s")
+    if options.json is not None:
+        record = {
+            **machine,
+            "operations": [found.as_record() for found in findings],
+            "contract": contract,
+            "products_seconds": products,
+            "warnings": warned,
+            "bench_seconds": speeds,
+            "bench_length": options.length,
+            "wrong": [*wrong, *broken],
+        }
+        options.json.write_text(json.dumps(anonymous(record), indent=2) + "\n", encoding="utf-8")
+    for name in [*wrong, *broken]:
+        print(f"seqboat doctor: {name} is wrong on this machine", file=sys.stderr)
+    if not wrong and not broken:
+        print("\nno problem found")
+    return 1 if wrong or broken else 0
+
+
+def machine_lines(machine: dict[str, Any]) -> list[str]:
+    """The machine in a few lines."""
+    lines = [", ".join(f"{name} {version}" for name, version in machine["versions"].items())]
+    memory = f", {machine['memory_gb']} GB" if "memory_gb" in machine else ""
+    lines.append(f"{machine['system']}, {machine['processor']}, {machine['threads']} threads")
+    if machine["hidden_tiles"]:
+        lines.append(
+            "warning: this virtual machine hides the size of its tiles (AMX), which PyTorch needs: docs/machines.md"
+        )
+    lines.append(f"device {machine['device']}{memory}")
+    lines.append("\nkernels")
+    for operation, about in machine["kernels"].items():
+        known = about["implementations"].items()
+        others = "".join(f"; {name} {state}" for name, state in known if name not in ("torch", "reference"))
+        lines.append(f"{operation:<18} {about['chosen']:<7} torch{others}")
+    return lines

@@ -1,0 +1,1 @@
+"""Sparse modular activation and the SeqBoat layer."""

@@ -1,0 +1,320 @@
+"""Gated attention unit on the active tokens, appendix A.2 of the paper.
+
+    base = SiLU(H W + b), split into z (d_z), gate g (d_v) and value v (d_v)
+    q = z * gamma_q + beta_q,  k = z * gamma_k + beta_k
+    Y = (g * (f(q k^T * scale + bias) v)) W_h + b_h
+
+f is an attention function (`ops.functions`), what a query sees is a span (`spans`), and positions enter by rotating
+queries and keys or as a bias (`ops.positions`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from seqboat.core.checks import check_choice, check_positive, check_rate, require
+from seqboat.core.nn import init_linear
+from seqboat.core.settings import Settings, fill_in
+from seqboat.layers.packing import Packed, PackedModule
+from seqboat.layers.spans import (
+    KERNELS,
+    SPANS,
+    Kernel,
+    MemorySpan,
+    Scoring,
+    SpanName,
+    WorkingMemory,
+)
+from seqboat.ops.flex import FLEX_ATTENTIONS
+from seqboat.ops.functions import ATTENTIONS, HIDDEN, AttentionName
+from seqboat.ops.fused import gates, is_plain, kernel_gates
+from seqboat.ops.gated import gated_attention
+from seqboat.ops.kernels.registry import SEAM
+from seqboat.ops.positions import POSITIONS, PositionsName, RelativeBias, rotations
+from seqboat.ops.precision import wide_type
+
+
+@dataclass(frozen=True, kw_only=True)
+class GAUConfig(Settings):
+    """Attention among the active tokens: a gated attention unit with a working memory.
+
+    >>> from seqboat import GAUConfig, SeqBoat
+    >>> SeqBoat(32, gau=GAUConfig(d_z=16, window=64, positions="rotary")).config.gau.window
+    64
+    """
+
+    d_z: int = 64
+    """Width of queries and keys."""
+    d_v: int | None = None
+    """Width of values and gates; twice the model's by default."""
+    attention: AttentionName = "softmax"
+    """The attention function."""
+    span: SpanName = "memory"
+    """What a query sees: its working memory, everything, or its chunk of `window` active tokens."""
+    window: int = 256
+    """Size of the working memory, or of a chunk."""
+    positions: PositionsName = "rotary-original"
+    """Relative bias on original or compressed positions, rotary on original ones, both of these, or none."""
+    max_positions: int = 4096
+    """Distances (in positions) beyond which the relative bias stays the same."""
+    attention_dropout: float = 0.0
+    """Rate of dropout on attention weights."""
+    kernel: Kernel = "blocks"
+    """What computes the attention to a working memory: our blocks, or FlexAttention (softmax, on GPUs)."""
+
+    def __post_init__(self) -> None:
+        check_positive("d_z", self.d_z)
+        check_positive("window", self.window)
+        check_positive("max_positions", self.max_positions)
+        check_choice("attention", self.attention, tuple(ATTENTIONS))
+        check_choice("span", self.span, tuple(SPANS))
+        check_choice("positions", self.positions, tuple(POSITIONS))
+        check_rate("attention_dropout", self.attention_dropout)
+        if self.d_v is not None:
+            check_positive("d_v", self.d_v)
+        POSITIONS[self.positions].check_width("d_z", self.d_z)
+        check_choice("kernel", self.kernel, tuple(KERNELS))
+        fits = self.attention in FLEX_ATTENTIONS and self.span == "memory" and not self.attention_dropout
+        require(
+            self.kernel != "flex" or fits,
+            "kernel 'flex' needs attention 'softmax', span 'memory' and attention_dropout 0, got "
+            f"{self.attention!r}, {self.span!r} and {self.attention_dropout}",
+        )
+
+    def build(self, d_model: int, causal: bool, dropout: float = 0.0) -> GAU:
+        return GAU(d_model, self, causal=causal, dropout=dropout)
+
+
+class SlotWeights(NamedTuple):
+    """How some queries of one sequence weigh the keys they see."""
+
+    first: Tensor
+    """(queries,): slot of the first key that each sees"""
+    end: Tensor
+    """(queries,): the slot behind the last one"""
+    weights: Tensor
+    """(queries, most keys): of the keys from `first` on; zero behind the last"""
+
+
+class GAU(PackedModule):
+    """A gated attention unit on packed tokens, the attention of SeqBoat. With the span "full" its memory grows.
+
+    Args:
+        d_model: width of the tokens.
+        config: settings; the defaults if not given.
+        causal: whether a token sees earlier tokens only.
+        dropout: rate of dropout on the output.
+        options: individual settings as keywords, fields of `GAUConfig`.
+
+    Calling it with tokens of shape (tokens, d_model) and where they came from returns the outputs, of the same shape,
+    and the state after the last token (None unless causal).
+
+    >>> import torch
+    >>> from seqboat import GAU, pack
+    >>> active = torch.tensor([[True, False, True], [False, True, True]])
+    >>> packed = pack(active)
+    >>> unit = GAU(8, causal=True, window=2)
+    >>> y, state = unit(packed.take(torch.randn(2, 3, 8)), packed)
+    >>> y.shape
+    torch.Size([4, 8])
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        config: GAUConfig | None = None,
+        *,
+        causal: bool,
+        dropout: float = 0.0,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        config = fill_in(GAUConfig, config, options, self, d_model)
+        check_positive("d_model", d_model)
+        check_rate("dropout", dropout)
+        self.config, self.causal, self.d_model = config, causal, d_model
+        self.d_z, self.d_v = config.d_z, config.d_v or 2 * d_model
+        self.window, self.dropout = config.window, dropout
+        self.span = SPANS[config.span](config.window, causal)
+        self.positions = POSITIONS[config.positions]
+        self.function = ATTENTIONS[config.attention]
+        self.scale = float(self.function.scale(self.d_z, config.window))
+        """of the products, where the window bounds the number of keys"""
+        self.base = nn.Linear(d_model, self.d_z + 2 * self.d_v)
+        self.gamma = nn.Parameter(torch.empty(2, self.d_z))
+        self.beta = nn.Parameter(torch.empty(2, self.d_z))
+        self.out = nn.Linear(self.d_v, d_model)
+        distance = self.positions.max_distance(config.max_positions, self.span.reach)
+        self.bias = None if distance is None else RelativeBias(distance)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initial values, truncated at two standard deviations.
+
+        base, out     weights N(0, 0.02), biases 0
+        gamma         N(0, 0.02)
+        beta          0
+        bias table    N(0, 0.02)
+        """
+        init_linear(self)
+        nn.init.trunc_normal_(self.gamma, std=0.02, a=-0.04, b=0.04)
+        nn.init.zeros_(self.beta)
+        if self.bias is not None:
+            self.bias.reset_parameters()
+
+    def extra_repr(self) -> str:
+        return f"{self.config}, causal={self.causal}"
+
+    @property
+    def takes_documents(self) -> bool:
+        return isinstance(self.span, MemorySpan)
+
+    def forward(
+        self, tokens: Tensor, packed: Packed, state: WorkingMemory | None = None
+    ) -> tuple[Tensor, WorkingMemory | None]:
+        if self.fuses(tokens):
+            return self._drop(self._run_fused(tokens, packed)), None
+        query, key, value, gate = self.project(tokens, packed.position)
+        attended = self.span.attend(query, key, value, packed, state, self._scoring())
+        y = self._drop(self.out(gate * attended))
+        if not self.causal:
+            return y, None
+        if state is None:
+            # in the type of the inputs, also where autocast makes keys and values narrower
+            batch = packed.offsets.shape[0] - 1 if packed.documents is None else packed.documents.shape[0]
+            state = self.make_state(batch, tokens.dtype, tokens.device)
+        return y, self.span.remember(key, value, packed, state)
+
+    def project(self, tokens: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Queries, keys, values and gates of (tokens, d_model)."""
+        if SEAM.open:
+            turned = position if self.positions.rotates else None
+            found = kernel_gates(self.base, tokens, self.gamma, self.beta, turned)
+            if found is not None:
+                return found
+        query, key, value, gate = gates(self.base, tokens, self.gamma, self.beta)
+        return *self.positions.rotate(query, key, position), value, gate
+
+    def _scoring(self) -> Scoring:
+        dropout = self.config.attention_dropout if self.training else 0.0
+        table = None if self.bias is None else self.bias.table
+        return Scoring(self.config.attention, self.positions, table, self.scale, dropout, self.config.kernel)
+
+    def _drop(self, y: Tensor) -> Tensor:
+        return F.dropout(y, self.dropout, self.training) if self.dropout else y
+
+    def fuses(self, tokens: Tensor) -> bool:
+        """Whether one operator computes the unit: its queries, keys and values then never exist as a whole."""
+        config = self.config
+        return (
+            not self.causal  # a causal unit remembers its keys and values
+            and isinstance(self.span, MemorySpan)
+            and config.kernel == "blocks"
+            and (not SEAM.open or SEAM.choice.get("attention", "auto") in ("auto", "torch"))
+            and not (config.attention_dropout and self.training)
+            and tokens.dtype in (torch.float32, torch.float64)
+            and not torch.is_autocast_enabled(tokens.device.type)
+            and is_plain(self.base, self.out)
+        )
+
+    def _run_fused(self, tokens: Tensor, packed: Packed) -> Tensor:
+        span = self.span
+        assert isinstance(span, MemorySpan)
+        return gated_attention(
+            tokens,
+            self.base.weight,
+            self.base.bias,
+            self.gamma,
+            self.beta,
+            self.out.weight,
+            self.out.bias,
+            span.neighbors(packed.row, packed.position, self._scoring(), packed.longest),
+            rotations(packed.position, self.d_z, tokens) if self.positions.rotates else None,
+        )
+
+    def make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> WorkingMemory:
+        return self.span.make_state(batch, self.d_z, self.d_v, dtype, device)
+
+    def advance(
+        self, tokens: Tensor, rows: Tensor, position: Tensor, state: WorkingMemory, inplace: bool = False
+    ) -> tuple[Tensor, WorkingMemory]:
+        query, key, value, gate = self.project(tokens, position)
+        everyone = rows.shape[0] == state.total.shape[0]
+        past = state if everyone else WorkingMemory(*(part.index_select(0, rows) for part in state))
+        slot, places = past.total, past.keys.shape[1]
+        key, value = key.to(past.keys.dtype), value.to(past.values.dtype)
+        wide = wide_type(query)
+        scale = self.function.scale(self.d_z, self.span.keys(slot, 1, wide))
+        query = query.to(wide) * (scale[:, None] if isinstance(scale, Tensor) else scale)
+        scores = torch.bmm(past.keys.to(wide), query[:, :, None])[:, :, 0]
+        own = (query * key.to(wide)).sum(dim=-1, keepdim=True)
+        if self.bias is not None:
+            held = self.positions.coordinate(past.positions, self.span.held(slot, places))
+            here = self.positions.coordinate(position, slot)
+            scores = scores + self.bias(held - here[:, None]).to(wide)
+            own = own + self.bias(torch.zeros_like(slot[:, None])).to(wide)
+        hidden = self.span.hidden(slot, places)
+        weights = self.function.weights(torch.cat([scores.masked_fill(hidden, HIDDEN), own], dim=1))
+        attended = torch.bmm(weights[:, None, :-1], past.values.to(wide))[:, 0]
+        attended = torch.addcmul(attended, weights[:, -1:], value.to(wide))
+        after = self.span.record(WorkingMemory(key, value, position, slot), rows, state, inplace)
+        return self._drop(self.out(gate * attended.to(gate.dtype))), after
+
+    def masked(self, x: Tensor, active: Tensor) -> Tensor:
+        batch, time, _ = x.shape
+        position = torch.arange(time, device=x.device).expand(batch, time)
+        parts = self.project(x.reshape(-1, self.d_model), position.reshape(-1))
+        query, key, value, gate = (part.unflatten(0, (batch, time)) for part in parts)
+        wide = wide_type(query)
+        slot = active.cumsum(dim=1) - 1
+        first, end = self.span.visible(slot, time)
+        scale = self.function.scale(self.d_z, self.span.keys(slot, active.sum(dim=1, keepdim=True), wide))
+        query = query.to(wide) * (scale[..., None] if isinstance(scale, Tensor) else scale)
+        scores = torch.bmm(query, key.to(wide).transpose(1, 2))
+        if self.bias is not None:
+            coordinate = self.positions.coordinate(position, slot)
+            scores = scores + self.bias(coordinate[:, None, :] - coordinate[:, :, None]).to(wide)
+        seen = (
+            active[:, None, :] & (slot[:, None, :] >= first[..., None]) & (slot[:, None, :] < end[..., None])
+        )
+        weights = self.function.weights(torch.where(seen, scores, HIDDEN))
+        if self.training and self.config.attention_dropout:
+            weights = F.dropout(weights, self.config.attention_dropout)
+        attended = torch.bmm(weights, value.to(wide)).to(gate.dtype)
+        return self._drop(self.out(gate * attended))
+
+    def weigh(
+        self, query: Tensor, key: Tensor, position: Tensor, queries: slice = slice(None)
+    ) -> SlotWeights:
+        """Attention weights inside one sequence, for inspection: `forward` never holds them all.
+
+        Args:
+            query: (active, d_z), from `project`, of all active tokens of a sequence.
+            key: (active, d_z), likewise.
+            position: (active,), their positions in the original sequence.
+            queries: which of them to weigh.
+        """
+        count = len(query)
+        slots = torch.arange(count, device=query.device)
+        slot = slots[queries]
+        first, end = self.span.visible(slot, count)
+        low, high = (int(first[0]), int(end[-1])) if len(slot) else (0, 0)
+        key_slot = slots[low:high]
+        wide = wide_type(query)
+        scale = self.function.scale(self.d_z, self.span.keys(slot[:, None], count, wide))
+        scores = query[queries].to(wide) @ key[low:high].to(wide).T * scale
+        if self.bias is not None:
+            places = self.positions.coordinate(position, slots)
+            scores = scores + self.bias(places[low:high] - places[queries][:, None]).to(wide)
+        hidden = (key_slot < first[:, None]) | (key_slot >= end[:, None])
+        weights = self.function.weights(scores.masked_fill(hidden, HIDDEN))
+        most = int((end - first).max()) if len(slot) else 0
+        column = (first - low)[:, None] + torch.arange(most, device=slot.device)
+        inside = column < (end - low)[:, None]
+        column = column.clamp(max=max(high - low - 1, 0))
+        return SlotWeights(first, end, torch.where(inside, weights.gather(1, column), 0))

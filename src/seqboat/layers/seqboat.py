@@ -1,0 +1,282 @@
+"""The SeqBoat layer, section 3.3 of the paper: a state-space layer on every token, attention on the active ones.
+
+    H   = dropout(SiLU(SSM(S)))
+    out = SiLU(c * extract(GAU(compress(H))) + H W + b + S)
+
+Pre-norm normalizes S in the branch, post-norm the output. Bidirectional layers apply dropout to the output of the
+attention, causal ones to the sum of both branches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from seqboat.core.checks import ABSENT, check_choice, check_positive, check_rate
+from seqboat.core.documents import Documents
+from seqboat.core.mixer import MixerOutput, RecurrentMixer, keep_rows
+from seqboat.core.nn import NORMS, FeedForward, Norm, NormName, init_linear, make_norm
+from seqboat.core.padding import Aligned, zero_padding
+from seqboat.core.settings import Settings, fill_in
+from seqboat.layers.budget import BudgetConfig, RevivalConfig
+from seqboat.layers.gau import GAU, GAUConfig
+from seqboat.layers.packing import Routing
+from seqboat.layers.routers import RouterConfig, TemperedSoftmaxConfig
+from seqboat.layers.sma import SparseModularActivation
+from seqboat.ops.fused import silu
+from seqboat.ops.kernels.registry import SEAM
+from seqboat.ssm.diagonal import SSMConfig
+from seqboat.ssm.ema import EMA, EMAConfig
+
+InitName = Literal["scaled", "paper"]
+FIRST_FIELDS = ("ssm", "router", "gau", "causal", "norm", "prenorm", "dropout")
+"""Fields that every version has written to files."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeqBoatConfig(Settings):
+    """SeqBoat: a state-space layer on every token, attention on the tokens that a router picks.
+
+    >>> from seqboat import GAUConfig, SeqBoatConfig
+    >>> config = SeqBoatConfig(causal=True, gau=GAUConfig(window=128))
+    >>> config.build(64).causal
+    True
+    """
+
+    ssm: SSMConfig = EMAConfig()
+    """The state-space layer that reads every token: any of SSMS."""
+    router: RouterConfig = TemperedSoftmaxConfig()
+    """Decides which tokens attend."""
+    gau: GAUConfig = GAUConfig()
+    """Attention among the active tokens."""
+    ffn: bool = False
+    """Whether there is a feed-forward block next to attention, with routing decisions independent of it."""
+    d_ff: int | None = None
+    """Width of that block; None takes 2 d_model, as MEGA does."""
+    budget: BudgetConfig = BudgetConfig()
+    """How many tokens may attend; not limited by default."""
+    revival: RevivalConfig = RevivalConfig()
+    """What keeps the router alive in training; nothing by default."""
+    causal: bool = False
+    """Whether the layer reads from left to right only, for language models."""
+    norm: NormName = "layer"
+    """The norm of the layer."""
+    prenorm: bool = False
+    """Whether the norm comes before the branch instead of after the layer."""
+    dropout: float = 0.0
+    """Rate of dropout."""
+    init: InitName = field(default="scaled", metadata={ABSENT: ("paper", FIRST_FIELDS)})
+    """Initial weights: scaled to the widths, with every token active, or those of the paper."""
+
+    def __post_init__(self) -> None:
+        check_choice("init", self.init, get_args(InitName))
+        check_choice("norm", self.norm, NORMS)
+        check_rate("dropout", self.dropout)
+        if self.d_ff is not None:
+            check_positive("d_ff", self.d_ff)
+
+    def build(self, d_model: int) -> SeqBoat:
+        return SeqBoat(d_model, self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeqBoatFFNConfig(SeqBoatConfig):
+    """SeqBoat with two modules, attention and a feed-forward block, activated independently of each other.
+
+    >>> from seqboat.mixers import SeqBoatFFNConfig
+    >>> layer = SeqBoatFFNConfig(causal=True).build(64)
+    >>> layer.name, layer.causal
+    ('SeqBoat', True)
+    """
+
+    ffn: bool = True
+    """Whether there is a feed-forward block next to attention, with routing decisions independent of it."""
+
+
+class SeqBoatState(NamedTuple):
+    """The state of a causal layer, of constant size unless the attention span is full."""
+
+    ssm: Any
+    """of the kernel"""
+    sma: Any
+    """of the sparse modules, an `SMAState`"""
+
+
+class SeqBoat(RecurrentMixer):
+    """One SeqBoat layer: a state-space layer on every token, attention on the tokens that a router picks.
+
+        H   = dropout(SiLU(SSM(x)))
+        out = SiLU(confidence * attention(H of the active tokens) + H W + b + x)
+
+    The layer has its norm and residual connection inside: stack layers by calling one after the other.
+
+    Args:
+        d_model: width of the tokens.
+        config: all settings as one `SeqBoatConfig`; the defaults if not given.
+        options: individual settings as keywords, instead of a configuration or on top of it. They are the fields of
+            `SeqBoatConfig` and of its parts. The most used ones:
+
+            - causal (bool): read from left to right only, for language models and decoding. Default False.
+            - window (int): working memory, the number of active tokens that attention reaches. Default 256.
+            - ssm (str or SSMConfig): the state-space layer, "ema" (default), "ema-conv", "s4d", "s4", "s5",
+              "liquid-s4".
+            - d_state (int): states of the state-space layer per channel. Default 16.
+            - router (str or RouterConfig): "tempered-softmax" (default), "sigmoid", "top-k", "always-active", ...
+            - d_z (int), d_v (int): widths of queries and keys, and of values. Defaults 64 and 2 d_model.
+            - attention (str): "softmax" (default), "relu2" or "laplace".
+            - positions (str): "rotary-original" (default), "original", "compressed", "rotary" or "none".
+            - target (float): fraction of tokens that should attend; not limited by default.
+            - dropout (float), norm (str), prenorm (bool), ffn (bool), init (str): as in `SeqBoatConfig`.
+
+    Calling it:
+        `layer(x, mask=None, state=None)` with x of shape (batch, time, d_model). The mask is (batch, time) bool, True
+        on real tokens in any pattern. The state is what an earlier call of a causal layer returned. Packed documents
+        are given by `cu_seqlens`. Causal layers also take one token at a time: `layer.step(x_t, state)` with x_t of
+        shape (batch, d_model).
+
+    Returns:
+        `MixerOutput(y, state, routing)`: y has the shape of x; state is that after the last token, None for
+            bidirectional layers; routing holds `active` and `probs`, both (batch, time, modules).
+
+    Raises:
+        TypeError: naming the argument that does not exist or has another type.
+        ValueError: naming the setting or the input that does not fit.
+
+    >>> import torch
+    >>> from seqboat import SeqBoat, activation
+    >>> layer = SeqBoat(64, causal=True, window=128)
+    >>> y, state, routing = layer(torch.randn(2, 100, 64))
+    >>> y.shape, routing.active.shape
+    (torch.Size([2, 100, 64]), torch.Size([2, 100, 1]))
+    >>> activation(routing).rate.tolist()  # every token starts active
+    [1.0]
+    >>> y, state, routing = layer.step(torch.randn(2, 64), state)  # the next token
+    >>> y.shape
+    torch.Size([2, 64])
+    """
+
+    packs = True
+
+    def __init__(self, d_model: int, config: SeqBoatConfig | None = None, **options: Any) -> None:
+        super().__init__()
+        config = fill_in(SeqBoatConfig, config, options, self, d_model)
+        self.config, self.d_model, self.causal = config, d_model, config.causal
+        self.norm: Norm = make_norm(config.norm, d_model)
+        self.ssm = config.ssm.build(d_model, config.causal)
+        branch_dropout = 0.0 if config.causal else config.dropout
+        modules: dict[str, nn.Module] = {"gau": config.gau.build(d_model, config.causal, branch_dropout)}
+        if config.ffn:
+            ffn = FeedForward(d_model, config.d_ff or 2 * d_model, "silu")
+            modules["ffn"] = nn.Sequential(ffn, nn.Dropout(branch_dropout)) if branch_dropout else ffn
+        self.sma = SparseModularActivation(
+            modules,
+            d_model,
+            config.router,
+            budget=config.budget,
+            revival=config.revival,
+            causal=config.causal,
+            start_active=config.init == "scaled",
+        )
+        self.linear = nn.Linear(d_model, d_model)
+        init_linear(self.linear)
+        if config.init == "scaled":
+            self._scale()
+
+    @torch.no_grad()
+    def _scale(self) -> None:
+        """Initial values with which a model learns from its first steps; the others are the paper's.
+
+        The paper's weights are so small that attention begins as an even mean and adds almost nothing: a long
+        warm-up and tens of thousands of steps make up for it, a user's first few hundred do not.
+
+        linear maps                      N(0, 1 / inputs)
+        gamma of queries and keys        1: similar tokens attend to each other, but a token not to itself alone
+        skip of the state-space layer    1: a token starts out as itself
+        gamma of the moving average      N(0, 0.25): a token stays recognizable beside its neighbors
+        router                           every token active
+        """
+        gau = self.sma.units["gau"]
+        assert isinstance(gau, GAU)
+        for part in (self.linear, *self.sma.units.values()):
+            init_linear(part, scaled=True)
+        nn.init.ones_(gau.gamma)
+        nn.init.ones_(self.ssm.skip)
+        if isinstance(self.ssm, EMA):
+            self.ssm.gamma.mul_(0.25)
+
+    def closing_norm(self) -> nn.Module | None:
+        return make_norm(self.config.norm, self.d_model) if self.config.prenorm else None
+
+    def mix_documents(self, x: Tensor, documents: Documents, state: Any) -> MixerOutput:
+        return self.mix(x, documents.mask, state, documents)
+
+    def mix(
+        self,
+        x: Tensor,
+        mask: Tensor | None,
+        state: SeqBoatState | None,
+        documents: Documents | None = None,
+    ) -> MixerOutput:
+        padding = documents or (None if mask is None else Aligned(mask))
+        before = SeqBoatState(None, None) if state is None else state
+        ssm = self.ssm(self._open(x, mask), padding, before.ssm)
+        hidden, wanted = self._hide(ssm.y)
+        if self.causal and self.config.dropout:
+            sma = self.sma(hidden, padding, before.sma, dense=self.linear, wanted=wanted)
+            summed = self._drop(sma.y) + x
+        else:
+            sma = self.sma(hidden, padding, before.sma, base=x, dense=self.linear, wanted=wanted)
+            summed = sma.y
+        y = self._close(summed, x.dtype, mask)
+        if mask is not None:
+            y = zero_padding(y, mask)
+        return MixerOutput(y, SeqBoatState(ssm.state, sma.state) if self.causal else None, sma.routing)
+
+    def _open(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        # autocast may widen the output of a norm: states keep to the type of the inputs
+        return self.norm(x, mask).to(x.dtype) if self.config.prenorm else x
+
+    def _hide(self, x: Tensor) -> tuple[Tensor, Routing | None]:
+        """The hidden tokens, and what the router says about them if one kernel computes both."""
+        rate = self.config.dropout if self.training else 0.0
+        if SEAM.open:
+            # a causal layer remembers keys and values in the type of its inputs
+            found = self.sma.router.route_hidden(x, rate, narrow=not self.causal)
+            if found is not None:
+                return found
+        return (F.dropout(F.silu(x), rate) if rate else silu(x)), None
+
+    def _drop(self, x: Tensor) -> Tensor:
+        rate = self.config.dropout
+        return F.dropout(x, rate, self.training) if rate else x
+
+    def _close(self, summed: Tensor, dtype: torch.dtype, mask: Tensor | None) -> Tensor:
+        y = F.silu(summed) if self.config.prenorm else self.norm.after_silu(summed, mask)
+        return y.to(dtype)
+
+    @property
+    def grows(self) -> bool:
+        return self.sma.grows
+
+    def make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> SeqBoatState:
+        return SeqBoatState(
+            self.ssm.make_state(batch, dtype, device), self.sma.make_state(batch, dtype, device)
+        )
+
+    def advance(
+        self,
+        x: Tensor,
+        state: SeqBoatState,
+        mask: Tensor | None = None,
+        inplace: bool = False,
+    ) -> MixerOutput:
+        branch = self._open(x, mask)
+        ssm = self.ssm.advance(branch, state.ssm, mask, inplace)
+        hidden = self._drop(F.silu(ssm.y))
+        sma = self.sma.advance(hidden, state.sma, mask, inplace, self.linear(hidden))
+        y = self._close(self._drop(sma.y) + x, x.dtype, mask)
+        return MixerOutput(keep_rows(mask, y), SeqBoatState(ssm.state, sma.state), sma.routing)

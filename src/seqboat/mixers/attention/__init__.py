@@ -1,1 +1,0 @@
-"""Attention layers: the Transformer and its long-sequence relatives."""

@@ -1,1 +1,0 @@
-"""The SeqBoat layer, its parts and its ablations."""

@@ -1,0 +1,184 @@
+"""The layer around a state-space core that S4 and its successors share.
+
+    h = dropout(GELU(SSM(x)))
+    y = x + dropout(gate(h)),   gate(h) = (h W_1 + b_1) * sigmoid(h W_2 + b_2)     "glu"
+                                gate(h) = h * sigmoid(h W + b)                      "sigmoid"
+
+with the norm before the branch or after the sum. Nothing but the core mixes tokens: a stack of these layers is a
+pure state-space model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from seqboat.core.checks import check_choice, check_rate
+from seqboat.core.documents import Documents
+from seqboat.core.mixer import MixerOutput, RecurrentMixer, keep_rows
+from seqboat.core.nn import NORMS, Norm, NormName, make_norm
+from seqboat.core.padding import Aligned, zero_padding
+from seqboat.core.settings import Settings
+from seqboat.ssm.liquid_s4 import LiquidS4Config
+from seqboat.ssm.s4 import S4Config
+from seqboat.ssm.s4d import S4DConfig
+from seqboat.ssm.s5 import S5Config
+
+Gate = Literal["glu", "sigmoid"]
+GATES = ("glu", "sigmoid")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SSMLayerConfig(Settings):
+    """The options that all layers with a state-space core have."""
+
+    causal: bool = False
+    """Whether the layer reads from left to right only, for language models."""
+    norm: NormName = "layer"
+    """The norm of the layer."""
+    prenorm: bool = True
+    """Whether the norm comes before the branch instead of after the layer."""
+    gate: Gate = "glu"
+    """The output: a gated linear unit, or the activations gated by a linear map of themselves."""
+    dropout: float = 0.0
+    """Rate of dropout on the activations and on the output of the branch."""
+
+    def __post_init__(self) -> None:
+        check_choice("norm", self.norm, NORMS)
+        check_choice("gate", self.gate, GATES)
+        check_rate("dropout", self.dropout)
+
+
+class SSMLayer(RecurrentMixer):
+    """A state-space core with norm, gate and residual connection, on (batch, time, d_model).
+
+    Args:
+        ssm: the core, on the same width.
+        config: the rest.
+    """
+
+    packs = True
+
+    def __init__(self, ssm: RecurrentMixer, config: SSMLayerConfig) -> None:
+        super().__init__()
+        self.config, self.d_model, self.causal = config, ssm.d_model, ssm.causal
+        self.norm: Norm = make_norm(config.norm, self.d_model)
+        self.ssm = ssm
+        # the published layers keep the framework's initial values of linear maps, and so does this one
+        self.out = nn.Linear(self.d_model, (2 if config.gate == "glu" else 1) * self.d_model)
+
+    def closing_norm(self) -> nn.Module | None:
+        return make_norm(self.config.norm, self.d_model) if self.config.prenorm else None
+
+    @property
+    def name(self) -> str:
+        return f"{self.ssm.name} layer"
+
+    def mix_documents(self, x: Tensor, documents: Documents, state: Any) -> MixerOutput:
+        return self.mix(x, documents.mask, state, documents)
+
+    def mix(
+        self, x: Tensor, mask: Tensor | None, state: Any, documents: Documents | None = None
+    ) -> MixerOutput:
+        padding = documents or (None if mask is None else Aligned(mask))
+        ssm = self.ssm(self._open(x, mask), padding, state)
+        return MixerOutput(zero_padding(self._close(x, ssm.y, mask), mask), ssm.state)
+
+    def _open(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        # autocast may widen the output of a norm: states keep to the type of the inputs
+        return self.norm(x, mask).to(x.dtype) if self.config.prenorm else x
+
+    def _close(self, x: Tensor, mixed: Tensor, mask: Tensor | None) -> Tensor:
+        hidden = self._drop(F.gelu(mixed))
+        out = self.out(hidden)
+        out = F.glu(out) if self.config.gate == "glu" else hidden * torch.sigmoid(out)
+        y = x + self._drop(out).to(x.dtype)
+        return y if self.config.prenorm else self.norm(y, mask).to(x.dtype)
+
+    def _drop(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.config.dropout, self.training) if self.config.dropout else x
+
+    def make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> Any:
+        return self.ssm.make_state(batch, dtype, device)
+
+    def advance(
+        self, x: Tensor, state: Any, mask: Tensor | None = None, inplace: bool = False
+    ) -> MixerOutput:
+        ssm = self.ssm.advance(self._open(x, mask), state, mask, inplace)
+        return MixerOutput(keep_rows(mask, self._close(x, ssm.y, mask)), ssm.state)
+
+
+@dataclass(frozen=True, kw_only=True)
+class S4DLayerConfig(SSMLayerConfig):
+    """S4D: a diagonal state-space kernel with complex states in each channel; no attention.
+
+    >>> from seqboat.mixers import S4DLayerConfig
+    >>> layer = S4DLayerConfig(causal=True).build(64)
+    >>> layer.name, layer.causal
+    ('S4D layer', True)
+    """
+
+    ssm: S4DConfig = S4DConfig()
+    """The state-space core."""
+
+    def build(self, d_model: int) -> SSMLayer:
+        return SSMLayer(self.ssm.build(d_model, self.causal), self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class S4LayerConfig(SSMLayerConfig):
+    """S4: a state-space kernel whose matrix is diagonal plus rank one (HiPPO-LegS); no attention.
+
+    >>> from seqboat.mixers import S4LayerConfig
+    >>> layer = S4LayerConfig(causal=True).build(64)
+    >>> layer.name, layer.causal
+    ('S4 layer', True)
+    """
+
+    ssm: S4Config = S4Config()
+    """The state-space core."""
+
+    def build(self, d_model: int) -> SSMLayer:
+        return SSMLayer(self.ssm.build(d_model, self.causal), self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class S5LayerConfig(SSMLayerConfig):
+    """S5: one state-space system shared by all channels, run by a parallel scan; no attention.
+
+    >>> from seqboat.mixers import S5LayerConfig
+    >>> layer = S5LayerConfig(causal=True).build(64)
+    >>> layer.name, layer.causal
+    ('S5 layer', True)
+    """
+
+    ssm: S5Config = S5Config()
+    """The state-space core."""
+    norm: NormName = "batch"
+    """The norm of the layer."""
+    gate: Gate = "sigmoid"
+    """The output: a gated linear unit, or the activations gated by a linear map of themselves."""
+
+    def build(self, d_model: int) -> SSMLayer:
+        return SSMLayer(self.ssm.build(d_model, self.causal), self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LiquidS4LayerConfig(SSMLayerConfig):
+    """Liquid-S4: a diagonal state-space kernel that also responds to products of successive inputs; no attention.
+
+    >>> from seqboat.mixers import LiquidS4LayerConfig
+    >>> layer = LiquidS4LayerConfig(causal=True).build(64)
+    >>> layer.name, layer.causal
+    ('LiquidS4 layer', True)
+    """
+
+    ssm: LiquidS4Config = LiquidS4Config()
+    """The state-space core."""
+
+    def build(self, d_model: int) -> SSMLayer:
+        return SSMLayer(self.ssm.build(d_model, self.causal), self)

@@ -1,0 +1,24 @@
+"""State-space kernels and the layers around them: one kernel, one file, one line in SSMS."""
+
+from collections.abc import Callable
+
+from seqboat.ssm.conv import EMAConvConfig
+from seqboat.ssm.diagonal import SSMConfig
+from seqboat.ssm.ema import EMAConfig
+from seqboat.ssm.liquid_s4 import LiquidS4Config
+from seqboat.ssm.s4 import S4Config
+from seqboat.ssm.s4d import S4DConfig
+from seqboat.ssm.s5 import S5Config
+
+SSMS: dict[str, Callable[[], SSMConfig]] = {
+    "ema": EMAConfig,
+    "ema-conv": EMAConvConfig,
+    "s4d": S4DConfig,
+    "s4": S4Config,
+    "s5": S5Config,
+    "liquid-s4": LiquidS4Config,
+}
+"""Every kernel that SeqBoat takes as its state-space layer, by the name that commands, files and keywords use."""
+SSMConfig.named = SSMS
+
+__all__ = ["SSMS", "SSMConfig"]
