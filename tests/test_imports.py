@@ -17,7 +17,7 @@ LIBRARY = set(
     "core ops layers ssm mixers models text hf onnx export compat retrofitting inference version reference".split()  # noqa: SIM905
 )
 """What a person imports; everything else is the lab around it."""
-KNOWN_SEAMS = {"data", "run", "training", "tasks", "recipes", "console", "processor", "plugins"}
+KNOWN_SEAMS = {"data", "own", "run", "training", "tasks", "recipes", "console", "processor", "plugins"}
 """What library folders still take from the lab; to shrink to nothing."""
 
 SOURCES = [path for path in sorted(PACKAGE.rglob("*.py")) if path != PACKAGE / "__init__.py"]
