@@ -615,7 +615,7 @@ def transformers_tokens(beams: int, padded: bool) -> Tensor:
     ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts])
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
     with torch.no_grad():
-        return model.generate(  # type: ignore[no-any-return]
+        return model.generate(
             ids,
             attention_mask=mask,
             max_new_tokens=24,

@@ -1,17 +1,24 @@
-"""Stores the numbers that `test_golden_library.py` compares. It was run once; run it again for new cases only.
+"""Stores what `test_golden_library.py` and `test_lab_golden.py` compare. It was run once, before the rebuilding.
 
-python tests/make_golden.py            the files that do not exist yet
+python tests/make_golden.py                    the files that do not exist yet
+python tests/make_golden.py configurations     a part of the lab's file again, also: orders, generated, losses
 """
 
 from __future__ import annotations
 
 import json
+import lzma
 import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+import lab_golden_cases as lab_cases
 from golden_cases import (
     CASES,
     FOLDER,
@@ -60,6 +67,28 @@ def bundled() -> dict[str, Tensor]:
     return found
 
 
+def lab(again: Sequence[str]) -> None:
+    """The lab's file; parts that it has stay unless they are asked for."""
+    parts: dict[str, Callable[[], Any]] = {
+        "configurations": lab_cases.configurations,
+        "orders": lab_cases.orders,
+        "generated": lab_cases.generated,
+        "losses": _losses,
+    }
+    found = lab_cases.stored() if lab_cases.FILE.exists() else {}
+    missing = [name for name in parts if name in again or name not in found]
+    if missing:
+        found |= {name: parts[name]() for name in missing}
+        data = json.dumps(found, sort_keys=True).encode()
+        lab_cases.FILE.write_bytes(lzma.compress(data, preset=9 | lzma.PRESET_EXTREME))
+        print(lab_cases.FILE.name, lab_cases.FILE.stat().st_size)
+
+
+def _losses() -> dict[str, list[float]]:
+    with tempfile.TemporaryDirectory() as folder:
+        return {name: lab_cases.losses(name, Path(folder) / name) for name in lab_cases.RUNS}
+
+
 def main() -> int:
     torch.set_num_threads(1)
     FOLDER.mkdir(parents=True, exist_ok=True)
@@ -68,7 +97,8 @@ def main() -> int:
         if path.exists():
             continue
         assert len({case.name for case in cases}) == len(cases)
-        seeds, arrays = {}, {}
+        seeds: dict[str, int] = {}
+        arrays: dict[str, Tensor] = {}
         for case in cases:
             seeds[case.name], found = find_seed(case)
             arrays |= {f"{case.name}/{part}": value.contiguous() for part, value in found.items()}
@@ -78,6 +108,7 @@ def main() -> int:
     if not path.exists():
         save_file({name: part.contiguous() for name, part in bundled().items()}, path)
         print(path.name, path.stat().st_size)
+    lab(sys.argv[1:])
     return 0
 
 
