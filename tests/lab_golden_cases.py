@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import hashlib
+import itertools
 import json
 import lzma
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from golden_cases import fill, text_of
+from golden_cases import change as changed
+from golden_cases import fill, load, text_of
 
 FILE = Path(__file__).parent / "fixtures" / "golden" / "lab.json.xz"
 
@@ -65,9 +67,7 @@ def recipes() -> dict[str, Callable[[], Any]]:
 
 def plain(config: Any) -> dict[str, Any]:
     """A run's configuration as dictionaries; parts with several forms have a `name`."""
-    from seqboat.training.config.serialization import to_dict
-
-    data: dict[str, Any] = to_dict(config)
+    data: dict[str, Any] = load("to_dict")(config)
     mixer = data["model"]["mixer"]
     if mixer["name"].startswith("seqboat"):  # variants are SeqBoat with other fields
         if mixer["name"] == "seqboat-ffn":
@@ -85,29 +85,18 @@ def change(name: str, **groups: Any) -> Any:
         groups["model"] = {"ngrams": (), "ngram_dropout": 0.0} | groups.get("model", {})
     mixer = groups["model"].pop("mixer", {})
     task = groups.pop("task", {})
-    return config.replace(**groups).replace(
-        model={"mixer": _replaced(config.model.mixer, mixer)}, task=_replaced(config.task, task)
-    )
-
-
-def _replaced(config: Any, options: Mapping[str, Any]) -> Any:
-    from golden_cases import change as changed
-
-    return changed(config, options)
+    parts = {"model": {"mixer": changed(config.model.mixer, mixer)}, "task": changed(config.task, task)}
+    return config.replace(**groups).replace(**parts)
 
 
 def prepare_data(name: str, source: str, folder: Path, **options: Any) -> None:
     """Prepare a data set of the paper."""
-    from seqboat.tasks.prepare import prepare
-
-    prepare(name, source, folder, **options)
+    load("prepare")(name, source, folder, **options)
 
 
 def train(config: Any, folder: Path) -> list[float]:
     """Loss of every step."""
-    from seqboat.training.loop import train
-
-    train(config, folder)
+    load("train")(config, folder)
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [record["loss"] for record in records if record["split"] == "train"]
 
@@ -115,24 +104,22 @@ def train(config: Any, folder: Path) -> list[float]:
 @contextlib.contextmanager
 def drawn_models(key: str) -> Iterator[None]:
     """Models that are built for training get weights drawn by their names, in float64."""
-    from seqboat.training.config import RunConfig
-
-    build = RunConfig.build_model
+    runs = load("RunConfig")
+    build = runs.build_model
 
     def drawn(config: Any, *arguments: Any, **options: Any) -> Any:
         return fill(build(config, *arguments, **options), key).train()
 
-    setattr(RunConfig, "build_model", drawn)  # noqa: B010
+    runs.build_model = drawn
     try:
         yield
     finally:
-        setattr(RunConfig, "build_model", build)  # noqa: B010
+        runs.build_model = build
 
 
 def orders() -> dict[str, Any]:
     """Batches of a plan, in several forms."""
-    from seqboat.training.loader import Plan
-
+    Plan = load("Plan")
     lengths = np.random.RandomState(0).randint(1, 500, 103)
     plans = {
         "plain": Plan(103, 8, 0),
@@ -154,25 +141,21 @@ def orders() -> dict[str, Any]:
 
 def generated() -> dict[str, str]:
     """Hashes of generated data."""
-    from seqboat.tasks.synthetic.curves import PATHFINDER, PATHFINDER16, PATHX, PATHX32, make_image
-    from seqboat.tasks.synthetic.expressions import format_line
-    from seqboat.tasks.synthetic.expressions import generate as expressions
-    from seqboat.tasks.synthetic.listops import LISTOPS, LISTOPS_SMALL
-
     found = {}
-    for name, config, count in (("listops", LISTOPS, 20), ("listops-small", LISTOPS_SMALL, 200)):
+    for name, config, count in (("listops", "LISTOPS", 20), ("listops-small", "LISTOPS_SMALL", 200)):
         for seed in (0, 3):
-            lines = "\n".join(format_line(each) for each in expressions(count, seed, config))
+            drawn = itertools.islice(load("iterate")(seed, load(config)), count)
+            lines = "\n".join(load("format_line")(each) for each in drawn)
             found[f"{name}-{seed}"] = hash_of(lines.encode())
     images = (
-        ("pathfinder", PATHFINDER, 40),
-        ("pathfinder16", PATHFINDER16, 40),
-        ("pathx", PATHX, 6),
-        ("pathx32", PATHX32, 20),
+        ("pathfinder", "PATHFINDER", 40),
+        ("pathfinder16", "PATHFINDER16", 40),
+        ("pathx", "PATHX", 6),
+        ("pathx32", "PATHX32", 20),
     )
     for name, shape, count in images:
         for seed in (0, 3):
-            parts = [make_image(seed, index, shape) for index in range(count)]
+            parts = [load("make_image")(seed, index, load(shape)) for index in range(count)]
             data = b"".join(image.tobytes() + bytes([label]) for image, label in parts)
             found[f"{name}-{seed}"] = hash_of(data)
     return found
