@@ -42,6 +42,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     "score": ("text.score", "text.scoring"),
     "total": ("text.score", "text.scoring"),
     "to_transformers": ("hf.save", "hf.export"),
+    "quantize": ("export.int8", "inference.int8"),
     "make_image": ("tasks.curves",),
     "format_line": ("tasks.expressions",),
     "iterate": ("tasks.expressions",),
@@ -179,6 +180,13 @@ def bits_of(model: Any, text: bytes) -> float:
 def in_transformers(model: Any) -> Any:
     """The same model as one of transformers."""
     return load("to_transformers")(model)
+
+
+def make_sparse(model: nn.Module, part: str, skipped: str) -> Any:
+    """A retrofitted model, in place."""
+    from seqboat import retrofit
+
+    return retrofit(model, (part,), skipped=skipped)  # type: ignore[arg-type]
 
 
 # --- Drawn numbers --------------------------------------------------------------------------------------------
@@ -655,3 +663,50 @@ def transformers_tokens(beams: int, padded: bool) -> Tensor:
             num_beams=beams,
             pad_token_id=0,
         )
+
+
+def int8_numbers() -> Found:
+    """Logits of the model with int8 weights on 128 bytes."""
+    model = bundled_model().eval()
+    load("quantize")(model)
+    tokens = torch.from_numpy(np.frombuffer(text_of(128), np.uint8).astype(np.int64))[None]
+    with torch.no_grad():
+        logits, active = logits_of(model, tokens)
+    return {"logits": logits[0, ::8].float(), "active": active}
+
+
+RETROFITS = [(p, s) for p in ("mlp", "attention", "block") for s in ("nothing", "linear")]
+
+
+def retrofit_numbers(part: str, skipped: str) -> Found:
+    """Outputs of a drawn BERT of two layers at the rates 1 and 0.5, and the decisions at 0.5."""
+    from transformers import BertConfig, BertModel
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = BertModel(BertConfig(vocab_size=60, max_position_embeddings=40, pad_token_id=0, **sizes))
+    key = f"bert/{part}/{skipped}"
+    fill(model, key)
+
+    def ids(place: int, time: int) -> Tensor:
+        return torch.from_numpy(np.random.RandomState(place).randint(3, 60, (3, time)))
+
+    mask = (torch.arange(11) < torch.tensor([[11], [7], [2]])).long()
+    inputs = {"input_ids": ids(0, 11) * mask, "attention_mask": mask}
+    found = {}
+    with torch.no_grad():
+        sparse = make_sparse(model, part, skipped)
+        model.double()
+        found["dense"] = project(model(**inputs).last_hidden_state * mask[..., None], key)
+        for name, value in model.named_parameters():
+            if "router." in name:
+                value.copy_(0.5 * drawn(f"{key}/{name}", *value.shape))
+        batches = [{"input_ids": ids(1 + i, 30)} for i in range(4)]
+        sparse.set_rate(0.5)
+        if skipped == "linear":
+            sparse.fit(batches)
+        else:
+            sparse.calibrate(batches)
+        sparse.reset_statistics()
+        found["sparse"] = project(model(**inputs).last_hidden_state * mask[..., None], key)
+        found["rates"] = torch.tensor(list(sparse.rates().values()), dtype=torch.float64)
+    return found

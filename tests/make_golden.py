@@ -23,12 +23,15 @@ from golden_cases import (
     CASES,
     FOLDER,
     PROMPTS,
+    RETROFITS,
     Case,
     Found,
     bits_of,
     bundled_model,
     greedy_bytes,
+    int8_numbers,
     model_numbers,
+    retrofit_numbers,
     text_of,
     transformers_tokens,
 )
@@ -107,6 +110,13 @@ def main() -> int:
     path = FOLDER / "model.safetensors"
     if not path.exists():
         save_file({name: part.contiguous() for name, part in bundled().items()}, path)
+        print(path.name, path.stat().st_size)
+    path = FOLDER / "extras.safetensors"
+    if not path.exists():
+        found = {f"int8/{name}": part for name, part in int8_numbers().items()}
+        for kind in RETROFITS:
+            found |= {f"{'-'.join(kind)}/{name}": value for name, value in retrofit_numbers(*kind).items()}
+        save_file({name: value.contiguous() for name, value in found.items()}, path)
         print(path.name, path.stat().st_size)
     lab(sys.argv[1:])
     return 0

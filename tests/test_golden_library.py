@@ -15,11 +15,14 @@ from golden_cases import (
     CASES,
     FOLDER,
     PROMPTS,
+    RETROFITS,
     Case,
     bits_of,
     bundled_model,
     greedy_bytes,
+    int8_numbers,
     model_numbers,
+    retrofit_numbers,
     text_of,
     transformers_tokens,
 )
@@ -83,3 +86,18 @@ def test_transformers_generates_the_same_tokens(beams: int, padded: bool) -> Non
     pytest.importorskip("transformers", reason="needs the extra hf")
     arrays, _ = stored("model")
     assert transformers_tokens(beams, padded).tolist() == arrays[f"tokens-{beams}-{padded}"].tolist()
+
+
+def test_int8_form_of_the_bundled_model() -> None:
+    arrays, _ = stored("extras")
+    found = int8_numbers()
+    assert torch.equal(found["active"], arrays["int8/active"])
+    assert_equal(found["logits"], arrays["int8/logits"], 1e-5, "logits")
+
+
+@pytest.mark.parametrize(("part", "skipped"), RETROFITS)
+def test_a_retrofitted_encoder(part: str, skipped: str) -> None:
+    pytest.importorskip("transformers", reason="needs the extra hf")
+    arrays, _ = stored("extras")
+    for name, value in retrofit_numbers(part, skipped).items():
+        assert_equal(value, arrays[f"{part}-{skipped}/{name}"], TOLERANCE, name)
