@@ -286,7 +286,7 @@ def test_layers_share_their_distances() -> None:
     apart.zero_grad()
     apart(ids).logits.square().sum().backward()
     summed = sum(layer.distances.grad for layer in layers)
-    torch.testing.assert_close(gradient, summed, rtol=1e-12, atol=1e-15)
+    assert_same_numbers(gradient, summed)
     assert not torch.equal(gradient, layers[0].distances.grad)
     # weights come back, and a device or dtype is changed for all layers
     other = shared_stack(3)

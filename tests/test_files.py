@@ -107,16 +107,17 @@ def test_a_dead_lock_of_another_machine_is_taken_over(
     other_machine(tmp_path)
     with Lock(tmp_path) as lock:
         before = lock.path.stat().st_mtime_ns
-        time.sleep(0.3)
+        ends = time.monotonic() + 60
+        while lock.path.stat().st_mtime_ns == before and time.monotonic() < ends:
+            time.sleep(0.01)
         assert lock.path.stat().st_mtime_ns > before  # it beats
         lock.check()
     # on the same machine a dead process needs no waiting, whatever its host name was
     line = json.loads(Lock._line())
     (tmp_path / "lock").write_text(json.dumps({**line, "host": "former-name"}))
-    monkeypatch.setattr(Lock, "HEARTBEAT", 1000.0)
-    started = time.monotonic()
+    monkeypatch.setattr(Lock, "_beats", lambda self: pytest.fail("waited for a heartbeat"))
     with Lock(tmp_path):
-        assert time.monotonic() - started < 5
+        pass
 
 
 def test_a_lock_that_was_taken_over_is_noticed(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from typing import Any
 
 import numpy as np
@@ -176,11 +175,9 @@ def test_a_killed_worker_is_reported() -> None:
     next(source)
     child = _children()[-1]
     threading.Timer(0.25, os.kill, (child, signal.SIGKILL)).start()
-    started = time.monotonic()
     with pytest.raises(LoaderError, match=r"dataset toy, split train, records \[\d+\]: DataLoader worker"):
         for _ in source:
             pass
-    assert time.monotonic() - started < 20
 
 
 def test_a_connection_that_stays_broken_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +212,6 @@ def test_a_stopped_worker_is_named_and_ended() -> None:
     next(source)
     child = _children()[-1]
     os.kill(child, signal.SIGSTOP)
-    started = time.monotonic()
     with pytest.raises(
         # torch notices by itself, or waits for the tensors of the stopped worker, which is then killed
         LoaderError,
@@ -223,7 +219,6 @@ def test_a_stopped_worker_is_named_and_ended() -> None:
     ):
         for _ in source:
             pass
-    assert time.monotonic() - started < 15
     assert child not in _children()
 
 

@@ -309,8 +309,9 @@ def test_runs_are_reported_explained_and_exported(
     if task.vocab is None:
         example = task.dataset("val")[0]
         values = torch.from_numpy(example.inputs)[None]
-        wanted = predictor.model(values).logits
-        assert_same_numbers(model(input_values=values).logits, wanted)
+        # the logits of so short a training are small sums of large terms: too few digits are left in float32
+        values, model = values.double(), model.double()
+        assert_same_numbers(model(input_values=values).logits, predictor.model.double()(values).logits)
         assert model.config.input_facts["mean"] == task.facts["mean"]
         with pytest.raises(ValueError, match="input_values must be given"):
             model(torch.zeros(1, 3, dtype=torch.int64))
@@ -323,7 +324,7 @@ def test_runs_are_reported_explained_and_exported(
     answers = predictor.predict([long, "Ann"])
     if kind is number_table:
         assert model.config.problem_type == "regression"
-        assert_same_numbers(logits[:, 0], torch.tensor([answer["value"] for answer in answers]), ulps=64)
+        assert_same_numbers(logits[:, 0], torch.tensor([answer["value"] for answer in answers]))
     elif kind is label_table:
         assert model.config.problem_type == "multi_label_classification"
         wanted = torch.tensor([list(answer["probabilities"].values()) for answer in answers])

@@ -8,17 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
+from closeness import assert_same_numbers, largest
 from published_cases import NAMES, PublishedModel, read
 from seqboat import compat
 from seqboat.compat.models import gradients_to_published
 from seqboat.layers.seqboat import SeqBoatConfig
 from seqboat.models.heads import Classifier, LanguageModel
 from seqboat.ssm.s4d import S4DConfig
-
-# stored in float64 throughout: what differs is the order of sums
-LOGITS, GRADIENTS = 1e-13, 1e-14
 
 
 @pytest.fixture(params=NAMES)
@@ -31,15 +28,10 @@ def text() -> PublishedModel:
     return read("text")
 
 
-def largest(got: Tensor, want: Tensor) -> float:
-    assert got.shape == want.shape
-    return float((got - want).abs().max().detach())
-
-
 def test_logits_and_gradients(case: PublishedModel) -> None:
     model = compat.model_from_published(case.params, case.config)
     logits = case.run(model)
-    assert largest(logits, case.arrays["logits"]) <= LOGITS
+    assert_same_numbers(logits, case.arrays["logits"])
     loss = F.cross_entropy(logits.flatten(0, -2), case.arrays["target"].flatten())
     names, parameters = zip(*model.named_parameters(), strict=True)
     grads = dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
@@ -47,7 +39,7 @@ def test_logits_and_gradients(case: PublishedModel) -> None:
     # the stored gradients lack that of one bias
     assert case.grads.keys() <= theirs.keys() and theirs.keys() - case.grads.keys() <= {"classifier.0.bias"}
     for name, want in case.grads.items():
-        assert largest(theirs[name], want) <= GRADIENTS, name
+        assert_same_numbers(theirs[name], want, name, largest(case.grads.values()))
 
 
 def test_round_trip(case: PublishedModel) -> None:
@@ -92,7 +84,7 @@ def test_our_model_round_trip() -> None:
         assert isinstance(again, Classifier) and again.state_dict().keys() == model.state_dict().keys()
         assert replace(again.backbone.config, mixer=mixer) == replace(config, mixer=mixer)
         assert all(value.equal(model.state_dict()[name]) for name, value in again.state_dict().items())
-        assert case.run(again).equal(case.run(model))
+        assert_same_numbers(case.run(again), case.run(model))
 
 
 def test_all_active_tokens_in_reach() -> None:
@@ -103,8 +95,8 @@ def test_all_active_tokens_in_reach() -> None:
         compat.model_from_published(case.params, {**case.config, "layer": {**layer, "window_size": side}})
         for side in (-1, 60)
     )
-    assert largest(case.run(full), case.run(wide)) <= LOGITS
-    assert largest(case.run(full), case.arrays["logits"]) > 1e-6
+    assert_same_numbers(case.run(full), case.run(wide))
+    assert not torch.allclose(case.run(full), case.arrays["logits"], rtol=0, atol=1e-6)
 
 
 def test_names_of_checkpoints() -> None:
@@ -112,12 +104,12 @@ def test_names_of_checkpoints() -> None:
     case = read("speech")
     params = {name.replace("classifier.0.", "classifier.0.0."): value for name, value in case.params.items()}
     model = compat.model_from_published(params, case.config)
-    assert largest(case.run(model), case.arrays["logits"]) <= LOGITS
+    assert_same_numbers(case.run(model), case.arrays["logits"])
     case = read("language_model")
     weight = case.params["decoder.embed_tokens.weight"]
     extra = {"decoder.version": torch.tensor([3.0]), "decoder.output_projection.weight": weight.clone()}
     model = compat.model_from_published({**case.params, **extra}, case.config)
-    assert largest(case.run(model), case.arrays["logits"]) <= LOGITS
+    assert_same_numbers(case.run(model), case.arrays["logits"])
     extra["decoder.output_projection.weight"][3, 3] += 1
     with pytest.raises(
         ValueError, match=r"output_projection\.weight must equal decoder\.embed_tokens\.weight"

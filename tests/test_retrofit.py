@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from closeness import assert_same_numbers
+from closeness import assert_same_numbers, largest
 from seqboat.layers.counts import activation
 from seqboat.layers.losses import extra_loss
 from seqboat.layers.packing import Routing
@@ -147,7 +147,7 @@ def test_nothing_changes_at_first(layout: str, select: Any) -> None:
     after.loss.backward()
     assert_same_numbers(after.logits, before.logits)
     for name in names:
-        assert_same_numbers(model.get_parameter(name).grad, grads[name], name=name)
+        assert_same_numbers(model.get_parameter(name).grad, grads[name], name, largest(grads.values()))
     assert set(retrofitted.rates().values()) == {1.0}
     assert torch.equal(model.eval().generate(**left_padded(), max_new_tokens=5, do_sample=False), said)
     # the routers learn already
@@ -460,7 +460,7 @@ def test_undo() -> None:
     retrofitted.undo()
     assert list(model.state_dict()) == keys and all(p.requires_grad for p in model.parameters())
     with torch.no_grad():
-        assert torch.equal(model(ids).logits, before)
+        assert_same_numbers(model(ids).logits, before)
     retrofit(model)  # can be done again
 
 
@@ -480,9 +480,9 @@ def test_copies_are_independent() -> None:
         retrofitted.reset_statistics()
         other(ids)
         assert set(retrofitted.rates().values()) == {0.0}  # the copy counts for itself
-        assert torch.equal(model(ids).logits, before)
+        assert_same_numbers(model(ids).logits, before)
         mine.undo()
-        assert torch.equal(model(ids).logits, before)
+        assert_same_numbers(model(ids).logits, before)
     with pytest.raises(ValueError, match="LlamaForCausalLM is not retrofitted"):
         Retrofit.of(other)
 
