@@ -10,8 +10,8 @@ EXTRAS := cli,train,report,image,parquet,hf,onnx,dev
 # another torch than the pinned one: make test TORCH=2.10.0, or TORCH=newest
 TORCH ?=
 
-.PHONY: demo test test-all test-peers test-kernels kernel-gate launches test-malformed check lint format types \
-	docs test-docs glance diagrams bench reproduce-small browser audit dist release clean
+.PHONY: demo test test-all test-peers test-kernels kernel-gate launches check lint format types \
+	docs test-docs diagrams bench reproduce-small browser audit dist release clean
 
 demo: $(READY)
 	$(BIN)/seqboat demo
@@ -56,10 +56,6 @@ launches: $(KERNELS)/.ready
 	TRITON_INTERPRET=1 $(KERNELS)/$(SCRIPTS)/python tools/launches.py --decode --page docs/gpu.md
 	TRITON_INTERPRET=1 $(KERNELS)/$(SCRIPTS)/python tools/roofline.py --page docs/gpu.md
 
-# 2,000 broken and hostile files, each given to a command in a separate process: about 20 minutes
-test-malformed: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python tests/malformed.py --count 2000
-
 check: lint types test
 
 lint: $(READY)
@@ -85,10 +81,6 @@ docs: $(DOCS)/.ready
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/$(SCRIPTS)/mkdocs build --quiet --strict --config-file build/mkdocs.yml
 	$(DOCS)/$(SCRIPTS)/python tools/website.py check site
 
-# the README's results, from docs/results.json
-glance: $(READY)
-	$(BIN)/python tools/glance.py
-
 diagrams: $(READY)
 	$(BIN)/python tools/diagrams.py
 
@@ -96,15 +88,13 @@ bench: $(READY)
 	$(BIN)/seqboat bench
 
 # every table and figure, hours on two cores; needs the data (docs/data.md); a second call continues where the first
-# one stopped. Runs share the cores; measurements of speed come last and use both.
-TRAINED := diagnostics lra speech enwik8 mixers ablation tradeoff
-OBSERVED := activation confidence span
-MEASURED := efficiency mixers-efficiency
+# one stopped. Runs share the cores.
+TRAINED := diagnostics lra speech enwik8 ablation tradeoff
+OBSERVED := activation confidence span efficiency
 REPRODUCE := $(BIN)/seqboat reproduce --scale small --page docs/results.md
 reproduce-small: $(READY)
 	OMP_NUM_THREADS=1 $(REPRODUCE) $(TRAINED) & OMP_NUM_THREADS=1 $(REPRODUCE) $(TRAINED); wait
 	$(REPRODUCE) $(TRAINED) $(OBSERVED)
-	$(REPRODUCE) $(MEASURED)
 
 # a page that runs the bundled language model in a browser, from build/browser and nothing else; needs npm, once
 browser: $(READY)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import itertools
 import json
@@ -21,16 +20,15 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity
 
-from seqboat.bench import candidates, layers, memory, plot
+from seqboat.bench import candidates, layers, memory
 from seqboat.bench.candidates import Candidate, build, configure, parse_candidate
-from seqboat.bench.decode import LanguageModelSize, run_decode, run_decode_lm
+from seqboat.bench.decode import run_decode
 from seqboat.bench.layers import LayerRow, run_layers
 from seqboat.bench.measure import available_memory, extrapolate, in_child, quartiles, time_rounds
 from seqboat.bench.memory import StepMemory, measure_memory
-from seqboat.bench.profile import PartTime, Profile, profiled_events, run_profile
 from seqboat.bench.rates import ForcedRate, force_rate, meet_rate, recorded_activation
 from seqboat.bench.runners import LayerRunner, LowerBoundRunner, Runner
-from seqboat.bench.setting import MODES, PRESETS, LayerSetting, Mode, sweep
+from seqboat.bench.setting import MODES, PRESETS, LayerSetting, Mode
 from seqboat.bench.tables import Column, print_table
 from seqboat.cli.main import main
 from seqboat.layers.counts import activation
@@ -242,32 +240,6 @@ def test_the_rate_of_a_run(
         recorded_activation(tmp_path / "run")
 
 
-def test_legends_name_candidates_in_words() -> None:
-    named = {
-        "published": "published algorithm",
-        "mega-chunk": "MEGA-chunk",
-        "transformer:implementation=sdpa,d_model=96": "Transformer, fused attention, d model 96",
-        "lower-bound": "matmul lower bound",
-        "someone": "someone",
-    }
-    assert {label: candidates.candidate_title(label) for label in named} == named
-
-
-def test_figures_are_drawn_against_what_was_swept(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    rows = run_layers(
-        [parse_candidate("seqboat")], sweep(TINY, [16], [2, 4], [0.1, 0.5, 1.0], None), rounds=1, memory=False
-    )
-    assert plot.swept(rows) == "rate"
-    assert plot.swept(rows[:1]) == "length"
-    plot.plot(rows, tmp_path / "rate.png")
-    assert (tmp_path / "rate.png").stat().st_size > 5000
-    # a panel may stay empty: memory of one mode, say
-    rows = [row._replace(memory=2**20 if row.mode == "training" else 0) for row in rows]
-    plot.plot(rows, tmp_path / "half.png")
-    assert (tmp_path / "half.png").stat().st_size > 5000
-
-
 def test_memory_is_estimated_and_measured() -> None:
     setting = replace(TINY, length=1024, batch=1)
     plain = parse_candidate("transformer:implementation=plain")
@@ -435,14 +407,13 @@ def test_refused_candidates_leave_the_others(monkeypatch: pytest.MonkeyPatch) ->
     assert theirs.seconds is None and "1024.0 TiB" not in theirs.note and "would need about" in theirs.note
 
 
-def test_command_writes_table_json_and_plot(
+def test_command_writes_table_and_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("rich")
-    pytest.importorskip("matplotlib")
     # another test measures in a real child
     monkeypatch.setattr(memory, "in_child", lambda job, *arguments: job(*arguments))
-    record, figure = tmp_path / "out.json", tmp_path / "out.png"
+    record = tmp_path / "out.json"
     arguments = ["bench", "--mixers", "seqboat", "floor", "--lengths", "64", "128", "--batch", "1"]
     arguments += [
         "--rounds",
@@ -453,8 +424,6 @@ def test_command_writes_table_json_and_plot(
         "0.25",
         "--json",
         str(record),
-        "--plot",
-        str(figure),
     ]
     assert main(arguments) == 0
     printed = capsys.readouterr().out
@@ -470,8 +439,6 @@ def test_command_writes_table_json_and_plot(
         assert row["ratio"] is not None and row["lower_bound_ratio"] is not None
         if row["candidate"] == "seqboat":
             assert row["memory"] is not None and row["active"] == 0.25
-    assert figure.read_bytes().startswith(b"\x89PNG")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "out.png"]
 
 
 def test_compiled_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -492,75 +459,6 @@ def test_compiled_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
         parse_candidate("seqboat:compiled=yes")
 
 
-def test_profile_attributes_every_moment() -> None:
-    training, inference, other = run_profile(
-        [parse_candidate("seqboat")], TINY, ("training", "inference"), rounds=2
-    ) + run_profile([parse_candidate("transformer")], TINY, ("training",), rounds=1)
-    for found in (training, inference, other):
-        assert sum(part.forward + part.backward for part in found.parts) == pytest.approx(1)
-        assert sum(part.fraction for part in found.kinds) == pytest.approx(1)
-        assert {"matrix products", "elementwise", "between operations"} <= {part.kind for part in found.kinds}
-    parts = {part.part: part for part in training.parts}
-    for name in ("ssm", "sma.units.gau", "sma.router", "norm", "sma", "the layer itself"):
-        assert parts[name].forward > 0 and parts[name].backward > 0, name
-    assert all(part.backward == 0 for part in inference.parts)
-    assert training.lower_bound_ratio == training.seconds.median / training.lower_bound_seconds.median  # type: ignore[union-attr]
-    assert [part.what for part in training.products] == [part.what for part in inference.products]
-    for forward, step in zip(inference.products, training.products, strict=True):
-        assert step.gigaflops == pytest.approx(3 * forward.gigaflops)  # two gradients for each product
-    assert other.lower_bound_ratio is None and not other.products
-
-
-def test_profile_knows_the_lower_bound_of_each_layer() -> None:
-    names = ["seqboat", "seqboat:gau.window=2", "seqboat:d_model=6", "seqboat-full-always", "seqboat-gau-ffn"]
-    found = run_profile([parse_candidate(name) for name in names], TINY, ("inference",), rounds=1)
-    plain, narrow, thin, always, mixed = (
-        {part.what: part.gigaflops for part in profile.products} for profile in found
-    )
-    assert narrow["gau: scores"] < plain["gau: scores"] and narrow["linear"] == plain["linear"]
-    assert thin["linear"] < plain["linear"]
-    assert always["gau: base"] == pytest.approx(2 * plain["gau: base"])  # TINY activates half of the tokens
-    assert not mixed, "the products of a feed-forward block are not counted"
-    # without a window, too, rows attend among their own tokens: twice the batch is twice the products
-    for name in ("seqboat-full", "seqboat-chunk"):
-        one, two = (
-            LowerBoundRunner(replace(TINY, batch=batch), parse_candidate(name)).forward for batch in (1, 2)
-        )
-        assert sum(p.flops for p in two) == 2 * sum(p.flops for p in one)
-
-
-def test_profile_leaves_the_layer_as_it_was() -> None:
-    runner = LayerRunner(parse_candidate("seqboat"), TINY)
-    events = profiled_events(runner, "training", 1)
-    assert any(event.name == "part of the layer: ssm" for event in events)
-    assert not any(
-        {"forward", "activate", "after_silu"} & vars(part).keys() for part in runner.layer.modules()
-    )
-
-
-def test_profile_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("rich")
-    record = tmp_path / "profile.json"
-    arguments = [
-        "bench",
-        "profile",
-        "--lengths",
-        "64",
-        "--batch",
-        "1",
-        "--rounds",
-        "1",
-        "--modes",
-        "inference",
-    ]
-    assert main([*arguments, "--json", str(record)]) == 0
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "seqboat, inference, 1 x 64 tokens" in printed and "the matmul lower bound" in printed
-    assert "by part" in printed and "by kind of operation" in printed and "gau: scores" in printed
-    (row,) = json.loads(record.read_text())["rows"]
-    assert row.keys() == set(Profile._fields) and row["parts"][0].keys() == set(PartTime._fields)
-
-
 def test_decode_rows() -> None:
     names = ["seqboat", "mega-chunk", "transformer"]
     rows = run_decode(
@@ -575,16 +473,6 @@ def test_decode_rows() -> None:
         assert (row.growth == 1) == (row.context == 16)
     with pytest.raises(ValueError, match="lower-bound has no state"):
         run_decode([parse_candidate("floor")], TINY, [8])
-
-
-def test_decode_of_language_models() -> None:
-    size = LanguageModelSize(num_layers=2, d_model=24, d_z=8, d_v=48, window=8, heads=2, vocab=16)
-    rows = run_decode_lm(size, context=20, steps=2, rounds=1)
-    rival = "llama" if importlib.util.find_spec("transformers") else "transformer"
-    assert [row.candidate for row in rows] == ["seqboat", "seqboat int8", "seqboat general step", rival]
-    assert rows[3].parameters == pytest.approx(rows[0].parameters, rel=0.03)
-    assert rows[0].parameters == rows[1].parameters == rows[2].parameters
-    assert rows[0].ratio == 1 and rows[3].ratio > 0
 
 
 def test_routers_meet_a_rate() -> None:
@@ -604,18 +492,9 @@ def test_routers_meet_a_rate() -> None:
         (["--rounds", "0"], "--rounds must be at least 1, got 0"),
         (["--json", "no/such/folder/x.json"], "cannot write to the folder no/such/folder"),
         (["--contexts", "8"], "--contexts and --steps need 'decode'"),
-        (["decode", "--plot", "x.png"], "--plot cannot be used with 'decode'"),
-        (["decode", "--rates", "0.1", "0.2"], "one window, one rate and one length"),
+        (["decode", "--rates", "0.1", "0.2"], "one window and one rate"),
         (["decode", "--lengths", "8"], "--lengths cannot be used with 'decode'"),
-        (["profile", "--plot", "x.png"], "--plot cannot be used with 'profile'"),
-        (["profile", "--lengths", "8", "16"], "one window, one rate and one length"),
-        (["profile", "--steps", "8"], "--contexts and --steps need 'decode'"),
-        (["profile", "--mixers", "floor"], "leave it out"),
-        (["profile", "--mixers", "seqboat:compiled=True"], "have no parts to profile"),
         (["decode", "--mixers", "seqboat:compiled=True"], "decoding steps cannot be compiled here"),
-        (["decode-lm", "--mixers", "seqboat"], "--mixers cannot be used with 'decode-lm'"),
-        (["decode-lm", "--dtype", "float64"], "on the CPU in float32"),
-        (["decode-lm", "--contexts", "8", "9"], "takes one context"),
         (["--mixers", "seqboat", "seqboat"], "the same candidate is given twice"),
         (["--mixers", "seqboat", "transformer:heads=7"], "multiple of heads = 7"),
         (["--dtype", "float33"], "dtype must be a torch type"),
@@ -691,4 +570,4 @@ def test_help_does_not_wait_for_torch() -> None:
         "assert 'torch' not in sys.modules and 'rich' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "decode-lm" in done.stdout and "--lengths" in done.stdout
+    assert "decode" in done.stdout and "--lengths" in done.stdout

@@ -30,7 +30,6 @@ from seqboat.cli.report import default_page
 from seqboat.layers.gau import GAUConfig
 from seqboat.layers.seqboat import SeqBoatConfig
 from seqboat.mixers.transformer import TransformerConfig
-from seqboat.report.compare import collect_comparison, short_names
 from seqboat.report.page import element, visible
 from seqboat.report.record import describe_run, thin
 from seqboat.report.run import Collected, collect, report_page
@@ -143,11 +142,7 @@ class Pages:
     def page(self, name: str) -> Path:
         if name not in self.made:
             page = self.folder / f"{name}.html"
-            if name == "compare":
-                other = show_run(self.folder / "other", seed=1, dropout=0.5)
-                runs = ["--compare", str(self.run("bytes")), str(other)]
-            else:
-                runs = [str(self.run(name)), *(["--split", "val", "--limit", "3"] if name == "lm" else [])]
+            runs = [str(self.run(name)), *(["--split", "val", "--limit", "3"] if name == "lm" else [])]
             assert main(["report", *runs, "--out", str(page)]) == 0
             self.made[name] = page
         return self.made[name]
@@ -159,7 +154,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory, _tasks: None) -> Pages:
 
 
 EXPLORED = ("bytes", "image", "wave", "pair", "lm")
-ALL = (*EXPLORED, "plain", "compare")
+ALL = (*EXPLORED, "plain")
 
 
 # the file
@@ -435,10 +430,9 @@ def test_a_page_goes_beside_its_run(pages: Pages, capsys: pytest.CaptureFixture[
 def test_where_pages_go_by_default(tmp_path: Path) -> None:
     run = tmp_path / "a"
     (run / "step-20").mkdir(parents=True)
-    assert default_page([run]) == default_page([run / "step-20"]) == run / "report.html"
-    assert default_page([Path("a"), Path("b")]) == Path("compare.html")
+    assert default_page(run) == default_page(run / "step-20") == run / "report.html"
     # never into the installed package
-    assert default_page([find_run("enwik8-small")]) == Path("enwik8-small.html")
+    assert default_page(find_run("enwik8-small")) == Path("enwik8-small.html")
 
 
 def test_without_routers_there_is_still_a_report(pages: Pages) -> None:
@@ -502,10 +496,6 @@ def test_no_matplotlib_is_needed(pages: Pages, tmp_path: Path, monkeypatch: pyte
     ("arguments", "message"),
     [
         (["{tmp}/nothing"], "is not the folder of a run"),
-        (["{run}", "{run}"], "expected one run, got 2; --compare puts several on one page"),
-        (["--compare", "{run}"], "--compare needs at least two runs, got 1"),
-        (["--compare", "{run}", "{run}", "--samples", "3"], "--samples cannot be used with --compare"),
-        (["--compare", "{run}", "{run}", "--limit", "3"], "--limit needs --split"),
         (["{run}", "--limit", "0"], "--limit must be an integer >= 1, got 0"),
         (["{run}", "--samples", "-1"], "--samples must be an integer >= 0, got -1"),
         (["{run}", "--out", "{tmp}/no/page.html"], "does not exist"),
@@ -527,33 +517,6 @@ def test_errors_are_one_line(
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
     assert not list(tmp_path.iterdir())
-
-
-# several runs
-
-
-def test_runs_compared(pages: Pages, capsys: pytest.CaptureFixture[str]) -> None:
-    text = pages.page("compare").read_text(encoding="utf-8")
-    other = pages.folder / "other"
-    numbers = collect_comparison([pages.run("bytes"), other])
-    assert [run["name"] for run in numbers["runs"]] == ["bytes", "other"]
-    assert numbers["settings_that_differ"] == {"model.dropout": [0.1, 0.5], "seed": [0, 1]}
-    words = " ".join(Reader(text).words)
-    assert "model.dropout" in words and "60.0 % accuracy (val)" in words and "1,004" in words
-    capsys.readouterr()
-    assert (
-        main(["report", "--compare", str(pages.run("bytes")), str(other), "--split", "test", "--json"]) == 0
-    )
-    scored = json.loads(capsys.readouterr().out)["runs"]
-    assert [run["held_out"]["examples"] for run in scored] == [len(TEXTS)] * 2
-    assert all(len(run["held_out"]["activation"]) == 3 for run in scored)
-
-
-def test_names_of_runs() -> None:
-    assert short_names(["a/b/seed-0", "a/c/seed-0"]) == ["b", "c"]
-    assert short_names(["a/b/seed-0", "a/b/seed-1"]) == ["seed-0", "seed-1"]
-    assert short_names(["a", "a"]) == ["1. a", "2. a"]
-    assert short_names(["runs/a", "other/b"]) == ["runs/a", "other/b"]
 
 
 # in a browser
@@ -818,7 +781,7 @@ def test_pixels_and_waves(pages: Pages, browser: Browser, name: str) -> None:
     assert browser.complaints() == []
 
 
-@pytest.mark.parametrize("name", ["bytes", "image", "compare"])
+@pytest.mark.parametrize("name", ["bytes", "image"])
 def test_screen_readers_find_names(pages: Pages, browser: Browser, name: str) -> None:
     """Everything that can be used or seen has a name in the tree that screen readers get."""
     browser.open(pages.page(name))

@@ -15,16 +15,12 @@ import seqboat.paper.reproduce as reproduce
 from seqboat.analysis.measures import measure_run
 from seqboat.analysis.traces import load_examples, trace
 from seqboat.cli.main import main
-from seqboat.core.mixer import directions_of
 from seqboat.data.files import Lock
-from seqboat.mixers import MIXERS
 from seqboat.paper import target as base
 from seqboat.paper.figure3 import ActivationTarget
 from seqboat.paper.figure4 import ConfidenceTarget
 from seqboat.paper.figure6 import SpanTarget
 from seqboat.paper.machine import Machine, fitting
-from seqboat.paper.matching import count_of_run
-from seqboat.paper.mixers import READ_LISTOPS
 from seqboat.paper.reproduce import estimate, plan, refreshed, run_job
 from seqboat.paper.results import add_records, read_records
 from seqboat.paper.tables123 import RunsTarget, TableTarget
@@ -78,8 +74,7 @@ def test_every_trial_has_a_configuration(name: str) -> None:
         trials = TARGETS[name].trials(scale)
         assert len({trial.name for trial in trials}) == len(trials)
         for trial in trials:
-            # the widths of matched models take time to find, and are tested on one of them
-            config = dataclasses.replace(trial, match=False).config(3)
+            config = trial.config(3)
             assert config.seed == 3 and config.schedule.steps == trial.steps
             assert trial.baseline is None or trial.baseline in {other.name for other in trials}
             assert trial.minutes is None or scale == "small", "only small runs are estimated for two cores"
@@ -91,23 +86,6 @@ def test_trials_of_one_name_are_one_run() -> None:
         for target in TARGETS.values():
             for trial in target.trials(scale):
                 assert found.setdefault(trial.name, trial.command()) == trial.command()
-
-
-def test_every_mixer_is_trained_with_as_many_parameters() -> None:
-    trials = {trial.title: trial for trial in TARGETS["mixers"].small}
-    assert trials.keys() == MIXERS.keys()
-    for trial in trials.values():
-        mixer = dataclasses.replace(trial, match=False).config(0).model.mixer
-        assert type(mixer) is MIXERS[trial.title] and trial.match
-        assert (
-            trial.recipe == "recall"
-            or directions_of(mixer) == ("bidirectional",)
-            or trial.title in READ_LISTOPS
-        )
-    for trial in (trials["transformer"], trials["mega"]):
-        assert trial.command().endswith("--match-parameters")
-        wanted = count_of_run(RECIPES[trial.recipe]())
-        assert abs(count_of_run(trial.config(0)) / wanted - 1) < 0.02
 
 
 def test_sizes_of_memory_and_chunk_differ_in_nothing_else() -> None:
@@ -351,7 +329,7 @@ def test_the_command(target: Target, tmp_path: Path, capsys: pytest.CaptureFixtu
     text = capsys.readouterr().out
     assert text.count("  toy ") == 1 and "24 x 2" in text, "the seeds of a trial are one line"
     (fast,) = (line for line in text.splitlines() if line.startswith("  fast "))
-    size = count_of_run(target.small[1].config(0))
+    size = estimate_run(target.small[1].config(0)).parameters
     assert f" 24 {size:>11,} " in fast and fast.endswith(": seqboat train toy-small --optimizer.lr=0.03")
     assert " 8 by 4 " in fast and " GB  nothing: " in fast
     assert "about 4 minutes of one core" in text
@@ -644,37 +622,3 @@ def test_results_of_several_machines_are_merged(tmp_path: Path, capsys: pytest.C
     assert main(["reproduce", "merge", str(tmp_path / "none.json"), *page]) == 2
     assert "there is no" in capsys.readouterr().err
     assert main(["reproduce", "lra", "--keep", "last"]) == 2
-
-
-def test_records_with_earlier_field_names_load(tmp_path: Path) -> None:
-    row = {"contender": "mega", "mode": "training", "floor_ratio": 2.0}
-    record = {
-        "target": "efficiency",
-        "scale": "small",
-        "trial": "lra-tasks",
-        "seed": 0,
-        "parts": {"a": {"rows": [row]}},
-    }
-    (tmp_path / "results.json").write_text(json.dumps([record]))
-    (found,) = read_records(tmp_path / "results.md")
-    assert found["target"] == "layer-efficiency"
-    assert found["parts"]["a"]["rows"] == [
-        {"candidate": "mega", "mode": "training", "lower_bound_ratio": 2.0}
-    ]
-
-
-def test_the_documented_tables_are_what_the_records_say(tmp_path: Path) -> None:
-    """docs/results.md is made by `seqboat reproduce --rewrite --page docs/results.md`, and by nothing else."""
-    docs = Path(__file__).parents[1] / "docs"
-    (tmp_path / "images").mkdir()
-    for path in docs.glob("images/results-*.svg"):
-        (tmp_path / "images" / path.name).touch()
-    page = tmp_path / "results.md"
-    page.with_suffix(".json").write_bytes((docs / "results.json").read_bytes())
-    add_records(page, [])
-    written, documented = (
-        [line for line in path.read_text().splitlines() if line.startswith(("|", "<picture", "Made with"))]
-        for path in (page, docs / "results.md")
-    )
-    assert written == documented and len(written) > 300
-    assert page.with_suffix(".json").read_text() == (docs / "results.json").read_text()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from seqboat.paper.scripts import (
+from published_scripts import (
     DIFFERENCES,
     REASONS,
     SCRIPTS,

@@ -27,14 +27,12 @@ DECODERS = ("seqboat", "mega-chunk", "transformer")
 EXAMPLES = """\
 examples:
   seqboat bench                                             the paper's Text layer and all baselines
-  seqboat bench --lengths 1024 4096 16384 --plot cost.png   the same number of tokens at each length
+  seqboat bench --lengths 1024 4096 16384                   the same number of tokens at each length
   seqboat bench --mixers seqboat --rates 0.1 0.5 1          how cost falls with the fraction of active tokens
   seqboat bench --like-run runs/recall                      with the activation of a trained model
   seqboat bench --mixers seqboat seqboat:gau.positions=original --windows 64 256
   seqboat bench --mixers seqboat seqboat:compiled=True --no-memory --modes training
-  seqboat bench profile                                     where the time goes, and how far from the bare products
   seqboat bench decode --contexts 1024 32768                time per token and size of the state
-  seqboat bench decode-lm                                   the paper's language model against a Transformer
 """
 
 
@@ -45,10 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "what",
         nargs="?",
-        choices=("layer", "profile", "decode", "decode-lm"),
+        choices=("layer", "decode"),
         default="layer",
-        help="what to measure: layer (training step and inference of a layer; default), profile (where the time "
-        "goes), decode (token by token, one layer) or decode-lm (token by token, a language model)",
+        help="what to measure: layer (training step and inference of a layer; default) or decode (token by token)",
     )
     parser.add_argument(
         "--mixers",
@@ -89,9 +86,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and inputs")
     parser.add_argument("--no-memory", action="store_true", help="do not measure memory")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all measurements to a file")
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE.png", help="plot time and memory against the swept quantity"
-    )
 
 
 _SWEPT = ("lengths", "windows", "rates")
@@ -112,8 +106,6 @@ def _rate(text: str) -> float | None:
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
     _check(options)
-    # keeps the profiler from logging; it reads this when torch is imported
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     import torch
 
     from seqboat.bench.setting import PRESETS
@@ -124,7 +116,7 @@ def run(options: argparse.Namespace) -> int:
     if options.threads:
         torch.set_num_threads(options.threads)
     setting = _setting(PRESETS[options.preset], options)
-    report = {"layer": _layers, "profile": _profile, "decode": _decode, "decode-lm": _decode_lm}[options.what]
+    report = {"layer": _layers, "decode": _decode}[options.what]
     record = report(options, setting)
     if options.json:
         write_json(options.json, record)
@@ -141,28 +133,20 @@ def _check(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if value is not None and value < least:
             raise UsageError(f"--{name} must be at least {least}, got {value}")
-    for name in ("json", "plot"):
-        path = getattr(options, name)
-        if path is not None and not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
-            raise UsageError(f"--{name}: cannot write to the folder {path.parent}")
+    path = options.json
+    if path is not None and not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
+        raise UsageError(f"--json: cannot write to the folder {path.parent}")
     check_installed("rich", "this command")
-    if options.plot is not None:
-        check_installed("matplotlib", "--plot")
     if options.like_run and options.rates:
         raise UsageError("--rates and --like-run cannot be combined")
-    refused = {
-        "layer": (),
-        "profile": ("plot",),
-        "decode": ("plot", "lengths", "modes"),
-        "decode-lm": ("plot", "lengths", "modes"),
-    }
-    for name in refused[options.what]:
-        if getattr(options, name):
-            raise UsageError(f"--{name} cannot be used with '{options.what}'")
-    if options.what != "layer" and any(len(getattr(options, name) or ()) > 1 for name in _SWEPT):
-        raise UsageError(f"'{options.what}' takes one window, one rate and one length")
-    if options.what in ("layer", "profile") and (options.contexts or options.steps):
-        raise UsageError("--contexts and --steps need 'decode' or 'decode-lm'")
+    if options.what == "decode":
+        for name in ("lengths", "modes"):
+            if getattr(options, name):
+                raise UsageError(f"--{name} cannot be used with 'decode'")
+        if any(len(getattr(options, name) or ()) > 1 for name in _SWEPT):
+            raise UsageError("'decode' takes one window and one rate")
+    elif options.contexts or options.steps:
+        raise UsageError("--contexts and --steps need 'decode'")
 
 
 def _setting(preset: LayerSetting, options: argparse.Namespace) -> LayerSetting:
@@ -226,39 +210,7 @@ def _layers(options: argparse.Namespace, setting: LayerSetting) -> dict[str, Any
         )
     )
     print_layers(Console(), rows)
-    if options.plot:
-        from seqboat.bench.plot import plot
-
-        plot(rows, options.plot)
-        print(f"wrote {options.plot}")
     return as_record(rows, setting, what="layer", rounds=options.rounds)
-
-
-def _profile(options: argparse.Namespace, setting: LayerSetting) -> dict[str, Any]:
-    from rich.console import Console
-
-    from seqboat.bench.candidates import parse_candidate
-    from seqboat.bench.measure import as_record
-    from seqboat.bench.profile import print_profiles, run_profile
-    from seqboat.bench.setting import MODES, sweep
-
-    candidates = [parse_candidate(text) for text in options.mixers or ("seqboat",)]
-    lengths = options.lengths or [setting.length]
-    (setting,) = sweep(
-        setting, lengths, [setting.window], [setting.rate], None if options.batch else setting.tokens
-    )
-    found = _with_progress(
-        lambda progress: run_profile(
-            candidates,
-            setting,
-            tuple(mode for mode in MODES if mode in (options.modes or MODES)),
-            rounds=options.rounds,
-            warmup=options.warmup,
-            progress=progress,
-        )
-    )
-    print_profiles(Console(), found, setting)
-    return as_record(found, setting, what="profile", rounds=options.rounds)
 
 
 def _decode(options: argparse.Namespace, setting: LayerSetting) -> dict[str, Any]:
@@ -285,36 +237,6 @@ def _decode(options: argparse.Namespace, setting: LayerSetting) -> dict[str, Any
     )
     print_decode(Console(), rows, "one layer")
     return as_record(rows, setting, what="decode", rounds=options.rounds)
-
-
-def _decode_lm(options: argparse.Namespace, setting: LayerSetting) -> dict[str, Any]:
-    from rich.console import Console
-
-    from seqboat.bench.decode import LanguageModelSize, print_decode, run_decode_lm
-    from seqboat.bench.measure import as_record
-
-    if options.mixers:
-        raise UsageError("--mixers cannot be used with 'decode-lm'")
-    if options.device != "cpu" or options.dtype != "float32" or options.batch not in (None, 1):
-        raise UsageError("'decode-lm' runs on the CPU in float32 with batch 1")
-    if len(options.contexts or ()) > 1:
-        raise UsageError("'decode-lm' takes one context")
-    size = LanguageModelSize(**({"window": options.windows[0]} if options.windows else {}))
-    rows = _with_progress(
-        lambda progress: run_decode_lm(
-            size,
-            context=(options.contexts or [8192])[0],
-            rate=setting.rate,
-            steps=options.steps or 16,
-            rounds=options.rounds,
-            warmup=options.warmup,
-            seed=options.seed,
-            progress=progress,
-        )
-    )
-    what = f"language model of {size.num_layers} layers of width {size.d_model}, batch 1"
-    print_decode(Console(), rows, what)
-    return as_record(rows, size, what="decode-lm", rounds=options.rounds)
 
 
 def _with_progress(job: Callable[[Callable[[str], None]], list[Any]]) -> list[Any]:

@@ -89,9 +89,7 @@ def machine_lines(machine: dict[str, Any]) -> list[str]:
     memory = f", {machine['memory_gb']} GB" if "memory_gb" in machine else ""
     lines.append(f"{machine['system']}, {machine['processor']}, {machine['threads']} threads")
     if machine["hidden_tiles"]:
-        lines.append(
-            "warning: this virtual machine hides the size of its tiles (AMX), which PyTorch needs: docs/machines.md"
-        )
+        lines.append("warning: this virtual machine hides the size of its tiles (AMX), which PyTorch needs")
     lines.append(f"device {machine['device']}{memory}")
     lines.append("\nkernels")
     for operation, about in machine["kernels"].items():

@@ -1,4 +1,4 @@
-"""`seqboat report`: what a run did, as one HTML page or as numbers; several runs side by side."""
+"""`seqboat report`: what a run did, as one HTML page or as numbers."""
 
 from __future__ import annotations
 
@@ -16,28 +16,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "To change settings of the data: seqboat report runs/classify --data.test new.csv"
     parser.add_argument(
         "run",
-        nargs="+",
         help="folder of a run, one checkpoint (step-N) in it, or a bundled model: enwik8-small",
-    )
-    parser.add_argument(
-        "--compare",
-        action="store_true",
-        help="compare several runs on one page, using what training recorded",
     )
     parser.add_argument(
         "--out",
         metavar="FILE",
-        help="page to write (default: report.html in the run's folder, or compare.html)",
+        help="page to write (default: report.html in the run's folder)",
     )
     parser.add_argument(
         "--split",
         choices=("train", "val", "test"),
-        help="split to analyze (default: test; with --compare: the recorded scores)",
+        default="test",
+        help="split to analyze (default: test)",
     )
     parser.add_argument(
         "--which", choices=("best", "latest"), default="best", help="which checkpoint (default: best)"
     )
-    parser.add_argument("--samples", type=int, help="examples in the explorer (default: 20)")
+    parser.add_argument("--samples", type=int, default=20, help="examples in the explorer (default: 20)")
     parser.add_argument("--limit", type=int, help="analyze at most this many examples")
     parser.add_argument(
         "--data-dir", "--data_dir", metavar="FOLDER", help="where the prepared data is (default: the run's)"
@@ -54,83 +49,57 @@ def run(options: argparse.Namespace) -> int:
     """Run the command."""
     from seqboat.cli.eval import show_progress
     from seqboat.data.files import write_text
-    from seqboat.report.compare import collect_comparison, comparison_page
     from seqboat.report.page import finite
     from seqboat.report.run import collect, report_page
     from seqboat.run import find_run
     from seqboat.training.parallel import choose_device
 
-    if options.samples is not None and options.samples < 0:
+    if options.samples < 0:
         raise ValueError(f"--samples must be an integer >= 0, got {options.samples}")
     if options.limit is not None and options.limit < 1:
         raise ValueError(f"--limit must be an integer >= 1, got {options.limit}")
-    if len(options.run) > 1 and not options.compare:
-        raise ValueError(f"expected one run, got {len(options.run)}; --compare puts several on one page")
-    if options.compare and len(options.run) < 2:
-        raise ValueError(f"--compare needs at least two runs, got {len(options.run)}")
-    if options.compare and options.samples is not None:
-        raise ValueError("--samples cannot be used with --compare: there is no explorer on that page")
-    if options.compare and options.limit is not None and options.split is None:
-        raise ValueError("--limit needs --split when runs are compared: recorded scores cover a whole split")
-    runs = [find_run(name) for name in options.run]
+    folder = find_run(options.run)
     wants_page = not options.json or options.out is not None
-    page = Path(options.out) if options.out is not None else default_page(runs)
+    page = Path(options.out) if options.out is not None else default_page(folder)
     if wants_page:
-        check_page_path(page, runs)
+        check_page_path(page, folder)
     fields = [*([f"--data.data_dir={options.data_dir}"] if options.data_dir else []), *options.fields]
     progress = show_progress if sys.stderr.isatty() else None
     device = choose_device(options.device, what="--device")
-    if options.compare:
-        numbers = collect_comparison(
-            runs,
-            options.split,
-            options.limit,
-            which=options.which,
-            fields=fields,
-            device=device,
-            progress=progress,
-        )
-        text = comparison_page(numbers) if wants_page else ""
-    else:
-        samples = 20 if options.samples is None else options.samples
-        found = collect(
-            runs[0],
-            options.split or "test",
-            samples if wants_page else 0,
-            options.limit,
-            which=options.which,
-            fields=fields,
-            device=device,
-            progress=progress,
-        )
-        numbers = found.numbers
-        text = report_page(found) if wants_page else ""
+    found = collect(
+        folder,
+        options.split,
+        options.samples if wants_page else 0,
+        options.limit,
+        which=options.which,
+        fields=fields,
+        device=device,
+        progress=progress,
+    )
+    text = report_page(found) if wants_page else ""
     if wants_page:
         write_text(page, text)
     if options.json:
-        print(json.dumps(finite(numbers)))
+        print(json.dumps(finite(found.numbers)))
     else:
         print(f"wrote {page} ({len(text.encode()) / 1e6:.1f} MB)")
     return 0
 
 
-def default_page(runs: list[Path]) -> Path:
-    """Beside the run; here if there are several, or if the run came with the package."""
+def default_page(folder: Path) -> Path:
+    """Beside the run; here if the run came with the package."""
     from seqboat.run import Run
 
-    if len(runs) > 1:
-        return Path("compare.html")
-    run = Run(runs[0])
+    run = Run(folder)
     return Path(f"{run.folder.name}.html") if run.shipped else run.folder / "report.html"
 
 
-def check_page_path(page: Path, runs: list[Path]) -> None:
+def check_page_path(page: Path, folder: Path) -> None:
     """Refuse a place where no page can be written, before work is done for it."""
     from seqboat.core.checks import check_output
 
-    for path in runs:
-        if not path.is_dir():
-            raise ValueError(f"{path} is not the folder of a run")
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not the folder of a run")
     check_output("--out", page)
     if page.parent.name.startswith("step-"):
         raise ValueError(f"{page}: a checkpoint's folder must not change; choose another --out")

@@ -28,7 +28,6 @@ keeps the recipe's settings as far as it supports them:
   seqboat train lra.listops-small --seed=1 --training.batch_size=16
   seqboat train lra.image/mega-chunk                           (seqboat list rows)
   seqboat train lra.image-small --model.mixer NAME             (seqboat list mixers)
-  seqboat train lra.image-small --model.mixer NAME --match-parameters
   seqboat train recall --model.mixer.router sigmoid            (seqboat list routers)
   seqboat train classify --data.train reviews.csv
   seqboat train classify --data.train reviews.csv --from enwik8-small --start.freeze_steps 100
@@ -66,11 +65,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in --out")
     parser.add_argument(
-        "--match-parameters",
-        action="store_true",
-        help="change widths until the model has as many parameters as the recipe's original model",
-    )
-    parser.add_argument(
         "--dry-run", action="store_true", help="estimate memory and time without reading data, and stop"
     )
     parser.add_argument(
@@ -102,8 +96,8 @@ def explain_recipe(name: str, fields: Sequence[str]) -> str:
 
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
-    from seqboat.core.checks import naming, require
-    from seqboat.recipes import find_recipe, seqboat_of
+    from seqboat.core.checks import naming
+    from seqboat.recipes import find_recipe
     from seqboat.training.config import from_yaml, override, to_yaml
     from seqboat.training.loop import train
 
@@ -126,12 +120,6 @@ def run(options: argparse.Namespace) -> int:
     is_first = os.environ.get("RANK", "0") == "0"
     with naming(source):
         config = override(config, options.fields, _say)
-        if options.match_parameters:
-            from seqboat.paper.matching import match_parameters
-
-            require(bool(config.recipe), "--match-parameters needs a recipe whose model is to be matched")
-            config, found = match_parameters(config, seqboat_of(config.recipe)())
-            print(found.report(), file=sys.stderr)
         if options.fit is not None:
             config = _fitted(config, options.fit)
         if options.dry_run:

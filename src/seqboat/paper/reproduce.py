@@ -13,32 +13,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TypeVar
 
 from seqboat.paper.machine import Machine
 from seqboat.paper.target import Job, Target
-from seqboat.paper.trial import Bench, Scale, Trial
+from seqboat.paper.trial import Scale, Trial
 from seqboat.training.checkpoint import CheckpointStore
 from seqboat.training.config import difference
 from seqboat.training.display import Display
 from seqboat.training.loop import RunOutcome, train
 
-Part = TypeVar("Part", bound=Trial | Bench)
-
 
 def chosen(
-    parts: Sequence[Part], only: Sequence[str], rows: Sequence[str] = (), tasks: Sequence[str] = ()
-) -> list[Part]:
-    """Parts whose names are given or match a pattern, of the rows and tasks that are given; all by default."""
+    trials: Sequence[Trial], only: Sequence[str], rows: Sequence[str] = (), tasks: Sequence[str] = ()
+) -> list[Trial]:
+    """Trials whose names are given or match a pattern, of the rows and tasks that are given; all by default."""
 
-    def fits(part: Trial | Bench) -> bool:
-        if not _matches(part.name, only):
-            return False
-        if isinstance(part, Bench):
-            return not rows and not tasks
-        return _matches(part.row, rows) and _matches(part.task, tasks)
-
-    return [part for part in parts if fits(part)]
+    return [
+        trial
+        for trial in trials
+        if _matches(trial.name, only) and _matches(trial.row, rows) and _matches(trial.task, tasks)
+    ]
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

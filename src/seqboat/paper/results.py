@@ -33,21 +33,7 @@ def read_records(page: Path) -> list[Record]:
     records = read_json(path)
     if not isinstance(records, list) or not all(isinstance(r, dict) and {*_KEY} <= r.keys() for r in records):
         raise ValueError(f"{path} does not hold results: not a list of records")
-    with showing(path):
-        return [_modernize(record) for record in records]
-
-
-_RENAMED = {"contender": "candidate", "floor_ratio": "lower_bound_ratio"}
-"""Fields of measured rows that had other names in earlier versions."""
-
-
-def _modernize(record: Record) -> Record:
-    """A record with the names of today."""
-    if record["target"] == "efficiency" and record["trial"] == "lra-tasks":
-        record["target"] = "layer-efficiency"
-    for part in record.get("parts", {}).values():
-        part["rows"] = [{_RENAMED.get(key, key): row[key] for key in row} for row in part["rows"]]
-    return record
+    return records
 
 
 def add_records(page: Path, new: Sequence[Record]) -> list[Record]:
@@ -110,7 +96,7 @@ def write_page(page: Path, records: Sequence[Record], changed: Collection[tuple[
     ]
     for target in TARGETS.values():
         for scale in get_args(Scale):
-            names = target.names(scale)
+            names = {trial.name for trial in target.trials(scale)}
             mine = [
                 r
                 for r in records

@@ -1,7 +1,6 @@
 """What every target of `seqboat reproduce` can do: say what it consists of, collect a finished run, and show itself.
 
-There are three families: targets that score trained runs, targets that look at what the layers of trained runs do,
-and targets that are measured without training.
+There are two families: targets that score trained runs, and targets that look at what the layers of trained runs do.
 """
 
 from __future__ import annotations
@@ -18,12 +17,11 @@ import torch
 from seqboat.data.files import write_json
 from seqboat.paper.machine import Machine
 from seqboat.paper.tables import Pictures, Record, Records
-from seqboat.paper.trial import Bench, Scale, Trial
+from seqboat.paper.trial import Scale, Trial
 from seqboat.run import Run
 from seqboat.training.checkpoint import CheckpointStore
 from seqboat.training.config import RunConfig
 from seqboat.training.parallel import choose_device
-from seqboat.training.provenance import commit, versions
 
 OnProgress = Callable[[int, int], None]
 """Called with the batches done and all."""
@@ -98,21 +96,10 @@ class Target(ABC):
     """what the small trials leave out beyond their recipes"""
     small: tuple[Trial, ...] = ()
     paper: tuple[Trial, ...] = ()
-    small_benches: tuple[Bench, ...] = ()
-    paper_benches: tuple[Bench, ...] = ()
 
     def trials(self, scale: Scale) -> tuple[Trial, ...]:
         """What is trained at one scale."""
         return self.small if scale == "small" else self.paper
-
-    def benches(self, scale: Scale) -> tuple[Bench, ...]:
-        """What is measured at one scale."""
-        return self.small_benches if scale == "small" else self.paper_benches
-
-    def names(self, scale: Scale) -> list[str]:
-        """Names of all parts at one scale."""
-        trials, benches = self.trials(scale), self.benches(scale)
-        return [trial.name for trial in trials] + [bench.name for bench in benches]
 
     def found(self, scale: Scale, records: Sequence[Record]) -> Records:
         """Records of one scale by the name of their trial; empty for trials that were not run."""
@@ -231,50 +218,3 @@ class ObservedTarget(Target):
     @abstractmethod
     def observe(self, run: Path, device: torch.device, progress: OnProgress | None = None) -> Record:
         """What the figure shows of a run, as plain data."""
-
-
-class MeasuredTarget(Target):
-    """Shows speed and memory, which are measured without training."""
-
-    def collect(self, job: Job, progress: OnProgress | None = None) -> Record:
-        raise ValueError(f"{self.name} has no runs")
-
-    def summarize(self, record: Record) -> str:
-        return "measured"
-
-    def measure(
-        self,
-        bench: Bench,
-        scale: Scale,
-        folder: Path,
-        progress: Callable[[str], None] = lambda message: None,
-        **options: Any,
-    ) -> Record:
-        """Measure one part, as plain data.
-
-        Args:
-            bench: what.
-            scale: small batches on the CPU, or those of the recipes on a GPU if there is one.
-            folder: of the runs whose activation rates are used.
-            progress: called with what comes next.
-            options: of `bench.run_layers`, instead of the target's own.
-        """
-        options = {**self.bench_options(), **options}
-        return {
-            "target": self.name,
-            "scale": scale,
-            "trial": bench.name,
-            "seed": 0,
-            "rounds": options["rounds"],
-            "parts": self.measure_parts(bench, scale, folder, progress=progress, **options),
-            "versions": versions(),
-            "commit": commit(),
-        }
-
-    @abstractmethod
-    def bench_options(self) -> dict[str, Any]:
-        """Options of `bench.run_layers`: rounds, and the seconds that a step may take."""
-
-    @abstractmethod
-    def measure_parts(self, bench: Bench, scale: Scale, folder: Path, **options: Any) -> dict[str, Any]:
-        """The tables of one part, by name."""

@@ -1,4 +1,4 @@
-"""What a target of `seqboat reproduce` consists of: runs that are trained, and benchmarks that are measured.
+"""What a target of `seqboat reproduce` consists of: runs that are trained.
 
     table_run("lra", "mega", "image", "paper")      one row of table 1 on one task
     table_runs("lra", "small")                      all rows on all tasks
@@ -15,9 +15,8 @@ import shlex
 from functools import cache
 from typing import Literal
 
-from seqboat.paper.matching import match_parameters
 from seqboat.paper.published import ABLATIONS, TITLES, published_score
-from seqboat.recipes import ROWS, find_recipe, seqboat_of
+from seqboat.recipes import ROWS, find_recipe
 from seqboat.training.config import RunConfig, override
 
 Scale = Literal["small", "paper"]
@@ -37,8 +36,6 @@ class Trial:
     recipe: str
     arguments: tuple[str, ...] = ()
     """settings, as `seqboat train` takes them"""
-    match: bool = False
-    """whether the model gets as many parameters as the recipe's own"""
     seeds: int = 1
     minutes: float | None = None
     """processor minutes of one seed, about; None where nobody measured them"""
@@ -66,39 +63,22 @@ class Trial:
 
     def config(self, seed: int) -> RunConfig:
         """The configuration of one run."""
-        return dataclasses.replace(_configure(self.recipe, self.arguments, self.match), seed=seed)
+        return dataclasses.replace(_configure(self.recipe, self.arguments), seed=seed)
 
     @property
     def steps(self) -> int:
-        """Training steps of one run. Does not wait for widths to be matched."""
-        return _configure(self.recipe, self.arguments, False).schedule.steps
+        """Training steps of one run."""
+        return _configure(self.recipe, self.arguments).schedule.steps
 
     def command(self, seed: int | None = None) -> str:
         """What to type for one run of it."""
         words = ["seqboat", "train", self.recipe, *self.arguments]
-        words += ["--match-parameters"] if self.match else []
         return shlex.join(words if seed is None else [*words, f"--seed={seed}"])
 
 
 @cache
-def _configure(recipe: str, arguments: tuple[str, ...], match: bool) -> RunConfig:
-    config = override(dataclasses.replace(find_recipe(recipe)(), recipe=recipe), arguments)
-    return match_parameters(config, seqboat_of(recipe)())[0] if match else config
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Bench:
-    """Something that is measured, not trained."""
-
-    name: str
-    """unique in its target"""
-    title: str
-    minutes: float | None
-    """on two cores, about; None where it depends on the hardware"""
-    length: int | None = None
-    """tokens per sequence, where that is what changes"""
-    matched: bool = False
-    """whether layers have as many parameters as SeqBoat, instead of its width"""
+def _configure(recipe: str, arguments: tuple[str, ...]) -> RunConfig:
+    return override(dataclasses.replace(find_recipe(recipe)(), recipe=recipe), arguments)
 
 
 # tables 1 to 3

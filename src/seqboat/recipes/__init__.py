@@ -15,7 +15,7 @@ from seqboat.recipes import diagnostics, enwik8, lra, speech
 from seqboat.recipes import own as your_data
 from seqboat.recipes.ablations import ABLATIONS
 from seqboat.recipes.base import Recipe
-from seqboat.recipes.rows import ROW_RECIPES, ROWS, SMALL_ROWS, TINY, Row
+from seqboat.recipes.rows import ROW_RECIPES, ROWS, SMALL_ROWS, Row
 
 RECIPES: dict[str, Recipe] = {
     "lra.listops": lra.listops,
@@ -35,7 +35,6 @@ RECIPES: dict[str, Recipe] = {
     "enwik8": enwik8.enwik8,
     "enwik8-small": enwik8.enwik8_small,
     "enwik8-medium": enwik8.enwik8_medium,
-    **TINY,
     "demo": diagnostics.demo,
     "recall": diagnostics.recall,
     "copy": diagnostics.copy,
@@ -71,15 +70,6 @@ def find_recipe(name: str) -> Recipe:
     raise ValueError(f"recipe {name!r} is unknown; {hint}")
 
 
-def seqboat_of(name: str) -> Recipe:
-    """The recipe that a row belongs to, with SeqBoat: that of `lra.image/mega` is `lra.image`.
-
-    >>> seqboat_of("lra.image-small/s4d") is RECIPES["lra.image-small"]
-    True
-    """
-    return find_recipe(name.partition("/")[0])
-
-
 __all__ = [
     "ABLATIONS",
     "RECIPES",
@@ -89,5 +79,4 @@ __all__ = [
     "Recipe",
     "Row",
     "find_recipe",
-    "seqboat_of",
 ]

@@ -16,9 +16,6 @@ from seqboat.paper.figure3 import ACTIVATION
 from seqboat.paper.figure4 import CONFIDENCE
 from seqboat.paper.figure5 import TRADEOFF
 from seqboat.paper.figure6 import SPAN
-from seqboat.paper.layer_efficiency import LAYER_EFFICIENCY
-from seqboat.paper.mixer_efficiency import MIXER_EFFICIENCY
-from seqboat.paper.mixers import MIXER_RUNS
 from seqboat.paper.table6 import EFFICIENCY
 from seqboat.paper.tables78 import ABLATION
 from seqboat.paper.tables123 import DIAGNOSTICS, ENWIK8, LRA, SPEECH
@@ -31,15 +28,12 @@ TARGETS: dict[str, Target] = {
         SPEECH,
         ENWIK8,
         DIAGNOSTICS,
-        MIXER_RUNS,
         ABLATION,
         TRADEOFF,
         ACTIVATION,
         CONFIDENCE,
         SPAN,
         EFFICIENCY,
-        LAYER_EFFICIENCY,
-        MIXER_EFFICIENCY,
     )
 }
 """Every target of `seqboat reproduce` by its name, in the order of the page."""

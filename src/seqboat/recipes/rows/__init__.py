@@ -3,18 +3,17 @@
     ROWS["lra"]["mega-chunk"].recipes["image"]()     the configuration of a run
     find_recipe("lra.image/mega-chunk")()            the same, by the name that commands use
 
-A row has the name of its mixer. `RECIPE/ROW` works with the small and tiny variants as well: the row's mixer, with
+A row has the name of its mixer. `RECIPE/ROW` works with the small variants as well: the row's mixer, with
 the settings of that recipe.
 """
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any
 
-from seqboat.layers.seqboat import SeqBoatConfig
 from seqboat.mixers.carry import carry_over
-from seqboat.recipes import enwik8, lra, speech, tiny
+from seqboat.recipes import enwik8, lra, speech
 from seqboat.recipes.base import MixerChoice, Recipe, choose, without_growth
 from seqboat.recipes.rows import attention, language, mega, ssm
 from seqboat.recipes.rows.base import Row, Settings, make_row
@@ -40,20 +39,6 @@ SMALL: dict[str, Recipe] = {
     "enwik8-small": enwik8.enwik8_small,
 }
 """The small variants of all tasks."""
-TINY: dict[str, Recipe] = {
-    "lra.listops-tiny": tiny.listops,
-    "lra.text-tiny": tiny.text,
-    "lra.retrieval-tiny": tiny.retrieval,
-    "lra.image-tiny": tiny.image,
-    "lra.pathfinder-tiny": tiny.pathfinder,
-    "lra.pathx-tiny": tiny.pathx,
-    "speech-tiny": tiny.speech_commands,
-    "enwik8-tiny": tiny.enwik8_bytes,
-}
-"""The tiny variants of all tasks."""
-TINY_HEAD = 16
-"""Width of an attention head in the tiny variants: eight heads of width 4 would take much longer."""
-
 PAPER = "table 4 of the paper and the published scripts"
 
 
@@ -169,13 +154,13 @@ RIVALS = {
     "samba": "Samba",
     "samba-gdn": "Samba with Gated DeltaNet",
 }
-"""Models that came after the paper, in small and tiny recipes only. They read in one direction on every task."""
+"""Models that came after the paper, in small recipes only. They read in one direction on every task."""
 EVERYWHERE = ("transformer", "seqboat-full", "s4d", "s5", "mega-chunk", *RIVALS)
-"""Rows that every small and tiny recipe has, whatever the table of its task."""
+"""Rows that every small recipe has, whatever the table of its task."""
 
 
 def small_rows(table: str) -> dict[str, str]:
-    """Titles of the rows of a table in its small and tiny recipes, SeqBoat last, by the name of their mixer.
+    """Titles of the rows of a table in its small recipes, SeqBoat last, by the name of their mixer.
 
     >>> list(small_rows("speech"))[:4]
     ['s4', 'transformer', 'seqboat-full', 's4d']
@@ -187,9 +172,9 @@ def small_rows(table: str) -> dict[str, str]:
 
 
 def table_of(name: str) -> tuple[str, str]:
-    """Table and task of a small or tiny recipe.
+    """Table and task of a small recipe.
 
-    >>> table_of("lra.image-small"), table_of("enwik8-tiny")
+    >>> table_of("lra.image-small"), table_of("enwik8-small")
     (('lra', 'image'), ('enwik8', 'enwik8'))
     """
     table, _, task = name.rpartition("-")[0].rpartition(".")
@@ -197,8 +182,8 @@ def table_of(name: str) -> tuple[str, str]:
 
 
 def _small(name: str, row: str) -> Recipe:
-    """A row in a small or tiny recipe: the mixer with the recipe's settings, except for its attention function."""
-    base = (SMALL | TINY)[name]
+    """A row in a small recipe: the mixer with the recipe's settings, except for its attention function."""
+    base = SMALL[name]
     table, which = table_of(name)
 
     def recipe(mixer: MixerChoice = None) -> RunConfig:
@@ -207,14 +192,6 @@ def _small(name: str, row: str) -> Recipe:
         if row.startswith("mega"):
             given: Any = ROWS[table][row].recipes[which]().model.mixer
             own = replace(own, attention=given.attention, positions=given.positions)
-        if name in TINY:
-            width, boat = config.model.d_model, cast(SeqBoatConfig, config.model.mixer)
-            # their defaults are for wide models and long segments
-            sizes = {"heads": width // TINY_HEAD, "d_state": width}
-            sizes |= dict.fromkeys(("segment", "memory", "max_span"), boat.gau.window)
-            own = replace(
-                own, **{field.name: sizes[field.name] for field in fields(own) if field.name in sizes}
-            )
         config = config.replace(model={"mixer": choose(mixer, own)})
         if row in STATE_SPACES:
             config = config.replace(optimizer={"ssm_lr": min(0.001, config.optimizer.lr)})
@@ -228,8 +205,8 @@ def _small(name: str, row: str) -> Recipe:
 
 SMALL_ROWS: dict[str, Recipe] = {
     f"{name}/{row}": _small(name, row)
-    for name in SMALL | TINY
+    for name in SMALL
     for row in small_rows(table_of(name)[0])
     if row != "seqboat"
 }
-"""The rows as small and tiny variants."""
+"""The rows as small variants."""
