@@ -135,7 +135,6 @@ def test_extras_are_those_of_the_package() -> None:
     ("arguments", "library", "extra"),
     [
         (["bench", "--lengths", "8"], "rich", "cli"),
-        (["bench", "--plot", "x.png"], "matplotlib", "report"),
         (["train", "recall", "--print-config"], "yaml", "train"),
     ],
 )
