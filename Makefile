@@ -14,7 +14,7 @@ TORCH ?=
 	docs test-docs diagrams bench reproduce-small browser audit dist release clean
 
 demo: $(READY)
-	$(BIN)/seqboat demo
+	$(BIN)/seqboat train demo && $(BIN)/seqboat report runs/demo
 
 # one thread per test process: two processes with two threads each would wait for each other on two cores. A file's tests
 # stay in one process, which makes its shared fixtures once, and files come in order: the last ones are the shortest.

@@ -54,7 +54,7 @@ from seqboat.tasks.copy import CopyTask, CopyTaskConfig
 from seqboat.tasks.recall import RecallTask, RecallTaskConfig
 from seqboat.tasks.short_listops import ShortListOpsTask, ShortListOpsTaskConfig
 from seqboat.tasks.task import IGNORE
-from seqboat.training.provenance import commit
+from seqboat.training.record import commit
 
 BATCH = 32
 LAYERS = 2

@@ -23,7 +23,7 @@ from seqboat.data.files import write_text
 from seqboat.recipes import RECIPES
 from seqboat.ssm import SSMS
 from seqboat.training.config import RunConfig, override
-from seqboat.training.loop import train
+from seqboat.training.trainer import train
 
 STEPS = {"recall": 1000, "lra.listops-small": 600}
 """Training steps of each recipe, in place of 1,500 and 4,600."""

@@ -41,7 +41,7 @@ from seqboat.own.task import OwnTask
 from seqboat.recipes import find_recipe
 from seqboat.tasks import ClassifyTaskConfig
 from seqboat.training.config import override
-from seqboat.training.provenance import commit
+from seqboat.training.record import commit
 
 ROOT = Path(__file__).parents[1]
 PATCH = 8

@@ -67,7 +67,7 @@ from seqboat import Retrofit, retrofit
 from seqboat.bench.measure import machine
 from seqboat.data.files import write_json
 from seqboat.figures import lines_figure, write_figure
-from seqboat.training.provenance import commit
+from seqboat.training.record import commit
 
 PLACES: dict[str, tuple[str, ...]] = {
     "feed-forward": ("mlp",),

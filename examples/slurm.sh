@@ -29,7 +29,7 @@ trap stop USR1
 srun torchrun \
     --nnodes "$nodes" --nproc-per-node "$gpus" \
     --rdzv-backend c10d --rdzv-endpoint "$head:29500" --rdzv-id "$SLURM_JOB_ID" \
-    -m seqboat train "$recipe" --out "runs/$recipe" --resume "$@" &
+    --no-python seqboat train "$recipe" --out "runs/$recipe" --resume "$@" &
 step=$!
 wait "$step"
 code=$?

@@ -21,8 +21,8 @@ from seqboat.layers.losses import extra_loss
 from seqboat.mixers import AdaptiveSpan, AdaptiveSpanConfig
 from seqboat.models.backbone import BackboneConfig
 from seqboat.models.heads import Classifier
-from seqboat.training.loop import train
 from seqboat.training.step import add_auxiliary_gradients
+from seqboat.training.trainer import train
 from small_runs import Spy, ToyConfig, small_run
 
 BASE = AdaptiveSpanConfig(heads=2, max_span=9, ramp=3)

@@ -39,8 +39,8 @@ from seqboat.models.backbone import BackboneConfig
 from seqboat.models.heads import LanguageModel
 from seqboat.run import Run
 from seqboat.tasks import TASKS
-from seqboat.training.loop import train
-from seqboat.training.metrics import iterate_metrics
+from seqboat.training.record import iterate_metrics
+from seqboat.training.trainer import train
 from small_runs import Spy, ToyConfig, small_run
 
 TINY = LayerSetting(batch=2, length=48, d_model=16, d_z=8, d_v=12, d_state=4, window=8, heads=2)

@@ -70,7 +70,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"seqboat {__version__}\n"
 
 
-@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["--nonsense"], ["demo", "--nonsense"]], ids=str)
+@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["--nonsense"], ["doctor", "--nonsense"]], ids=str)
 def test_what_is_not_known_is_a_usage_error(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(arguments)

@@ -1,4 +1,4 @@
-"""Two processes compute what one does: DDP and FSDP2 on the CPU, uneven batches, layers that activate nothing."""
+"""Several processes compute what one does: DDP, FSDP2 and hybrid sharding, uneven batches, hosts that are lost."""
 
 from __future__ import annotations
 
@@ -8,28 +8,35 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+import types
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from seqboat.tasks import TASKS
-from seqboat.training.checkpoint import MODEL, OPTIM, CheckpointStore
+from seqboat.training import parallel
+from seqboat.training.checkpoint import MODEL, OPTIM, CheckpointStore, verify
 from seqboat.training.config import RunConfig
-from seqboat.training.loop import train
-from seqboat.training.metrics import iterate_metrics
-from seqboat.training.parallel import ProcessesError
+from seqboat.training.parallel import ProcessesError, choose_device
+from seqboat.training.record import iterate_metrics
+from seqboat.training.trainer import train
 from small_runs import Spy, ToyConfig, small_run, without_dropout
 
 HERE = Path(__file__).parent
+STEPS = 20
 
 
 def run_config(**changes: Any) -> RunConfig:
-    """12 steps over batches of 8, of which every sixth has 5 examples; saved at step 8."""
+    """20 steps over batches of 8, of which every sixth has 5 examples; saved at step 8 and 16."""
     config = without_dropout(small_run(training={"accumulation": 1}))
-    config = config.replace(schedule={"steps": 12}, training={"save_every": 8, "keep": 9})
+    config = config.replace(schedule={"steps": STEPS}, training={"save_every": 8, "keep": 9})
     return config.replace(**changes)
 
 
@@ -69,25 +76,34 @@ def half_dead(done: int, model: torch.nn.Module) -> None:
         layer.register_forward_hook(silence)
 
 
+def sharded(method: str, **changes: Any) -> dict[str, Any]:
+    return {"training": {"distributed": method, **changes}}
+
+
 SCENARIOS: dict[str, dict[str, Any]] = {
     "ddp": {},
-    "fsdp": {"training": {"distributed": "fsdp"}},
+    "fsdp": sharded("fsdp"),
     "ddp-accumulation": {"training": {"accumulation": 2}},
-    "fsdp-accumulation": {"training": {"distributed": "fsdp", "accumulation": 2}},
+    "fsdp-accumulation": sharded("fsdp", accumulation=2),
 }
 NORM_SCENARIOS: dict[str, dict[str, Any]] = {
     "norm-ddp": {},
-    "norm-fsdp": {"training": {"distributed": "fsdp"}},
+    "norm-fsdp": sharded("fsdp"),
     "norm-checkpointing": {"training": {"gradient_checkpointing": True}},
 }
 NAN_SCENARIOS: dict[str, dict[str, Any]] = {
     "nan-ddp": {"training": {"accumulation": 2}},
-    "nan-fsdp": {"training": {"accumulation": 2, "distributed": "fsdp"}},
+    "nan-fsdp": sharded("fsdp", accumulation=2),
+}
+FOUR: dict[str, dict[str, Any]] = {
+    "four-ddp": {},
+    "four-fsdp": sharded("fsdp"),
+    "four-hybrid": sharded("hybrid"),
 }
 
 
 def play(folder: Path) -> None:
-    """What each of the two processes does."""
+    """What each of the two or four processes does."""
     TASKS["toy"] = ToyConfig
     ports = iter(os.environ["PORTS"].split(","))
 
@@ -95,6 +111,12 @@ def play(folder: Path) -> None:
         os.environ["MASTER_PORT"] = next(ports)
         train(config, folder / name, display=Spy(), **options)
 
+    if os.environ["WORLD_SIZE"] == "4":
+        for name, changes in FOUR.items():
+            go(name, run_config(**changes))
+        # two processes wrote the checkpoint
+        go("resumed-four", run_config(**sharded("hybrid")), resume=True)
+        return
     for name, changes in SCENARIOS.items():
         go(name, run_config(**changes))
     for name, changes in NORM_SCENARIOS.items():
@@ -104,7 +126,7 @@ def play(folder: Path) -> None:
     go("half-dead", run_config(), on_step=half_dead)
     # a run of one process continues in two
     go("resumed", run_config(), resume=True)
-    go("resumed-fsdp", run_config(training={"distributed": "fsdp"}), resume=True)
+    go("resumed-fsdp", run_config(**sharded("fsdp")), resume=True)
     lm = stream_config()
     go("streams", lm)
     # and of one process, with its state
@@ -121,12 +143,15 @@ def free_ports(count: int) -> list[str]:
     return ports
 
 
-def start(rank: int, folder: Path, ports: list[str], play: str = "play") -> subprocess.Popen[str]:
+def start(
+    rank: int, folder: Path, ports: list[str], play: str = "play", size: int = 2
+) -> subprocess.Popen[str]:
     environment = {
         **os.environ,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": "2",
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": ports[0],
         "PORTS": ",".join(ports),
@@ -146,35 +171,90 @@ def start(rank: int, folder: Path, ports: list[str], play: str = "play") -> subp
     )
 
 
+def quick_watch() -> None:
+    """Lost ranks are missed after seconds."""
+    parallel.BEAT, parallel.SILENCE = 0.2, 4.0
+
+
 def play_frozen(folder: Path) -> None:
     """One of the two processes stops for good after three steps."""
     TASKS["toy"] = ToyConfig
+    quick_watch()
 
     def freeze(done: int, model: torch.nn.Module) -> None:
         if done == 3 and os.environ["RANK"] == os.environ["FROZEN"]:
-            os.kill(os.getpid(), signal.SIGSTOP)
+            os.kill(os.getpid(), getattr(signal, os.environ["SIGNAL"]))
 
     try:
-        train(run_config(training={"timeout": 4.0}), folder / "run", display=Spy(), on_step=freeze)
+        train(run_config(), folder / "run", display=Spy(), on_step=freeze)
     except ProcessesError as error:
         print("SAID", error, flush=True)
+        raise SystemExit(1) from error
 
 
-@pytest.mark.parametrize("frozen", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_a_frozen_process_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, frozen: int) -> None:
-    monkeypatch.setenv("FROZEN", str(frozen))
+@pytest.mark.parametrize(
+    ("number", "lost"), [("SIGSTOP", 1), pytest.param("SIGSTOP", 0, marks=pytest.mark.slow), ("SIGKILL", 1)]
+)
+def test_a_lost_process_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: str, lost: int
+) -> None:
+    monkeypatch.setenv("FROZEN", str(lost))
+    monkeypatch.setenv("SIGNAL", number)
     ports = free_ports(1)
     processes = [start(rank, tmp_path, ports, "play_frozen") for rank in range(2)]
     try:
-        output = processes[1 - frozen].communicate(timeout=60)[0]
-        expected = (
-            f"SAID rank {1 - frozen} of 2 waited more than 4 s or lost its connection: no answer from rank "
-        )
-        assert expected + str(frozen) in output, output
+        output = processes[1 - lost].communicate(timeout=100)[0]
+        assert processes[1 - lost].returncode == 1
+        assert f"rank {1 - lost} of 2" in output and f"no answer from rank {lost}" in output, output
     finally:
         for process in processes:
             process.kill()
             process.communicate()
+
+
+class Stop(Exception):
+    """The model would be made now."""
+
+
+def test_every_rank_takes_its_gpu_before_anything_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in for GPUs that records what is asked of them."""
+    calls: list[Any] = []
+    for name, value in (("RANK", "5"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "8")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(("set_device", str(device))))
+
+    def init(backend: str, device_id: torch.device, timeout: timedelta) -> None:
+        calls.append(("init", backend, str(device_id), timeout))
+
+    monkeypatch.setattr(dist, "init_process_group", init)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append("destroy"))
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda box, src: None)
+    monkeypatch.setattr(parallel, "Watch", lambda rank, size: types.SimpleNamespace(end=lambda: None))
+
+    def build(*_: Any, **__: Any) -> None:
+        calls.append("model")
+        raise Stop
+
+    monkeypatch.setattr(RunConfig, "build_model", build)
+    monkeypatch.setitem(TASKS, "toy", ToyConfig)
+    with pytest.raises(Stop):
+        train(run_config(), tmp_path / "run", display=Spy())
+    assert calls == [
+        ("set_device", "cuda:1"),
+        ("init", "cpu:gloo,cuda:nccl", "cuda:1", timedelta(minutes=30)),
+        "model",
+        "destroy",
+    ]
+    with pytest.raises(ValueError, match="must be cuda without a number under torchrun"):
+        choose_device("cuda:0", 1)
+    with pytest.raises(
+        ValueError, match="there are 4 GPUs, and this is process 5 here: torchrun --nproc-per-node 4"
+    ):
+        choose_device("cuda", 4)
 
 
 @pytest.fixture(scope="module")
@@ -207,6 +287,19 @@ def streams(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def values(folder: Path, name: str, split: str = "train") -> list[float]:
+    return [r[name] for r in iterate_metrics(folder / "metrics.jsonl") if r["split"] == split]
+
+
+def play_all(folder: Path, size: int, runs: int) -> None:
+    ports = free_ports(runs)
+    processes = [start(rank, folder, ports, size=size) for rank in range(size)]
+    outputs = [process.communicate(timeout=400)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * size, "\n".join(outputs)
+    # no complaint about parameters that some process did not use
+    assert not any("find_unused_parameters" in output for output in outputs)
+
+
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory, alone: Path, streams: Path) -> Path:
     """The runs of two processes."""
@@ -216,54 +309,66 @@ def played(tmp_path_factory: pytest.TempPathFactory, alone: Path, streams: Path)
         shutil.copytree(alone / "step-8", folder / name / "step-8")
     (folder / "streams-resumed").mkdir()
     shutil.copytree(streams / "step-8", folder / "streams-resumed" / "step-8")
-    ports = free_ports(len(SCENARIOS) + len(NORM_SCENARIOS) + len(NAN_SCENARIOS) + 5)
-    processes = [start(rank, folder, ports) for rank in range(2)]
-    outputs = [process.communicate(timeout=400)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(outputs)
-    # no complaint about parameters that some process did not use
-    assert not any("find_unused_parameters" in output for output in outputs)
+    play_all(folder, 2, len(SCENARIOS) + len(NORM_SCENARIOS) + len(NAN_SCENARIOS) + 5)
     return folder
 
 
-def values(folder: Path, name: str, split: str = "train") -> list[float]:
-    return [r[name] for r in iterate_metrics(folder / "metrics.jsonl") if r["split"] == split]
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory, played: Path) -> Path:
+    """The runs of four processes on two hosts."""
+    folder = tmp_path_factory.mktemp("four")
+    (folder / "resumed-four").mkdir()
+    shutil.copytree(played / "fsdp" / "step-8", folder / "resumed-four" / "step-8")
+    play_all(folder, 4, len(FOUR) + 1)
+    return folder
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_losses_are_those_of_one_process(alone: Path, played: Path, name: str) -> None:
-    ours, theirs = values(played / name, "loss"), values(alone, "loss")
-    assert len(ours) == 12
-    assert ours == pytest.approx(theirs, abs=1e-5)
-    assert values(played / name, "grad_norm") == pytest.approx(values(alone, "grad_norm"), rel=1e-3)
-    assert values(played / name, "accuracy") == values(alone, "accuracy")
-    assert values(played / name, "epoch") == values(alone, "epoch")
+@pytest.fixture(scope="module")
+def place(played: Path, four: Path) -> Callable[[str], Path]:
+    """The folder of a run."""
+    return lambda name: (four if name in FOUR else played) / name
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_scores_are_those_of_one_process(alone: Path, played: Path, name: str) -> None:
+@pytest.mark.parametrize("name", [*SCENARIOS, *FOUR])
+def test_losses_are_those_of_one_process(alone: Path, place: Callable[[str], Path], name: str) -> None:
+    ours, theirs = values(place(name), "loss"), values(alone, "loss")
+    assert len(ours) == STEPS
+    assert ours == pytest.approx(theirs, rel=1e-6)
+    assert values(place(name), "grad_norm") == pytest.approx(values(alone, "grad_norm"), rel=1e-3)
+    assert values(place(name), "accuracy") == values(alone, "accuracy")
+    assert values(place(name), "epoch") == values(alone, "epoch")
+
+
+@pytest.mark.parametrize("name", [*SCENARIOS, *FOUR])
+def test_scores_are_those_of_one_process(alone: Path, place: Callable[[str], Path], name: str) -> None:
     # 45 examples in batches of 16: the last one is uneven
     for metric in ("loss", "accuracy"):
-        assert values(played / name, metric, "val") == pytest.approx(values(alone, metric, "val"), abs=1e-5)
-    rates = values(played / name, "activation")
+        assert values(place(name), metric, "val") == pytest.approx(values(alone, metric, "val"), abs=1e-5)
+    rates = values(place(name), "activation")
     for ours, theirs in zip(rates, values(alone, "activation"), strict=True):
         assert ours == pytest.approx(theirs, abs=1e-6)
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_checkpoints_hold_whole_tensors(alone: Path, played: Path, name: str) -> None:
-    ours, theirs = CheckpointStore(played / name).newest(), CheckpointStore(alone).newest()
-    assert ours is not None and theirs is not None
-    for file in (MODEL, OPTIM):
-        one, two = ours.tensors(file), theirs.tensors(file)
-        assert one.keys() == two.keys()
-        for key in one:
-            torch.testing.assert_close(one[key], two[key], atol=2e-4, rtol=1e-3)
+@pytest.mark.parametrize("name", [*SCENARIOS, *FOUR])
+def test_checkpoints_hold_whole_tensors(alone: Path, place: Callable[[str], Path], name: str) -> None:
+    folder = place(name)
+    newest, theirs = CheckpointStore(folder).newest(), CheckpointStore(alone).newest()
+    first = verify(folder / "step-8")
+    assert newest is not None and theirs is not None
+    # sharded while the run goes on; whole files at its end
+    assert first.sharded == ("fsdp" in name or "hybrid" in name) and not newest.sharded
+    for ours, other in ((newest, theirs), (first, verify(alone / "step-8"))):
+        for file in (MODEL, OPTIM):
+            one, two = ours.tensors(file), other.tensors(file)
+            assert one.keys() == two.keys()
+            for key in one:
+                torch.testing.assert_close(one[key], two[key], atol=2e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("name", NORM_SCENARIOS)
 def test_batch_norms_are_those_of_one_process(alone_with_norms: Path, played: Path, name: str) -> None:
     ours, theirs = values(played / name, "loss"), values(alone_with_norms, "loss")
-    assert len(ours) == 12 and ours == pytest.approx(theirs, abs=1e-5)
+    assert len(ours) == STEPS and ours == pytest.approx(theirs, abs=1e-5)
     for metric in ("loss", "accuracy"):
         scores = values(played / name, metric, "val"), values(alone_with_norms, metric, "val")
         assert scores[0] == pytest.approx(scores[1], abs=1e-5)
@@ -285,9 +390,10 @@ def test_bad_inputs_of_one_process_are_found_by_all(played: Path, name: str) -> 
         assert 47 in record["examples"] and len(record["examples"]) == 8
 
 
-@pytest.mark.parametrize("name", ["resumed", "resumed-fsdp"])
-def test_a_run_of_one_process_goes_on_in_two(alone: Path, played: Path, name: str) -> None:
-    assert values(played / name, "loss") == pytest.approx(values(alone, "loss")[8:], abs=1e-5)
+@pytest.mark.parametrize("name", ["resumed", "resumed-fsdp", "resumed-four"])
+def test_a_run_goes_on_in_more_processes(alone: Path, played: Path, four: Path, name: str) -> None:
+    folder = (four if name == "resumed-four" else played) / name
+    assert values(folder, "loss") == pytest.approx(values(alone, "loss")[8:], rel=1e-6)
 
 
 def test_a_run_of_two_processes_goes_on_in_one(
@@ -302,7 +408,7 @@ def test_a_run_of_two_processes_goes_on_in_one(
 
 def test_a_process_whose_layer_activates_nothing(alone: Path, played: Path) -> None:
     losses = values(played / "half-dead", "loss")
-    assert len(losses) == 12 and losses[:4] == pytest.approx(values(alone, "loss")[:4], abs=1e-5)
+    assert len(losses) == STEPS and losses[:4] == pytest.approx(values(alone, "loss")[:4], abs=1e-5)
     # it did make a difference
     assert losses[4:] != pytest.approx(values(alone, "loss")[4:], abs=1e-5)
 
@@ -319,30 +425,117 @@ def test_carried_states_are_those_of_one_process(played: Path, streams: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["ddp", "fsdp"])
-@pytest.mark.parametrize(
-    "launcher",
-    [
-        ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"],
-        ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--main_process_port"],
-    ],
-    ids=["torchrun", "accelerate"],
-)
-def test_launchers(tmp_path: Path, launcher: list[str], method: str) -> None:
+def test_torchrun(tmp_path: Path, method: str) -> None:
     from test_evaluate import RECALL
 
-    port = free_ports(1)[0]
     losses = []
     fields = [*RECALL, "--training.log_every=1", f"--training.distributed={method}"]
-    commands: list[tuple[str, list[str]]] = [("one", []), ("two", [*launcher, port])]
-    for name, prefix in commands:
-        out = tmp_path / name
-        command = [sys.executable, *prefix, "-m", "seqboat"]
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_ports(1)[0]]
+    for name, prefix in (("one", []), ("two", [*torchrun, "--no-python", sys.executable])):
+        command = [sys.executable, *prefix, "-m", "seqboat", "train", "recall", "--out", str(tmp_path / name)]
         done = subprocess.run(
-            [*command, "train", "recall", "--out", str(out), *fields],
+            [*command, *fields],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
         )
         assert done.returncode == 0, done.stderr
-        losses.append(values(out, "loss"))
+        losses.append(values(tmp_path / name, "loss"))
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)
+
+
+# two hosts: network namespaces with a cable between them
+
+HOSTS = ("seqboat-a", "seqboat-b")
+ADDRESSES = ("10.83.47.1", "10.83.47.2")
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+@pytest.fixture
+def hosts() -> Iterator[None]:
+    """Two namespaces, each with an address; skipped where they are not permitted."""
+    if (
+        shutil.which("ip") is None
+        or subprocess.run(["ip", "netns", "add", HOSTS[0]], capture_output=True).returncode
+    ):
+        pytest.skip("no right to make network namespaces (ip netns)")
+    try:
+        ip("netns", "add", HOSTS[1])
+        ip("-n", HOSTS[0], "link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", HOSTS[1])
+        for host, address in zip(HOSTS, ADDRESSES, strict=True):
+            ip("-n", host, "addr", "add", f"{address}/24", "dev", "cable")
+            for device in ("lo", "cable"):
+                ip("-n", host, "link", "set", device, "up")
+        yield
+    finally:
+        for host in HOSTS:
+            subprocess.run(["ip", "netns", "del", host], capture_output=True)
+
+
+def host_config(slow: float = 0.0) -> RunConfig:
+    return run_config(task=ToyConfig(slow=slow), **sharded("hybrid", save_every=4, workers=0, device="cpu"))
+
+
+def play_host(folder: Path) -> None:
+    """What each rank of each host does."""
+    TASKS["toy"] = ToyConfig
+    quick_watch()
+    train(host_config(float(os.environ["SLOW"])), folder, resume=True, display=Spy())
+
+
+def on_hosts(folder: Path, ranks: int, slow: float) -> list[subprocess.Popen[str]]:
+    """torchrun on both hosts."""
+    code = "import sys, pathlib, test_distributed as t; t.play_host(pathlib.Path(sys.argv[1]))"
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "cable",
+        "SLOW": str(slow),
+        "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]),
+    }
+    return [
+        subprocess.Popen(
+            [
+                *f"ip netns exec {host} {sys.executable} -m torch.distributed.run --nnodes 2".split(),
+                *f"--nproc-per-node {ranks // 2} --rdzv-backend c10d --rdzv-id test".split(),
+                *f"--rdzv-endpoint {ADDRESSES[0]}:29400 --local-addr {address} --no-python".split(),
+                *(sys.executable, "-c", code, str(folder)),
+            ],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for host, address in zip(HOSTS, ADDRESSES, strict=True)
+    ]
+
+
+@pytest.mark.slow
+def test_a_host_is_lost_and_comes_back(tmp_path: Path, hosts: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TASKS, "toy", ToyConfig)
+    train(host_config(), tmp_path / "alone", display=Spy())
+    whole = values(tmp_path / "alone", "loss")
+    folder = tmp_path / "run"
+    running = on_hosts(folder, 4, slow=0.1)
+    try:
+        ends = time.monotonic() + 120
+        while not (folder / "step-4").exists() and time.monotonic() < ends:
+            time.sleep(0.1)
+        ip("-n", HOSTS[1], "link", "set", "cable", "down")
+        outputs = [process.communicate(timeout=120)[0] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    assert all(process.returncode for process in running)
+    assert "no answer from rank 2, 3" in outputs[0], outputs[0]
+    assert "no answer from rank 0" in outputs[1], outputs[1]
+    ip("-n", HOSTS[1], "link", "set", "cable", "up")
+    shutil.copytree(folder, tmp_path / "two")
+    for name, ranks in (("run", 4), ("two", 2)):
+        again = on_hosts(tmp_path / name, ranks, slow=0.0)
+        outputs = [process.communicate(timeout=200)[0] for process in again]
+        assert [process.returncode for process in again] == [0, 0], "\n".join(outputs)
+        assert values(tmp_path / name, "loss") == pytest.approx(whole, rel=1e-6)

@@ -40,8 +40,8 @@ from seqboat.training.evaluate import (
     rates,
     stream_parts,
 )
-from seqboat.training.loop import train
 from seqboat.training.parallel import World, choose_device
+from seqboat.training.trainer import train
 from small_runs import Spy, ToyConfig, same_tensors, small_run
 
 ALONE = World(0, 1, torch.device("cpu"))

@@ -19,7 +19,7 @@ from seqboat.recipes import find_recipe
 from seqboat.tasks import TASKS
 from seqboat.tasks.task import Dataset, Example, Split, Task
 from seqboat.training.config import RunConfig
-from seqboat.training.loop import train
+from seqboat.training.trainer import train
 from small_runs import Spy
 
 LENGTH = 96

@@ -26,7 +26,7 @@ from seqboat.own.task import ClassifyTaskConfig
 from seqboat.own.text import LMTextTaskConfig
 from seqboat.run import Run
 from seqboat.tasks import TASKS
-from seqboat.training.loop import train
+from seqboat.training.trainer import train
 from small_runs import Spy, ToyConfig, small_run
 
 SHORT = {"schedule": {"steps": 4}, "evaluation": {"every": 4}}

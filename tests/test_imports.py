@@ -118,7 +118,7 @@ def test_importing_the_package_imports_no_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["--version"], ["demo", "--help"], ["nonsense"], []], ids=str
+    "arguments", [["--help"], ["--version"], ["train", "--help"], ["nonsense"], []], ids=str
 )
 def test_help_imports_no_torch(arguments: list[str]) -> None:
     code = f"""

@@ -16,7 +16,7 @@ import pytest
 from seqboat.cli.main import main
 from seqboat.core import extras
 from seqboat.run import Run
-from seqboat.training.loop import Trainer
+from seqboat.training.trainer import Trainer
 from test_own import TINY
 
 ROWS = [(f"café soup {i}", "good" if i % 2 else "bäd") for i in range(30)]

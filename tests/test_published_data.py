@@ -25,7 +25,7 @@ from seqboat.tasks.retrieval import RetrievalTaskConfig
 from seqboat.tasks.speech import SpeechTaskConfig
 from seqboat.tasks.stored import shuffled_rows
 from seqboat.tasks.text import TextTaskConfig
-from seqboat.training.loop import train
+from seqboat.training.trainer import train
 from small_runs import Spy, small_run
 
 END = 2

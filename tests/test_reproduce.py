@@ -21,7 +21,7 @@ from seqboat.paper.figure3 import ActivationTarget
 from seqboat.paper.figure4 import ConfidenceTarget
 from seqboat.paper.figure6 import SpanTarget
 from seqboat.paper.machine import Machine, fitting
-from seqboat.paper.reproduce import estimate, plan, refreshed, run_job
+from seqboat.paper.reproduce import estimate, plan, run_job
 from seqboat.paper.results import add_records, read_records
 from seqboat.paper.tables123 import RunsTarget, TableTarget
 from seqboat.paper.target import Job, Target, per_step, step_memory
@@ -30,10 +30,8 @@ from seqboat.paper.trial import Trial
 from seqboat.recipes import RECIPES, find_recipe
 from seqboat.run import Run
 from seqboat.tasks import TASKS
-from seqboat.training import loop
-from seqboat.training.config import RunConfig, from_yaml, override
-from seqboat.training.loop import train
-from seqboat.training.planning.estimate import estimate as estimate_run
+from seqboat.training.config import RunConfig, override
+from seqboat.training.plan import estimate as estimate_run
 from small_runs import Spy, Toy, ToyConfig, small_run
 
 
@@ -566,23 +564,6 @@ def test_micro_batches_fit_in_memory(target: Target, tmp_path: Path) -> None:
     assert job.config.training.accumulation == 8, "one example at a time"
     begun = job.trial.config(0)
     assert machine.configure(begun, begun).training.accumulation == 2
-
-
-def test_several_processes_train_a_run(
-    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = plan(target, "small", tmp_path, only=["fast"], machine=Machine(processes=2))[0]
-    seen: list[int] = []
-
-    def started(command: list[str], processes: int) -> int:
-        seen.append(processes)
-        config = from_yaml(command[command.index("--config") + 1])
-        train(config.replace(training={"processes": 1}), job.folder, resume=True, display=Spy())
-        return 0
-
-    monkeypatch.setattr(loop, "launch", started)
-    assert run_job(job).exit_code == 0 and seen == [2]
-    assert refreshed(job).finished
 
 
 def _record(trial: str, seed: int, test: float, commit: str = "abc1234") -> dict[str, Any]:

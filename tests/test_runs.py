@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from seqboat.run import Run, SavedFacts
 from seqboat.tasks import TASKS, ClassifyTaskConfig
 from seqboat.training.checkpoint import MODEL, STATE, CheckpointError, CheckpointStore
-from seqboat.training.loop import train
+from seqboat.training.trainer import train
 from small_runs import Spy, ToyConfig, small_run
 from test_imports import ONLY_THE_CORE
 

@@ -33,8 +33,8 @@ from seqboat.text.scoring import score
 from seqboat.text.session import load_session, read, save_session, start
 from seqboat.training.checkpoint import MODEL, OPTIM, CheckpointStore
 from seqboat.training.evaluate import Streaming, Windows, evaluate
-from seqboat.training.loop import train
 from seqboat.training.parallel import World
+from seqboat.training.trainer import train
 from small_runs import Spy, ToyConfig, numbers_of, register, small_run
 
 

@@ -24,7 +24,7 @@ from seqboat.tasks import ClassifyTaskConfig, LMTextTaskConfig, RegressTaskConfi
 from seqboat.tasks.byte_counts import score_counts
 from seqboat.tasks.outcomes import Outcomes
 from seqboat.training.config import RunConfig
-from seqboat.training.loop import RunOutcome, Trainer, train
+from seqboat.training.trainer import RunOutcome, Trainer, train
 from small_runs import Spy, numbers_of
 from test_own import TINY, write_csv, write_lines
 
@@ -93,7 +93,7 @@ def test_a_large_table_takes_more_steps(
         configs.append(config)
         return RunOutcome(1, 0, None, "noted")
 
-    monkeypatch.setattr("seqboat.training.loop.train", noted)
+    monkeypatch.setattr("seqboat.training.trainer.train", noted)
     assert main(command) == 1
     # 72 rows, 300 times, in batches of 32
     assert (configs[-1].schedule.steps, configs[-1].evaluation.every) == (675, 113)

@@ -19,19 +19,20 @@ import numpy as np
 import pytest
 import torch
 
+from closeness import assert_same_numbers, largest
 from rights import permissions
 from seqboat.layers.routers import AlwaysActiveConfig, GumbelConfig, GumbelSoftmax
+from seqboat.run import Run, start_from
 from seqboat.tasks import TASKS
 from seqboat.training import diagnosis
 from seqboat.training.checkpoint import MODEL, OPTIM, CheckpointError, CheckpointStore, _seal
-from seqboat.training.config import RunConfig, from_yaml, override, to_dict
+from seqboat.training.config import RunConfig, TrainingConfig, from_yaml, override, to_dict
 from seqboat.training.display import PlainDisplay
 from seqboat.training.loader import LoaderError, Plan
-from seqboat.training.loop import RunOutcome, train
-from seqboat.training.metrics import MemoryMeter, iterate_metrics
+from seqboat.training.record import MemoryMeter, iterate_metrics, numbers
 from seqboat.training.signals import StopSignals
-from seqboat.training.track import numbers
-from small_runs import Spy, ToyConfig, numbers_of, same_tensors, small_run
+from seqboat.training.trainer import RunOutcome, train
+from small_runs import Spy, ToyConfig, numbers_of, same_tensors, small_run, without_dropout
 
 
 @pytest.fixture(autouse=True)
@@ -424,7 +425,7 @@ import os, sys, time
 folder, here, steps, slow, workers = sys.argv[1:]
 sys.path.insert(0, here)
 import small_runs
-from seqboat.training.loop import train
+from seqboat.training.trainer import train
 small_runs.register()
 training = {"save_every": 1 if workers == "0" else 4, "workers": int(workers)}
 config = small_runs.small_run(training=training, schedule={"steps": int(steps)})
@@ -894,3 +895,127 @@ def test_memory_is_averaged_over_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     meter.end_step()
     assert meter.read() == {"memory_mb": 9, "step_memory_mb": 4}
     assert MemoryMeter(torch.device("cpu")).read().keys() == {"memory_mb"}
+
+
+def newest_tensors(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    found = CheckpointStore(folder).newest()
+    assert found is not None
+    return found.tensors(MODEL), found.tensors(OPTIM)
+
+
+@pytest.mark.parametrize("kind", ["classify", "lm", "match"])
+def test_micro_batches_add_up_to_the_batch(kind: Any, tmp_path: Path) -> None:
+    config = without_dropout(small_run(ToyConfig(kind=kind))).replace(
+        schedule={"steps": 1, "warmup_steps": 0}, evaluation={"limit": 2}, optimizer={"clip": 1e9}
+    )
+    gradients, losses = [], []
+    for number, training in enumerate(
+        ({"accumulation": 1}, {"accumulation": 4}, {"accumulation": 1, "max_micro_batch": 3})
+    ):
+        spy = Spy()
+        train(config.replace(training=training), tmp_path / str(number), display=spy)
+        # the first step of Adam: its average is a tenth of the gradient
+        averages = newest_tensors(tmp_path / str(number))[1]
+        gradients.append({name: v for name, v in averages.items() if name.endswith("exp_avg")})
+        losses.append(spy.losses[0])
+    for other, loss in zip(gradients[1:], losses[1:], strict=True):
+        assert loss == pytest.approx(losses[0], rel=1e-6)
+        for name, value in gradients[0].items():
+            assert_same_numbers(other[name], value, name, largest(gradients[0].values()))
+
+
+def test_number_of_micro_batches() -> None:
+    training = TrainingConfig(batch_size=128, max_micro_batch=26)
+    assert [training.micro_batches(n) for n in (1, 2, 8, 16)] == [5, 3, 1, 1]
+    assert TrainingConfig(batch_size=128, accumulation=8, max_micro_batch=26).micro_batches(1) == 8
+    assert TrainingConfig(batch_size=8, max_micro_batch=3, carry_state=True).micro_batches(1) == 4
+    with pytest.raises(ValueError, match=r"training.max_micro_batch must be"):
+        TrainingConfig(max_micro_batch=0)
+
+
+def test_tf32_holds_during_the_run(tmp_path: Path) -> None:
+    seen = []
+    config = small_run().replace(
+        training={"precision": "tf32"}, schedule={"steps": 2, "warmup_steps": 0}, evaluation={"limit": 2}
+    )
+    assert torch.get_float32_matmul_precision() == "highest"
+    train(
+        config,
+        tmp_path / "run",
+        display=Spy(),
+        on_step=lambda *_: seen.append(torch.get_float32_matmul_precision()),
+    )
+    assert seen == ["high", "high"] and torch.get_float32_matmul_precision() == "highest"
+
+
+def test_training_starts_from_the_backbone_of_a_run(tmp_path: Path) -> None:
+    config = small_run().replace(schedule={"steps": 2, "warmup_steps": 0}, training={"save_every": 1})
+    assert train(config, tmp_path / "source", display=Spy()).exit_code == 0
+    other = small_run(ToyConfig(kind="match"), seed=5).replace(schedule={"steps": 2, "warmup_steps": 0})
+    started = start_from(other, tmp_path / "source")
+    source, seen = Run(tmp_path / "source").weights, dict[str, torch.Tensor]()
+
+    def keep(taken: int, model: torch.nn.Module) -> None:
+        seen.update({} if seen else {name: value.clone() for name, value in model.state_dict().items()})
+
+    still = started.replace(optimizer={"lr": 1e-30, "weight_decay": 0.0})
+    assert train(still, tmp_path / "run", display=Spy(), on_step=keep).exit_code == 0
+    backbone = {name: value for name, value in source.items() if name.startswith("backbone.")}
+    assert backbone and all(torch.allclose(seen[name], value, atol=1e-20) for name, value in backbone.items())
+    assert not Run(Run(tmp_path / "run").pack(tmp_path / "packed")).config.start, "a folder of this machine"
+    wide = started.replace(model={"d_model": 16})
+    with pytest.raises(ValueError, match=r"source.*: backbone.embedding.weight must have shape \(8, 16\)"):
+        train(wide, tmp_path / "wide", display=Spy())
+    with pytest.raises(ValueError, match="nowhere is not the folder of a run"):
+        start_from(other, "nowhere")
+
+
+# a cluster of stand-ins for Slurm's commands
+
+STANDINS = {
+    "scontrol": 'if [ "$1" = show ]; then echo node-a; echo node-b; else echo "$@" >> "$SAID"; fi',
+    "scancel": 'echo "$@" >> "$SAID"; kill -TERM "$(cat "$PIDFILE")"',
+    "srun": 'exec "$@"',
+    "torchrun": """
+echo "$@" >> "$SAID"
+trap 'echo saved >> "$SAID"; exit 1' TERM
+echo $$ > "$PIDFILE"
+i=0; while [ $i -lt "${ROUNDS:-300}" ]; do sleep 0.1; i=$((i + 1)); done
+exit 3
+""",
+}
+
+
+@pytest.mark.parametrize("signaled", [True, False])
+def test_slurm_script(signaled: bool, tmp_path: Path) -> None:
+    for name, body in STANDINS.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    said, pid = tmp_path / "said", tmp_path / "pid"
+    env = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SAID": str(said),
+        "PIDFILE": str(pid),
+        "ROUNDS": "300" if signaled else "1",
+        "SLURM_JOB_ID": "5",
+        "SLURM_JOB_NODELIST": "node-[a-b]",
+        "SLURM_NNODES": "2",
+        "SLURM_GPUS_ON_NODE": "8",
+    }
+    script = Path(__file__).parents[1] / "examples" / "slurm.sh"
+    running = subprocess.Popen(["bash", str(script), "lra.pathx", "--training.precision=bf16"], env=env)
+    if signaled:
+        ends = time.monotonic() + 30
+        while not (pid.exists() and pid.read_text()) and time.monotonic() < ends:
+            time.sleep(0.02)
+        running.send_signal(signal.SIGUSR1)
+    code = running.wait(60)
+    lines = said.read_text().splitlines()
+    assert lines[0] == (
+        "--nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint node-a:29500 --rdzv-id 5 "
+        "--no-python seqboat train lra.pathx --out runs/lra.pathx --resume --training.precision=bf16"
+    )
+    if signaled:
+        assert code == 0 and lines[1:] == ["--signal=TERM 5.0", "saved", "requeue 5"]
+    else:
+        assert code == 3 and len(lines) == 1

@@ -3,14 +3,12 @@
 A state-space layer reads every token in linear time; a router decides per token whether to attend; the chosen
 tokens are packed and attend to each other inside a small working memory.
 
-Names are loaded when they are first used, so that the command line answers before torch is imported. Importing sets
-an environment variable on virtual machines on which PyTorch would crash (`seqboat.processor`), and does nothing else.
+Names are loaded when they are first used, so that the command line answers before torch is imported.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from seqboat.processor import avoid_hidden_tiles
 from seqboat.version import __version__
 
 if TYPE_CHECKING:
@@ -185,9 +183,6 @@ __all__ = [
     "use_kernels",
     "using_kernels",
 ]
-
-
-avoid_hidden_tiles()
 
 
 def __getattr__(name: str) -> object:

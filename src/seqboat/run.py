@@ -5,8 +5,8 @@
     run.evaluate("test")["accuracy"]
     Run("enwik8-small").language_model      # a model that comes with the package
 
-The folder of a run is described in `seqboat.training.loop`. A packed run (`Run.pack`) is the same folder with nothing
-that only training needs:
+The folder of a run is described in `seqboat.training.trainer`. A packed run (`Run.pack`) is the same folder with
+nothing that only training needs:
 
     NAME/
       README.md                the model card: data, license, size, scores
@@ -49,8 +49,8 @@ from seqboat.training.checkpoint import (
 )
 from seqboat.training.config import RunConfig, override, split_arguments, to_dict
 from seqboat.training.evaluate import MODES, Streaming, Windows, evaluate
-from seqboat.training.metrics import iterate_metrics
 from seqboat.training.parallel import World
+from seqboat.training.record import iterate_metrics
 
 MODELS = Path(__file__).parent / "models"
 """Where models that come with the package are."""
@@ -91,7 +91,7 @@ def start_from(config: RunConfig, run: Path | str) -> RunConfig:
     model = dataclasses.replace(
         source.config.model, vocab=config.model.vocab, **{name: getattr(config.model, name) for name in kept}
     )
-    return config.replace(model=model, start={"run": str(source.path.resolve())})
+    return config.replace(model=model, start=str(source.path.resolve()))
 
 
 class SavedFacts(dict[str, Any]):
@@ -376,7 +376,7 @@ class Run:
         folder.mkdir(parents=True, exist_ok=True)
         state = {key: self.checkpoint.state[key] for key in PACKED if key in self.checkpoint.state}
         # where its weights came from is a folder of this machine
-        state["config"] = to_dict(self.config.replace(start={"run": ""}))
+        state["config"] = to_dict(self.config.replace(start=""))
         saved = CheckpointStore(folder).save(self.step, {MODEL: weights}, state, best=True)
         # checkpoints are readable by their owner alone, but a package is for everyone on the machine
         (saved / MODEL).chmod(0o644)

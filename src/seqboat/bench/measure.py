@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from seqboat.plugins import load_plugins
-from seqboat.training.metrics import resident_peak
+from seqboat.training.record import resident_peak
 from seqboat.version import __version__
 
 Key = TypeVar("Key")

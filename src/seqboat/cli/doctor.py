@@ -88,8 +88,11 @@ def machine_lines(machine: dict[str, Any]) -> list[str]:
     lines = [", ".join(f"{name} {version}" for name, version in machine["versions"].items())]
     memory = f", {machine['memory_gb']} GB" if "memory_gb" in machine else ""
     lines.append(f"{machine['system']}, {machine['processor']}, {machine['threads']} threads")
-    if machine["hidden_tiles"]:
-        lines.append("warning: this virtual machine hides the size of its tiles (AMX), which PyTorch needs")
+    if not machine["bf16"]:
+        lines.append(
+            "warning: this virtual machine hides the size of its tiles (AMX), which PyTorch needs: "
+            "set ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16"
+        )
     lines.append(f"device {machine['device']}{memory}")
     lines.append("\nkernels")
     for operation, about in machine["kernels"].items():

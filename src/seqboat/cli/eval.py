@@ -62,8 +62,8 @@ def run(options: argparse.Namespace) -> int:
     from seqboat.run import Run
     from seqboat.training.display import metric_text, rate_text
     from seqboat.training.parallel import choose_device
-    from seqboat.training.planning.briefing import baseline_text
-    from seqboat.training.record.folder import read_told
+    from seqboat.training.plan import baseline_text
+    from seqboat.training.record import read_told
 
     for name in ("batch_size", "limit"):
         value = getattr(options, name)

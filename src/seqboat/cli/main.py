@@ -20,10 +20,6 @@ from seqboat.core.extras import EXTRAS, missing
 from seqboat.version import __version__
 
 COMMANDS = {
-    "demo": (
-        "seqboat.cli.demo",
-        "train a small ListOps model in a few minutes and show what it learned",
-    ),
     "data": ("seqboat.cli.data", "list, prepare, verify and show data sets"),
     "train": ("seqboat.cli.train", "train a model from a recipe; any setting can be changed"),
     "eval": ("seqboat.cli.eval", "score a trained run on held-out data"),

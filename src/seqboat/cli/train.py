@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from seqboat.training.config import RunConfig
-    from seqboat.training.loop import RunOutcome
+    from seqboat.training.trainer import RunOutcome
 
 TAKES_FIELDS = True
 """Arguments that argparse does not know are fields of the configuration."""
@@ -30,12 +30,10 @@ keeps the recipe's settings as far as it supports them:
   seqboat train lra.image-small --model.mixer NAME             (seqboat list mixers)
   seqboat train recall --model.mixer.router sigmoid            (seqboat list routers)
   seqboat train classify --data.train reviews.csv
-  seqboat train classify --data.train reviews.csv --from enwik8-small --start.freeze_steps 100
+  seqboat train classify --data.train reviews.csv --from enwik8-small
   seqboat train lm --data.text notes/*.txt
-  seqboat train lra.pathx --dry-run --gpu a10                  (memory and time, without data)
-  seqboat train lra.pathx --fit 24 --training.precision bf16   (micro-batches that fit in 24 GB)
-  seqboat train enwik8 --training.processes 8                  (eight GPUs of this machine)
-  torchrun --nproc-per-node 2 -m seqboat train recall --training.distributed=fsdp
+  seqboat train lra.pathx --dry-run                            (memory, without data)
+  torchrun --nproc-per-node 8 --no-python seqboat train enwik8 (eight GPUs of this machine)
 
 Exit codes: 0 finished, 1 failure, 2 wrong usage, 3 diverged; 129, 130 and 143 stopped by SIGHUP, SIGINT or
 SIGTERM; 75 stopped by SIGUSR1, to be queued again. A stopped run writes a checkpoint first; --resume continues it.
@@ -65,16 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in --out")
     parser.add_argument(
-        "--dry-run", action="store_true", help="estimate memory and time without reading data, and stop"
-    )
-    parser.add_argument(
-        "--fit",
-        type=float,
-        metavar="GB",
-        help="make micro-batches small enough for this much memory (sets training.max_micro_batch)",
-    )
-    parser.add_argument(
-        "--gpu", metavar="NAME", help="for --dry-run: speed and memory of this GPU (default: this machine's)"
+        "--dry-run", action="store_true", help="estimate memory without reading data, and stop"
     )
     parser.add_argument(
         "--print-config", "--print_config", action="store_true", help="print the configuration and stop"
@@ -99,7 +88,7 @@ def run(options: argparse.Namespace) -> int:
     from seqboat.core.checks import naming
     from seqboat.recipes import find_recipe
     from seqboat.training.config import from_yaml, override, to_yaml
-    from seqboat.training.loop import train
+    from seqboat.training.trainer import train
 
     config: RunConfig | None = None
     source: str | None = options.config
@@ -120,10 +109,10 @@ def run(options: argparse.Namespace) -> int:
     is_first = os.environ.get("RANK", "0") == "0"
     with naming(source):
         config = override(config, options.fields, _say)
-        if options.fit is not None:
-            config = _fitted(config, options.fit)
         if options.dry_run:
-            print(_plan(config, options.gpu, options.fit))
+            from seqboat.training.plan import estimate
+
+            print(estimate(config, processes=int(os.environ.get("WORLD_SIZE", "1"))).report())
             return 0
         if options.print_config:
             print(to_yaml(config), end="")
@@ -159,7 +148,7 @@ def _lengthened(config: RunConfig, fields: Sequence[str]) -> RunConfig:
     if "evaluation.every" in given:
         longer = longer.replace(evaluation={"every": config.evaluation.every})
     # weights of a trained run fit only as many buckets as they have
-    if "model.ngram_buckets" in given or not config.model.ngrams or config.start.run:
+    if "model.ngram_buckets" in given or not config.model.ngrams or config.start:
         longer = longer.replace(model={"ngram_buckets": config.model.ngram_buckets})
     if longer.schedule.steps > config.schedule.steps:
         epochs = longer.schedule.steps * config.training.batch_size / rows
@@ -186,8 +175,8 @@ def resume_line(folder: Path) -> str:
 
 def _closing_lines(config: RunConfig, outcome: RunOutcome, folder: Path) -> Iterator[str]:
     """How the run ended, its best score, and what simple models reach."""
-    from seqboat.training.planning.briefing import baseline_text, better_baseline
-    from seqboat.training.record.folder import read_told
+    from seqboat.training.plan import baseline_text, better_baseline
+    from seqboat.training.record import read_told
 
     task = config.build_task()
     best = "" if outcome.best is None else f"; best {task.metric} {outcome.best:.4f}"
@@ -216,44 +205,3 @@ def _say(line: str) -> None:
     """Tell the user, once for all processes."""
     if os.environ.get("RANK", "0") == "0":
         print(line, file=sys.stderr)
-
-
-def _processes(config: RunConfig) -> int:
-    """Of the run: those that torchrun started, or those that it will start itself."""
-    return int(os.environ.get("WORLD_SIZE", config.training.processes))
-
-
-def _fitted(config: RunConfig, gb: float) -> RunConfig:
-    """The configuration with the largest micro-batches that fit in this much memory."""
-    from seqboat.core.checks import require
-    from seqboat.training.planning.estimate import GB, estimate
-
-    require(gb > 0, f"--fit must be positive, got {gb:g}")
-    found = estimate(config, processes=_processes(config), memory=gb * GB)
-    require(
-        found.fits,
-        f"--fit {gb:g}: one example at a time takes {found.memory / GB:.1f} GB; use --training.precision=bf16, "
-        "--training.gradient_checkpointing=true or more memory",
-    )
-    return config.replace(training={"max_micro_batch": found.micro_batch})
-
-
-def _plan(config: RunConfig, gpu: str | None, fit: float | None) -> str:
-    """Memory and time of a run, on a named GPU or on the device that it would use."""
-    from seqboat.training.parallel import choose_device
-    from seqboat.training.planning.estimate import GB, GPUS, estimate, measure_rates, named_rates
-
-    device = named_rates(gpu) if gpu else measure_rates(choose_device(config.training.device))
-    limit = device.memory if fit is None else fit * GB
-    found = estimate(config, processes=_processes(config), device=device)
-    lines = [found._replace(limit=None if limit is None else round(limit)).report()]
-    if limit is not None:
-        best = estimate(config, processes=_processes(config), memory=limit)
-        if best.fits and best.micro_batch < found.micro_batch:
-            lines.append(
-                f"advice          --fit {limit / GB:g}: {best.micro_batches} micro-batches of {best.micro_batch}"
-            )
-    if device.name in GPUS:
-        lines.append("the time is a lower bound: it assumes the peak rates of the GPU's data sheet")
-    lines.append("every example counts with its maximum length, and all tokens as active")
-    return "\n".join(lines)

@@ -39,7 +39,7 @@ from seqboat.tasks.stored import SequenceTaskConfig
 from seqboat.tasks.task import BYTES, Task
 from seqboat.training.checkpoint import MODEL, CheckpointStore, model_tensors
 from seqboat.training.config import RunConfig, to_dict
-from seqboat.training.provenance import versions
+from seqboat.training.record import versions
 
 RECIPES = tuple(ARCHITECTURES.values())
 """Recipes whose task the published implementation has."""

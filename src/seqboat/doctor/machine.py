@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from seqboat.ops.kernels.registry import kernels
-from seqboat.processor import processor_name, tiles_are_hidden
-from seqboat.training.provenance import device_name, versions
+from seqboat.training.record import device_name, probe_bf16, processor_name, versions
 
 SLOW = 1.5
 """A type whose matrix products take this many times as long as those of float32 deserves a warning."""
@@ -29,7 +28,7 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
     found: dict[str, Any] = {"versions": versions() | {"triton": _version("triton")}}
     found["system"] = f"{platform.system()} {platform.machine()}"
     found["processor"] = processor_name()
-    found["hidden_tiles"] = tiles_are_hidden()
+    found["bf16"] = probe_bf16()
     found["threads"] = torch.get_num_threads()
     found["device"] = device_name(device)
     if device.type == "cuda":

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from seqboat.data.store import MissingData
 from seqboat.paper.target import Job
-from seqboat.training.planning.estimate import estimate
+from seqboat.training.plan import estimate
 
 HEAD = (
     f"  {'name':26s} {'model':18s} {'task':16s} {'steps':>9s} {'parameters':>11s} "

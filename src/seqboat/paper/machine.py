@@ -10,7 +10,7 @@ from functools import cache
 from seqboat.core.checks import check_positive, require
 from seqboat.training.config import RunConfig, override, split_arguments
 from seqboat.training.config.fields import FREE_TO_CHANGE, TrainingConfig
-from seqboat.training.planning.estimate import estimate
+from seqboat.training.plan import estimate
 
 EXPERIMENT = ("batch_size", "bucketing", "carry_state", "carry_segments")
 """Fields of training that belong to the experiment."""
@@ -59,7 +59,7 @@ class Machine:
         """
         if before is not None:
             config = config.replace(training={name: getattr(before.training, name) for name in KEPT})
-        config = apply_settings(config, self.settings).replace(training={"processes": self.processes})
+        config = apply_settings(config, self.settings)
         if before is None and self.memory is not None:
             accumulation = fitting(config, self.processes, self.memory)
             config = config.replace(training={"accumulation": accumulation})

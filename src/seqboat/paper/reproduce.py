@@ -20,7 +20,7 @@ from seqboat.paper.trial import Scale, Trial
 from seqboat.training.checkpoint import CheckpointStore
 from seqboat.training.config import difference
 from seqboat.training.display import Display
-from seqboat.training.loop import RunOutcome, train
+from seqboat.training.trainer import RunOutcome, train
 
 
 def chosen(

@@ -8,7 +8,10 @@
         optim.safetensors      averages of the optimizer
         state.json             step, progress, configuration, versions, sha256 of every file
 
-A checkpoint is written to `.stage-1000-<pid>`, every file and the folder are flushed to disk, the folder is
+While a model is sharded over processes, its checkpoints have `shard-*.safetensors` in place of the first two, written
+by all of them; the run's last act is to turn its best and its newest checkpoint into whole ones.
+
+A checkpoint is written to `.stage-1000-XXXX`, every file and the folder are flushed to disk, the folder is
 renamed, the pointers are replaced, and only then are old checkpoints removed (renamed first, so that no half of one
 is ever called `step-N`). Whatever moment a process dies at, the newest finished checkpoint stays. Nothing is
 pickled: a file can hold numbers and words, never code.
@@ -20,7 +23,9 @@ import errno
 import hashlib
 import json
 import os
+import secrets
 import shutil
+import tempfile
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -41,7 +46,7 @@ from seqboat.training.config.fields import NEW_PARTS
 from seqboat.training.parallel import gather_shards, shard_like
 
 FORMAT = 1
-"""Version of the layout above; a newer one is refused."""
+"""Version of the layout above; another one is refused."""
 MODEL, OPTIM, STATE = "model.safetensors", "optim.safetensors", "state.json"
 STAGE = ".stage-"
 PHASES = ("stage", "write", "flush", "rename", "pointer", "prune")
@@ -60,8 +65,8 @@ class CheckpointError(Exception):
     """A checkpoint cannot be written or read: the message names the file and the reason."""
 
 
-class NewerFormat(CheckpointError):
-    """A checkpoint that a newer version wrote: never passed over, because what follows would overwrite it."""
+class OtherFormat(CheckpointError):
+    """A checkpoint of another version: never passed over, because what follows would overwrite it."""
 
 
 class Checkpoint(NamedTuple):
@@ -84,12 +89,54 @@ class Checkpoint(NamedTuple):
         except (KeyError, ValueError) as error:
             raise CheckpointError(f"{self.path}: its configuration does not fit: {error}") from error
 
+    @property
+    def sharded(self) -> bool:
+        """Whether all processes of its run wrote a part of it."""
+        return MODEL not in self.state["files"]
+
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """The tensors of one of its files, on the CPU."""
+        """The tensors of one of its files, on the CPU; those of shards are put together."""
         try:
+            if name in (MODEL, OPTIM) and self.sharded:
+                return _read_shards(self.path, f"{name}/")
             return load_file(self.path / name)
-        except (OSError, SafetensorError) as error:
+        except (OSError, SafetensorError, ValueError, LookupError, TypeError, AssertionError) as error:
             raise CheckpointError(f"{self.path / name} cannot be read: {error}") from error
+
+
+def write_shards(folder: Path, files: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Write this process's parts of sharded tensors; every process must call this.
+
+    Args:
+        folder: that all processes see.
+        files: tensors by the name of the file that they belong to, and by their own.
+    """
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+
+    parts = {f"{file}/{name}": tensor for file, part in files.items() for name, tensor in part.items()}
+    # safetensors: the other format of torch's shards begins with a pickle
+    dcp.save(parts, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
+
+
+def _read_shards(folder: Path, prefix: str) -> dict[str, Tensor]:
+    """The whole tensors of a sharded checkpoint whose names have this prefix, which is taken off."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    reader = HuggingFaceStorageReader(str(folder))
+    parts = {}
+    for name, about in reader.read_metadata().state_dict_metadata.items():
+        if name.startswith(prefix) and isinstance(about, TensorStorageMetadata):
+            # before memory is taken for it
+            stored = sum(chunk.sizes.numel() for chunk in about.chunks)
+            require(about.size.numel() == stored, f"the shards of {name} do not make up its shape")
+            parts[name] = torch.empty(about.size, dtype=about.properties.dtype)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        dcp.load(parts, storage_reader=reader, no_dist=True)
+    return {name.removeprefix(prefix): tensor for name, tensor in parts.items()}
 
 
 def _seal(state: Mapping[str, Any]) -> str:
@@ -111,18 +158,15 @@ def _unseal(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} cannot be read: {reason}") from error
     if not isinstance(state, dict) or "sha256" not in state:
         raise CheckpointError(f"{path} is not the state of a checkpoint")
-    form, plain = state.get("format"), {key: value for key, value in state.items() if key != "sha256"}
-    # a seal that fits the present format says that only the number was changed
-    changed = json.loads(_seal({**plain, "format": FORMAT}))["sha256"] == state["sha256"]
-    if isinstance(form, int) and form > FORMAT and not changed:
-        raise NewerFormat(
-            f"{path} has format {form}, this version reads {FORMAT}: a newer version of seqboat wrote it"
-        )
-    if form != FORMAT and not changed:
-        raise CheckpointError(f"{path} has format {short(form)}, this version reads {FORMAT}")
+    plain = {key: value for key, value in state.items() if key != "sha256"}
     # the text is compared too: the same values in other bytes are a changed file
     if _seal(plain) != text:
         raise CheckpointError(f"{path} does not match its own sha256: the file was changed or damaged")
+    if plain.get("format") != FORMAT:
+        raise OtherFormat(
+            f"{path} has format {short(plain.get('format'))}, this version reads {FORMAT}: "
+            "another version of seqboat wrote it"
+        )
     _check_state(plain, path)
     return plain
 
@@ -161,21 +205,6 @@ def verify(path: Path) -> Checkpoint:
     return Checkpoint(path, state)
 
 
-Signature = frozenset[tuple[str, int, int, int]]
-
-
-def signature(folder: Path) -> Signature:
-    """What changes if anything in a folder is written to: name, inode, size and time of every file in it."""
-    found = []
-    try:
-        for entry in os.scandir(folder):
-            about = entry.stat(follow_symlinks=False)
-            found.append((entry.name, about.st_ino, about.st_size, about.st_mtime_ns))
-    except OSError:  # gone, or replaced by something else
-        return frozenset()
-    return frozenset(found)
-
-
 def _warn(message: str) -> None:
     warnings.warn(printable(message), stacklevel=3)
 
@@ -202,7 +231,7 @@ class CheckpointStore:
         self.keep = keep
         self._phase = on_phase or (lambda phase: None)
         self._warn = warn
-        self._whole: dict[int, Signature] = {}
+        self._whole: set[int] = set()
         self._best: int | None = None
 
     def steps(self) -> list[int]:
@@ -215,12 +244,22 @@ class CheckpointStore:
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step}"
 
+    def stage(self, step: int) -> Path:
+        """A new folder to write a checkpoint to."""
+        try:
+            made = Path(tempfile.mkdtemp(prefix=f"{STAGE}{step}-", dir=self.folder))
+            made.chmod(self.folder.stat().st_mode & 0o777)
+        except OSError as error:
+            raise CheckpointError(f"cannot write {self.path(step)}: {error}") from error
+        return made
+
     def save(
         self,
         step: int,
         files: Mapping[str, Mapping[str, Tensor]],
         state: Mapping[str, Any],
         best: bool = False,
+        stage: Path | None = None,
     ) -> Path:
         """Write a checkpoint.
 
@@ -229,20 +268,20 @@ class CheckpointStore:
             files: tensors by file name and name.
             state: further content of state.json.
             best: whether it is the best so far.
+            stage: from `stage`, if other files of the checkpoint are there already.
         """
-        final, stage = self.path(step), self.folder / f"{STAGE}{step}-{os.getpid()}"
+        final = self.path(step)
         needed = SLACK + sum(t.numel() * t.element_size() for part in files.values() for t in part.values())
         try:
             self._phase("stage")
             free = shutil.disk_usage(self.folder).free
             if free < needed:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            stage.mkdir()
+            stage = stage or self.stage(step)
             self._phase("write")
-            hashes = {}
             for name, tensors in files.items():
                 save_file({key: t.detach().cpu().contiguous() for key, t in tensors.items()}, stage / name)
-                hashes[name] = digest_of(stage / name)
+            hashes = {entry.name: digest_of(entry) for entry in stage.iterdir()}
             text = _seal({**state, "format": FORMAT, "step": step, "files": hashes})
             (stage / STATE).write_text(text, encoding="utf-8")
             self._phase("flush")
@@ -250,13 +289,13 @@ class CheckpointStore:
                 flush_file(entry)
             flush_folder(stage)
             self._phase("rename")
-            old = self.folder / f"{OLD}{final.name}-{os.getpid()}"
+            old = self.folder / f"{OLD}{final.name}-{secrets.token_hex(4)}"
             if final.exists():
                 os.rename(final, old)  # put back by `sweep` if this process dies here
             os.rename(stage, final)
             flush_folder(self.folder)
             shutil.rmtree(old, ignore_errors=True)
-            self._whole[step] = signature(final)
+            self._whole.add(step)
             self._phase("pointer")
             self.point("latest", step)
             if best:
@@ -264,7 +303,8 @@ class CheckpointStore:
             self._phase("prune")
             self.prune()
         except Exception as error:
-            shutil.rmtree(stage, ignore_errors=True)
+            if stage is not None:
+                shutil.rmtree(stage, ignore_errors=True)
             if _is_full(error):
                 free = shutil.disk_usage(self.folder).free
                 raise CheckpointError(
@@ -275,6 +315,17 @@ class CheckpointStore:
                 raise CheckpointError(f"cannot write {final}: {error}") from error
             raise
         return final
+
+    def consolidate(self) -> None:
+        """Turn the best and the newest checkpoint into whole ones if they are sharded."""
+        newest, best = self.steps()[-1], self.pointed("best")
+        for step in dict.fromkeys((best, newest)):
+            found = None if step is None else verify(self.path(step))
+            if found is not None and found.sharded:
+                others = [name for name in found.state["files"] if not name.startswith("shard-")]
+                files = {name: found.tensors(name) for name in (MODEL, OPTIM, *others)}
+                state = {key: value for key, value in found.state.items() if key != "files"}
+                self.save(found.step, files, state, best=step == best)
 
     def point(self, name: str, step: int) -> None:
         """Make a pointer (latest or best) name a checkpoint."""
@@ -292,31 +343,28 @@ class CheckpointStore:
         return int(text[5:]) if text.startswith("step-") and text[5:].isdigit() else None
 
     def prune(self) -> None:
-        """Remove old checkpoints: only whole ones, after as many newer whole ones as are kept, and never the best."""
-        kept = {self._best, self.pointed("best"), self.pointed("latest")}
-        for step in sorted(self._still_whole())[: -self.keep]:
-            if step not in kept:
+        """Remove old checkpoints: only after as many newer ones as are kept were read again, and never the best."""
+        pointed = {self._best, self.pointed("best"), self.pointed("latest")}
+        whole = 0
+        for step in sorted(self._whole, reverse=True):
+            if whole < self.keep:
+                whole += self._still_whole(step) if len(self._whole) > self.keep else 1
+            elif step not in pointed:
                 self._remove(self.path(step))
-                del self._whole[step]
+                self._whole.remove(step)
 
-    def _still_whole(self) -> dict[int, Signature]:
-        """Checkpoints that this object wrote or found whole; those whose files were changed since are read again."""
-        for step, before in list(self._whole.items()):
-            now = signature(self.path(step))
-            if now == before:
-                continue
-            try:
-                verify(self.path(step))
-            except CheckpointError as error:
-                del self._whole[step]
-                if self.path(step).exists():
-                    self._warn(f"{error}; older checkpoints are kept in its place")
-            else:
-                self._whole[step] = now
-        return self._whole
+    def _still_whole(self, step: int) -> bool:
+        try:
+            verify(self.path(step))
+        except CheckpointError as error:
+            self._whole.remove(step)
+            if self.path(step).exists():
+                self._warn(f"{error}; older checkpoints are kept in its place")
+            return False
+        return True
 
     def _remove(self, path: Path) -> None:
-        doomed = path.with_name(f"{STAGE}{path.name}-{os.getpid()}")
+        doomed = path.with_name(f"{STAGE}{path.name}-{secrets.token_hex(4)}")
         os.rename(path, doomed)
         shutil.rmtree(doomed)
 
@@ -342,7 +390,7 @@ class CheckpointStore:
         while steps := [step for step in self.steps() if step not in passed]:
             try:
                 return verify(self.path(steps[-1]))
-            except NewerFormat:
+            except OtherFormat:
                 raise
             except CheckpointError as error:
                 passed.add(steps[-1])
@@ -364,12 +412,12 @@ class CheckpointStore:
         for step in reversed(self.steps()):
             try:
                 found = verify(self.path(step))
-            except NewerFormat:
+            except OtherFormat:
                 raise
             except CheckpointError as error:
                 troubles[step] = error
             else:
-                self._whole[step] = signature(found.path)
+                self._whole.add(step)
                 newest = newest or found
         aside = sorted(entry.name for entry in self.folder.glob(f"{DAMAGED}step-*"))
         if newest is None and (troubles or aside):
@@ -397,7 +445,7 @@ class CheckpointStore:
         if step is not None:
             try:
                 return verify(self.path(step))
-            except NewerFormat:
+            except OtherFormat:
                 raise
             except CheckpointError as error:
                 again = self.pointed("best")
@@ -414,9 +462,10 @@ def _is_full(error: BaseException) -> bool:
     return "No space left" in str(error) or "os error 28" in str(error)
 
 
-def model_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name, whole on every process, each shared one once."""
-    return {name: gather_shards(value.detach()) for name, value in _own_tensors(model).items()}
+def model_tensors(model: torch.nn.Module, whole: bool = True) -> dict[str, Tensor]:
+    """Parameters and buffers by name, whole on every process or as they are sharded, each shared one once."""
+    found = {name: value.detach() for name, value in _own_tensors(model).items()}
+    return {name: gather_shards(value) for name, value in found.items()} if whole else found
 
 
 def _own_tensors(model: torch.nn.Module) -> dict[str, Tensor]:
@@ -474,13 +523,13 @@ def load_start(model: torch.nn.Module, run: Path | str) -> None:
             own.copy_(tensors[name])
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def optimizer_tensors(optimizer: torch.optim.Optimizer, whole: bool = True) -> dict[str, Tensor]:
     """What an optimizer remembers, as `parameter/slot`."""
     tensors = {}
     for group in optimizer.param_groups:
         for name, parameter in zip(group["param_names"], group["params"], strict=True):
             for slot, value in optimizer.state.get(parameter, {}).items():
-                tensors[f"{name}/{slot}"] = gather_shards(value)
+                tensors[f"{name}/{slot}"] = gather_shards(value) if whole else value
     return tensors
 
 

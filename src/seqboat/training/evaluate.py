@@ -17,9 +17,13 @@ from seqboat.layers.counts import count_layers
 from seqboat.layers.packing import Routing
 from seqboat.tasks.segments import SegmentDataset, check_window
 from seqboat.tasks.task import Batch, Dataset, Split, Task, apply_model, draw_subset
-from seqboat.training.loader import TIMEOUT, Part, batches, micro_batches, pins, split_batch
+from seqboat.training.loader import TIMEOUT, Part, batches, micro_batches, split_batch
 from seqboat.training.parallel import World
-from seqboat.training.precision import autocast
+
+
+def autocast(device: torch.device, precision: str) -> torch.autocast:
+    """The context in which a model runs; the weights stay in full precision."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
 
 
 @torch.no_grad()
@@ -195,7 +199,7 @@ def evaluate(
     model.eval()
     try:
         for done, (part, batch) in enumerate(
-            batches(task, dataset, split, iter(parts), workers, timeout, pin_memory=pins(world.device)),
+            batches(task, dataset, split, iter(parts), workers, timeout, world.device.type == "cuda"),
             start=1,
         ):
             batch = batch.to(world.device, non_blocking=True)

@@ -241,11 +241,6 @@ class Loaded(NamedTuple):
     batch: Batch
 
 
-def pins(device: torch.device) -> bool:
-    """Whether batches for a device profit from pinned memory."""
-    return device.type == "cuda"
-
-
 def batches(
     task: Task,
     dataset: Dataset,
@@ -254,7 +249,6 @@ def batches(
     workers: int = 0,
     timeout: float = TIMEOUT,
     pin_memory: bool = False,
-    prefetch: int = 2,
 ) -> Generator[Loaded]:
     """Read parts in their order.
 
@@ -266,7 +260,6 @@ def batches(
         workers: processes that read ahead; 0 reads here.
         timeout: seconds to wait for a worker.
         pin_memory: for faster copies to a GPU.
-        prefetch: batches that each worker reads ahead.
     """
     asked: list[Part] = []
 
@@ -282,7 +275,6 @@ def batches(
         num_workers=workers,
         timeout=timeout if workers else 0,
         pin_memory=pin_memory,
-        prefetch_factor=prefetch if workers else None,
         worker_init_fn=ignore_stop_signals,
         # its own generator: making an iterator must not move the global one
         generator=torch.Generator(),

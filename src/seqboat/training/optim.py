@@ -18,7 +18,7 @@ decay there. A module declares such parameters in a class variable `parameter_ro
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -132,9 +132,6 @@ def learning_rate(step: int, highest: float, schedule: ScheduleConfig) -> float:
     return highest * (left if schedule.shape == "linear" else (1 - math.cos(math.pi * left)) / 2)
 
 
-LearningRateFactor = Callable[[str], float | None]
-
-
 def parameter_roles(model: nn.Module) -> dict[int, str]:
     """The roles that modules declare for their parameters, by the parameter's identity."""
     found: dict[int, str] = {}
@@ -144,37 +141,27 @@ def parameter_roles(model: nn.Module) -> dict[int, str]:
     return found
 
 
-def parameter_groups(
-    model: nn.Module, config: OptimizerConfig, factor: LearningRateFactor | None = None
-) -> list[dict[str, object]]:
+def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, object]]:
     """Parameters, each under its name, grouped by weight decay and learning rate; see the top of this file.
 
-    `scale` is the learning rate of a group as a multiple of `config.lr`, and `started` tells whether its weights come
-    from another run.
-
-    Args:
-        model: whose parameters to group.
-        config: of the optimizer.
-        factor: of the learning rate of parameters that come from another run, by name; None for the others.
+    `scale` is the learning rate of a group as a multiple of `config.lr`.
     """
     matrices = {id(m.weight) for m in model.modules() if isinstance(m, MATRICES)}
     roles = parameter_roles(model)
-    groups: dict[tuple[float, float, bool], dict[str, nn.Parameter]] = {
-        (config.weight_decay, 1.0, False): {},
-        (0.0, 1.0, False): {},
+    groups: dict[tuple[float, float], dict[str, nn.Parameter]] = {
+        (config.weight_decay, 1.0): {},
+        (0.0, 1.0): {},
     }
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         role = roles.get(id(parameter))
         rate = None if role is None else config.rate(role)
-        given = None if factor is None else factor(name)
-        times, started = 1.0 if given is None else given, given is not None
         if rate is not None:
-            key = (0.0, rate / config.lr * times, started)
+            key = (0.0, rate / config.lr)
         else:
             decays = config.decay == "all" or (id(parameter) in matrices and parameter.dim() > 1)
-            key = (config.weight_decay if decays else 0.0, times, started)
+            key = (config.weight_decay if decays else 0.0, 1.0)
         groups.setdefault(key, {})[name] = parameter
     return [
         {
@@ -182,18 +169,15 @@ def parameter_groups(
             "weight_decay": decay,
             "lr": config.lr * scale,
             "scale": scale,
-            "started": started,
         }
-        for (decay, scale, started), group in groups.items()
+        for (decay, scale), group in groups.items()
         if group
     ]
 
 
-def build_optimizer(
-    model: nn.Module, config: OptimizerConfig, factor: LearningRateFactor | None = None
-) -> torch.optim.Optimizer:
+def build_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
     """The optimizer of a model; see `parameter_groups`."""
-    groups = parameter_groups(model, config, factor)
+    groups = parameter_groups(model, config)
     if config.name == "adagrad":
         return torch.optim.Adagrad(groups, lr=config.lr, eps=config.eps)
     if config.name == "radam":
@@ -203,13 +187,7 @@ def build_optimizer(
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, value: float, frozen: bool = False) -> None:
-    """Set the learning rate of every group, in proportion to its highest.
-
-    Args:
-        optimizer: from `build_optimizer`.
-        value: the learning rate of the step.
-        frozen: whether weights that come from another run stay as they are.
-    """
+def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
+    """Set the learning rate of every group, in proportion to its highest."""
     for group in optimizer.param_groups:
-        group["lr"] = 0.0 if frozen and group.get("started") else value * group.get("scale", 1.0)
+        group["lr"] = value * group.get("scale", 1.0)

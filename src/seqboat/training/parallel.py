@@ -1,19 +1,19 @@
 """Several processes as one: the rank of this process, sums over all of them, and models spread over them.
 
-Processes are started by `torchrun`, `accelerate launch` or `launch`, which say in the environment how many there are.
-With one process every function here does nothing.
+Processes are started and supervised by `torchrun` (or another launcher that sets RANK, WORLD_SIZE, LOCAL_RANK,
+LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT). With one process every function here does nothing.
+
+Tensors travel over NCCL where there are GPUs; objects and control messages always travel over gloo.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import signal
-import socket
-import subprocess
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -23,7 +23,13 @@ from torch import Tensor, nn
 
 from seqboat.core.checks import require
 from seqboat.core.nn import batch_norms
-from seqboat.training.signals import STOP_SIGNALS
+
+TIMEOUT = timedelta(minutes=30)
+"""For a collective operation: a rank may score held-out data or write a checkpoint for a long time meanwhile."""
+BEAT = 5.0
+"""Seconds between two signs of life of a rank."""
+SILENCE = 120.0
+"""Seconds without a sign of life after which a rank counts as lost."""
 
 T = TypeVar("T")
 
@@ -112,6 +118,15 @@ def choose_device(name: str, local_rank: int = 0, what: str = "training.device")
         raise ValueError(f"{what} must be auto, cpu or cuda, got {name!r}") from error
     if device.type == "cuda":
         require(torch.cuda.is_available(), f"{what} is {name}, but there is no GPU")
+        require(
+            device.index is None or "LOCAL_RANK" not in os.environ or device.index == local_rank,
+            f"{what} must be cuda without a number under torchrun, which gives every rank its own, got {name}",
+        )
+        count = torch.cuda.device_count()
+        require(
+            device.index is not None or local_rank < count,
+            f"there are {count} GPUs, and this is process {local_rank + 1} here: torchrun --nproc-per-node {count}",
+        )
         device = torch.device("cuda", local_rank if device.index is None else device.index)
     return device
 
@@ -121,43 +136,38 @@ class ProcessesError(Exception):
 
 
 @contextlib.contextmanager
-def join(device: str = "auto", timeout: float = 120.0) -> Iterator[World]:
+def join(device: str = "auto") -> Iterator[World]:
     """Join the processes that this one was started with, until the end of the block.
 
-    Args:
-        device: of this process.
-        timeout: seconds to wait for another process.
-
     Raises:
-        ProcessesError: naming the processes that do not answer within the timeout.
+        ProcessesError: naming the ranks that were lost. A rank that waits for one without hearing of it says so, and
+            its process ends.
     """
-    size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    place = choose_device(device, int(os.environ.get("LOCAL_RANK", "0")))
+    rank, size, local = (
+        int(os.environ.get(name, default))
+        for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
+    )
+    place = choose_device(device, local)
+    gpu = place.type == "cuda"
+    if gpu:
+        # before anything else: also what NCCL and torch do without a name happens on the rank's own GPU
+        torch.cuda.set_device(place)
     if size == 1:
         yield World(0, 1, place)
         return
-    limit = timedelta(seconds=timeout)
-    store, rank, size = next(dist.rendezvous("env://", rank, size, timeout=limit))
     dist.init_process_group(
-        "nccl" if place.type == "cuda" else "gloo",
-        store=dist.PrefixStore("run", store),
-        rank=rank,
-        world_size=size,
-        timeout=limit,
+        "cpu:gloo,cuda:nccl" if gpu else "gloo", device_id=place if gpu else None, timeout=TIMEOUT
     )
+    watch = Watch(rank, size)
     try:
         yield World(rank, size, place)
     except RuntimeError as error:
         if not any(word in str(error).lower() for word in _LOST):
             raise
-        found = within(min(timeout, 10.0) + 5, lambda: _silent_ranks(store, rank, size, min(timeout, 10.0)))
-        # the store of a frozen rank 0 does not answer at all
-        silent = ", ".join(map(str, [0] if found is None else found)) or "unknown"
-        raise ProcessesError(
-            f"rank {rank} of {size} waited more than {timeout:g} s or lost its connection: no answer from rank "
-            f"{silent}"
-        ) from error
+        lost = watch.lost_after_failure()
+        raise ProcessesError(f"rank {rank} of {size} lost its connection: {spell_ranks(lost)}") from error
     finally:
+        watch.end()
         within(10.0, dist.destroy_process_group)
 
 
@@ -165,99 +175,91 @@ _LOST = ("timed out", "timeout", "connection closed", "connection reset", "conne
 """Words in the errors of torch.distributed about processes that do not answer."""
 
 
-def within(seconds: float, call: Callable[[], T]) -> T | None:
-    """The result of a call that may block for ever; None if it takes longer or fails."""
-    results: list[T] = []
+def spell_ranks(ranks: list[int]) -> str:
+    """
+    >>> spell_ranks([2, 3])
+    'no answer from rank 2, 3'
+    """
+    return f"no answer from rank {', '.join(map(str, ranks)) or 'unknown'}"
+
+
+def within(seconds: float, call: Callable[[], object]) -> None:
+    """Make a call that may block for ever, but do not wait longer than this."""
 
     def run() -> None:
         with contextlib.suppress(RuntimeError):
-            results.append(call())
+            call()
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(seconds)
-    return results[0] if results else None
 
 
-def _silent_ranks(store: dist.Store, rank: int, size: int, patience: float) -> list[int]:
-    """Ranks that do not notice the failure too. The store lives in rank 0, or in the launcher."""
-    try:
-        store.set_timeout(timedelta(seconds=patience))
-        store.set(f"noticed/{rank}", "yes")
-        ends = time.monotonic() + patience
-        while True:
-            silent = [other for other in range(size) if not store.check([f"noticed/{other}"])]
-            if not silent or time.monotonic() > ends:
-                return silent
-            time.sleep(0.2)
-    except RuntimeError:
-        return [0]
+class Watch:
+    """Signs of life of all ranks, kept in the store that they met in.
 
-
-def launched() -> bool:
-    """Whether this process is one of several that were started together."""
-    return "WORLD_SIZE" in os.environ
-
-
-def launch(command: Sequence[str], processes: int, poll: float = 0.1) -> int:
-    """Run a command in several processes of this machine, as ranks of one run, and return its exit code.
-
-    Signals that stop a run are passed on to all of them. When one fails, the others are ended too.
-
-    Args:
-        command: of every process.
-        processes: how many to start.
-        poll: seconds between looks at them.
+    A collective operation waits for a lost rank until its timeout, which has to be long. So every rank says that it
+    lives, and one that hears nothing of another for SILENCE seconds names it and ends its own process.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    # several processes that take all cores each would slow one another down
-    threads = {"OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // processes, 1))}
-    ranks: list[subprocess.Popen[bytes]] = []
 
-    def pass_on(number: int, frame: object) -> None:
-        for process in ranks:
-            if process.poll() is None:
-                process.send_signal(number)
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        now = time.monotonic()
+        self.heard = dict.fromkeys((other for other in range(size) if other != rank), now)
+        """when the sign of each other rank changed last"""
+        self.asked = now
+        """when the store answered last"""
+        self._ended = threading.Event()
+        for loop in (self._listen, self._judge):
+            threading.Thread(target=loop, daemon=True).start()
 
-    old = {}
-    with contextlib.suppress(ValueError):  # not in the main thread
-        old = {number: signal.signal(number, pass_on) for number in STOP_SIGNALS}
-    try:
-        for rank in range(processes):
-            place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            # a separate session: a Ctrl-C of the terminal arrives once, through this process
-            ranks.append(
-                subprocess.Popen(
-                    list(command), env={**threads, **os.environ, **shared, **place}, start_new_session=True
-                )
+    def end(self) -> None:
+        self._ended.set()
+
+    def _listen(self) -> None:
+        signs: dict[int, bytes] = {}
+        attempt, count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), 0
+        # whatever fails here, the store does not answer: `_judge` sees that
+        with contextlib.suppress(RuntimeError):
+            store = dist.TCPStore(
+                os.environ["MASTER_ADDR"],
+                int(os.environ["MASTER_PORT"]),
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=SILENCE),
             )
-        while any(process.poll() is None for process in ranks) and not any(p.returncode for p in ranks):
-            time.sleep(poll)
-        return _end(ranks)
-    finally:
-        for process in ranks:
-            if process.poll() is None:
-                process.kill()
-        for number, handler in old.items():
-            signal.signal(number, handler)
+            mine = f"{os.getpid()}-{id(self)}"
+            while not self._ended.is_set():
+                count += 1
+                store.set(f"alive/{attempt}/{self.rank}", f"{mine}-{count}")
+                for other in self.heard:
+                    key = f"alive/{attempt}/{other}"
+                    sign = store.get(key) if store.check([key]) else b""
+                    if sign != signs.get(other, b""):
+                        signs[other], self.heard[other] = sign, time.monotonic()
+                self.asked = time.monotonic()
+                self._ended.wait(BEAT)
 
+    def lost(self, seconds: float) -> list[int]:
+        """Ranks without a sign of life for so long; rank 0 if the store near it does not answer."""
+        before = time.monotonic() - seconds
+        if self.asked < before:
+            return [0] if self.rank else [*self.heard]
+        return [other for other, heard in self.heard.items() if heard < before]
 
-def _end(ranks: list[subprocess.Popen[bytes]], patience: float = 30.0) -> int:
-    """Wait for processes of which one has ended, and return the exit code of the run."""
-    ends = time.monotonic() + patience
-    for process in ranks:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(max(ends - time.monotonic(), 0))
-    for process in ranks:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-    codes = [process.returncode for process in ranks]
-    # rank 0 knows how the run ended, unless it was only ended for lack of another
-    return codes[0] or next((code for code in codes if code), 0)
+    def lost_after_failure(self) -> list[int]:
+        """The lost ranks, once an operation failed for lack of one."""
+        ends = time.monotonic() + 4 * BEAT
+        while not (found := self.lost(2.5 * BEAT)) and time.monotonic() < ends:
+            time.sleep(BEAT / 10)
+        return found
+
+    def _judge(self) -> None:
+        while not self._ended.wait(min(BEAT, 1.0)):
+            if found := self.lost(SILENCE):
+                said = f"seqboat: rank {self.rank} of {self.size}: {spell_ranks(found)} for {SILENCE:g} s"
+                print(said, file=sys.stderr, flush=True)
+                os._exit(1)
 
 
 class ParallelModel(NamedTuple):
@@ -281,7 +283,8 @@ class ParallelModel(NamedTuple):
 
 
 def parallelize(model: nn.Module, world: World, method: str) -> ParallelModel:
-    """Copy a model to all processes (ddp) or spread its parameters over them (fsdp).
+    """Copy a model to all processes (ddp) or spread its parameters over all of them (fsdp) or over those of each
+    host (hybrid).
 
     Every parameter gets a gradient in every step, also where a layer activates no token, so no process ever waits
     for a parameter that another one did not use. Batch norms take the moments of all processes' tokens together.
@@ -290,17 +293,32 @@ def parallelize(model: nn.Module, world: World, method: str) -> ParallelModel:
         return ParallelModel(model, model)
     for norm in batch_norms(model):
         norm.total = total
-    if method == "fsdp":
-        from torch.distributed.device_mesh import init_device_mesh
+    if method != "ddp":
         from torch.distributed.fsdp import fully_shard
 
-        mesh = init_device_mesh(world.device.type, (world.size,))
-        backbone = cast(Any, model).backbone
-        for layer in backbone.layers:
+        mesh = _mesh(world, method)
+        for layer in cast(Any, model).backbone.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
         return ParallelModel(model, model)
-    return ParallelModel(nn.parallel.DistributedDataParallel(model), model)
+    devices = [world.device] if world.device.type == "cuda" else None
+    return ParallelModel(nn.parallel.DistributedDataParallel(model, device_ids=devices), model)
+
+
+def _mesh(world: World, method: str) -> Any:
+    """The processes that parameters are sharded over; with "hybrid", the copies of every host come first."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    if method == "fsdp":
+        return init_device_mesh(world.device.type, (world.size,))
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    require(
+        world.size % here == 0,
+        f"training.distributed=hybrid needs as many processes on every host, got {world.size} in all, {here} here",
+    )
+    return init_device_mesh(
+        world.device.type, (world.size // here, here), mesh_dim_names=("replicate", "shard")
+    )
 
 
 def gather_shards(value: Tensor) -> Tensor:

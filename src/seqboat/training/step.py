@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,11 +24,10 @@ from seqboat.layers.watch import watches
 from seqboat.tasks.task import Batch, Loss, Task, apply_model
 from seqboat.training.config import RunConfig
 from seqboat.training.diagnosis import activated_tokens, explain_nonfinite, first_nonfinite, routed_modules
-from seqboat.training.evaluate import activation_sums, rates
+from seqboat.training.evaluate import activation_sums, autocast, rates
 from seqboat.training.loader import Loaded, Plan
 from seqboat.training.optim import build_optimizer, learning_rate, set_learning_rate
 from seqboat.training.parallel import ParallelModel, World, gather_shards
-from seqboat.training.precision import SMALLEST, LossScale, autocast
 from seqboat.training.signals import STOP_SIGNALS
 
 
@@ -101,15 +99,11 @@ class Stepper:
         self.config, self.task, self.model, self.world = config, task, model, world
         self.plan = plan
         self.module = model.module
-        factor = (
-            partial(config.start.lr_factor, num_layers=config.model.num_layers) if config.start.run else None
-        )
-        self.optimizer = build_optimizer(self.module, config.optimizer, factor)
+        self.optimizer = build_optimizer(self.module, config.optimizer)
         self.modules = routed_modules(self.module)
         for watch in watches(self.module).values():
             watch.warns = False  # the training loop reports dead routers itself
         self.carried: list[Any] = [None] * config.training.micro_batches(world.size)
-        self.loss_scale = LossScale()
 
     def step(self, step: int, micro: list[Loaded], received: int, logged: bool) -> StepResult:
         """Take one step.
@@ -122,7 +116,7 @@ class Stepper:
         """
         config, world = self.config, self.world
         lr = learning_rate(step, config.optimizer.lr, config.schedule)
-        set_learning_rate(self.optimizer, lr, frozen=step < config.start.freeze_steps)
+        set_learning_rate(self.optimizer, lr)
         set_training_step(self.module, step)
         if config.training.carry_state and self.plan.starts_anew(step):
             self.carried = [None] * len(self.carried)
@@ -143,7 +137,7 @@ class Stepper:
                     output = apply_model(self.model.run, self.task.kind, batch, carried[number])
                 loss = self.task.loss(output, batch)
                 objective = self._with_budget(loss, output.routings, batch)
-                self._scaled(objective if part.counted else 0 * objective).backward()
+                (objective if part.counted else 0 * objective).backward()
             if config.training.carry_state:
                 self.carried[number] = detach_state(output.state)
             if part.counted:
@@ -161,17 +155,13 @@ class Stepper:
                     value = value * part.counted
                     scores[name] = scores[name] + value if name in scores else value
         totals = totals.over(world)
-        norm = self._finish_gradients(world.size / max(totals.targets, 1.0) / self._scale)
+        norm = self._finish_gradients(world.size / max(totals.targets, 1.0))
         trouble = ""
-        overflow = self._half and not math.isfinite(norm) and self._scale > SMALLEST
-        self.loss_scale = self.loss_scale.after(not math.isfinite(norm)) if self._half else self.loss_scale
         if math.isfinite(totals.loss) and math.isfinite(norm):
             self.optimizer.step()
             update_budgets(self.module)
         else:
-            # an overflow of fp16 is expected now and then, and costs a step
-            if not (overflow and math.isfinite(totals.loss)):
-                trouble = self._diagnose(step, micro, carried)
+            trouble = self._diagnose(step, micro, carried)
             with torch.no_grad():
                 for buffer, value in zip(self.module.buffers(), buffers, strict=True):
                     buffer.copy_(value)
@@ -207,18 +197,6 @@ class Stepper:
 
     def _autocast(self) -> torch.autocast:
         return autocast(self.world.device, self.config.training.precision)
-
-    @property
-    def _half(self) -> bool:
-        """Whether gradients may overflow."""
-        return self.config.training.precision == "fp16"
-
-    @property
-    def _scale(self) -> float:
-        return self.loss_scale.scale if self._half else 1.0
-
-    def _scaled(self, objective: Tensor) -> Tensor:
-        return objective * self._scale if self._half else objective
 
     def _finish_gradients(self, scale: float) -> float:
         """Turn averages over processes of sums into the average over all targets, clip, and return the norm."""

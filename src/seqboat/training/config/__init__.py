@@ -6,7 +6,6 @@ from seqboat.training.config.fields import (
     EvaluationConfig,
     Precision,
     RunConfig,
-    StartConfig,
     TrackerName,
     TrainingConfig,
 )
@@ -26,7 +25,6 @@ __all__ = [
     "EvaluationConfig",
     "Precision",
     "RunConfig",
-    "StartConfig",
     "TrackerName",
     "TrainingConfig",
     "change_field",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -18,9 +18,10 @@ from seqboat.models.backbone import Backbone, BackboneConfig
 from seqboat.models.heads import Classifier, LanguageModel, Matcher, Tagger
 from seqboat.tasks.task import SPLITS, Split, Task, TaskConfig
 from seqboat.training.optim import OptimizerConfig, ScheduleConfig
-from seqboat.training.precision import PRECISIONS, Precision
 
-Distributed = Literal["ddp", "fsdp"]
+Precision = Literal["fp32", "tf32", "bf16"]
+PRECISIONS: tuple[str, ...] = get_args(Precision)
+Distributed = Literal["ddp", "fsdp", "hybrid"]
 TrackerName = Literal["tensorboard", "trackio", "wandb"]
 
 
@@ -43,26 +44,19 @@ class TrainingConfig(Settings):
     (fewer if it is short). None carries states to its end."""
     workers: int = 0
     """Processes that read data; 0 reads between the steps."""
-    prefetch: int = 2
-    """Batches that each of them reads ahead."""
-    pin_memory: bool = True
-    """Whether batches for a GPU are read into pinned memory, from where copies overlap with work."""
     precision: Precision = "fp32"
-    """fp32; tf32 for matrix products on NVIDIA GPUs; or bf16 or fp16 where it is safe. Parameters stay in fp32."""
+    """fp32; tf32 for matrix products on NVIDIA GPUs; or bf16 where it is safe. Parameters stay in fp32."""
     compile: bool = False
     """Whether the model runs through torch.compile."""
     gradient_checkpointing: bool = False
     """Whether activations are recomputed in the backward pass instead of kept."""
-    processes: int = 1
-    """Processes to start on this machine, one per GPU; torchrun and Slurm start them themselves."""
     distributed: Distributed = "ddp"
-    """With several processes: copies of the model (ddp), or one model sharded over them (fsdp)."""
+    """With several processes, which torchrun starts: copies of the model (ddp), one model sharded over all of them
+    (fsdp), or over those of each host (hybrid)."""
     device: str = "auto"
     """Where to train; auto takes a GPU if there is one."""
     max_tokens: int = 2**19
     """Tokens of a micro-batch, padding included; examples of varying length that exceed it are split further."""
-    timeout: float = 120.0
-    """Seconds to wait for a data worker or another process before giving up on it."""
     log_every: int = 20
     """Steps between lines of metrics."""
     save_every: int = 1000
@@ -78,8 +72,6 @@ class TrainingConfig(Settings):
         for name in (
             "batch_size",
             "accumulation",
-            "prefetch",
-            "processes",
             "log_every",
             "save_every",
             "keep",
@@ -88,13 +80,12 @@ class TrainingConfig(Settings):
         ):
             check_positive(f"training.{name}", getattr(self, name))
         check_positive("training.workers", self.workers, least=0)
-        require(self.timeout > 0, f"training.timeout must be positive, got {self.timeout!r}")
         if self.max_micro_batch is not None:
             check_positive("training.max_micro_batch", self.max_micro_batch)
         if self.carry_segments is not None:
             check_positive("training.carry_segments", self.carry_segments)
         check_choice("training.precision", self.precision, PRECISIONS)
-        check_choice("training.distributed", self.distributed, ("ddp", "fsdp"))
+        check_choice("training.distributed", self.distributed, get_args(Distributed))
         require(
             self.accumulation <= self.batch_size,
             f"training.accumulation must not exceed training.batch_size, "
@@ -144,44 +135,6 @@ class EvaluationConfig(Settings):
                 check_positive(f"evaluation.{name}", getattr(self, name))
 
 
-@dataclass(frozen=True, kw_only=True)
-class StartConfig(Settings):
-    """A trained run whose backbone training starts from (`seqboat train RECIPE --from RUN`)."""
-
-    run: str = ""
-    """Folder of the run or of one of its checkpoints; empty starts from fresh weights."""
-    lr: float = 0.3
-    """Learning rate of the weights that come from the run, as a fraction of that of new ones."""
-    layer_decay: float = 0.8
-    """Factor on that rate from each layer to the one below it."""
-    freeze_steps: int = 0
-    """Steps for which these weights stay as they are; all steps or more never train them."""
-
-    def __post_init__(self) -> None:
-        require(self.lr > 0, f"start.lr must be positive, got {self.lr!r}")
-        require(0 < self.layer_decay <= 1, f"start.layer_decay must be in (0, 1], got {self.layer_decay!r}")
-        check_positive("start.freeze_steps", self.freeze_steps, least=0)
-
-    def lr_factor(self, name: str, num_layers: int) -> float | None:
-        """The learning rate of a parameter as a fraction of that of new ones; None for a new one.
-
-        >>> start = StartConfig(run="runs/lm", lr=0.5, layer_decay=0.1)
-        >>> [start.lr_factor(f"backbone.{name}", 2) for name in ("layers.1.w", "layers.0.w", "embedding.weight")]
-        [0.5, 0.05, 0.005]
-        >>> start.lr_factor("head.out.weight", 2), start.lr_factor("backbone.ngrams.table.weight", 2)
-        (None, None)
-        """
-        if not self.run or not name.startswith("backbone.") or name.startswith(NEW_PARTS):
-            return None
-        part, _, rest = name.removeprefix("backbone.").partition(".")
-        below = num_layers
-        if part == "layers":
-            below = num_layers - 1 - int(rest.partition(".")[0])
-        elif part == "norm":
-            below = 0
-        return round(self.lr * self.layer_decay**below, 12)
-
-
 NEW_PARTS = ("backbone.ngrams.",)
 """Parts of a backbone that the run to start from may lack."""
 
@@ -202,8 +155,8 @@ class RunConfig(Settings):
     """How the steps are taken."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """How held-out data is scored."""
-    start: StartConfig = StartConfig()
-    """Which trained weights training starts from, if any."""
+    start: str = ""
+    """A run whose backbone training starts from, or one of its checkpoints; empty starts from fresh weights."""
     seed: int = 0
     """Of the initial weights, the order of the data and the noise of dropout and routers."""
     recipe: str = ""
@@ -261,18 +214,14 @@ FREE_TO_CHANGE = (
     "recipe",
     "task.data_dir",
     "training.workers",
-    "training.prefetch",
-    "training.pin_memory",
     "training.gradient_checkpointing",
     "training.max_micro_batch",
     "training.device",
-    "training.processes",
     "training.distributed",
     "training.log_every",
     "training.save_every",
     "training.keep",
     "training.max_tokens",
-    "training.timeout",
     "training.max_skipped",
     "training.trackers",
 )

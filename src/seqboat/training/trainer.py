@@ -16,18 +16,17 @@ import contextlib
 import json
 import math
 import signal
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from seqboat.core.checks import short
 from seqboat.data.files import Lock, write_text
 from seqboat.ops.kernels.registry import kernels, record
 from seqboat.tasks.task import Split
@@ -36,18 +35,25 @@ from seqboat.training.config import RunConfig, difference, to_dict, to_yaml
 from seqboat.training.diagnosis import watch_routers
 from seqboat.training.display import Display, make_display
 from seqboat.training.evaluate import EvaluationInterrupted, evaluate
-from seqboat.training.loader import Part, Plan, batches, check_lengths, micro_batches, pins
-from seqboat.training.metrics import MemoryMeter, MetricsWriter
-from seqboat.training.parallel import ProcessesError, World, join, launch, launched, parallelize
-from seqboat.training.planning.briefing import describe_data, estimate_duration
-from seqboat.training.precision import LossScale, matrix_products
-from seqboat.training.provenance import commit, device_name, versions
-from seqboat.training.record.folder import prepare_folder, read_told, remove_unused
-from seqboat.training.record.progress import TrainingProgress, read_progress
+from seqboat.training.loader import Part, Plan, batches, check_lengths, micro_batches
+from seqboat.training.parallel import World, join, parallelize
+from seqboat.training.plan import describe_data
+from seqboat.training.record import (
+    MemoryMeter,
+    MetricsWriter,
+    Tracker,
+    commit,
+    device_name,
+    make_trackers,
+    prepare_folder,
+    read_told,
+    remove_unused,
+    versions,
+)
 from seqboat.training.signals import StopSignals, exit_code
 from seqboat.training.step import Stepper, StepResult, StepTotals, finite_or_none, signal_flags
-from seqboat.training.track import make_trackers
 
+T = TypeVar("T")
 CARRY = "carry.safetensors"
 EXIT_DIVERGED = 3
 
@@ -82,11 +88,7 @@ def train(
         on_step: called with the number of steps taken and the model after every step.
     """
     folder = Path(folder)
-    if config.training.processes > 1 and not launched():
-        if on_step is not None:
-            raise ValueError("on_step needs training.processes=1, or torchrun to start the processes")
-        return _train_in_processes(config, folder, resume)
-    with join(config.training.device, config.training.timeout) as world:
+    with join(config.training.device) as world:
         display = display or make_display(world.first)
         with contextlib.ExitStack() as stack:
             error: Exception | None = None
@@ -106,19 +108,61 @@ def train(
             return Trainer(config, folder, world, display, resume, lock, on_step).run()
 
 
-def _train_in_processes(config: RunConfig, folder: Path, resume: bool) -> RunOutcome:
-    """Start the processes of a run on this machine; they train, and their checkpoints say how it went."""
-    with tempfile.TemporaryDirectory() as scratch:
-        path = Path(scratch) / "config.yaml"
-        write_text(path, to_yaml(config))
-        command = [sys.executable, "-m", "seqboat", "train", "--config", str(path), "--out", str(folder)]
-        code = launch([*command, *(["--resume"] if resume else [])], config.training.processes)
-    found = ck.CheckpointStore(folder).newest()
-    if found is None:
-        raise ProcessesError(f"a process of the run ended with exit code {code}; its own message says why")
-    progress = read_progress(found, config.schedule.steps)
-    message = "finished" if code == 0 else f"stopped with exit code {code} after step {progress.step}"
-    return RunOutcome(code, progress.step, progress.best, message)
+class TrainingProgress(NamedTuple):
+    """What a run knows besides weights; part of every checkpoint."""
+
+    step: int = 0
+    best: float | None = None
+    best_step: int | None = None
+    waited: int = 0
+    """evaluations since the best one"""
+    skipped: int = 0
+    """steps in a row, up to now, that were not applied"""
+    skipped_in_all: int = 0
+    tokens: int = 0
+    elapsed: float = 0.0
+    """seconds of training and evaluation, over all processes that worked on the run one after the other"""
+    processor: float = 0.0
+    """seconds of processor time of the first process, which a busy machine does not stretch"""
+    finished: bool = False
+    dead: dict[str, int] | None = None
+    """modules without an activated token: the step since when; 0 once that was reported"""
+    evaluation_due: bool = False
+    """whether the evaluation after this step was interrupted and must still happen"""
+
+
+def read_progress(found: ck.Checkpoint, steps: int) -> TrainingProgress:
+    """The progress in a checkpoint; ck.CheckpointError if no run of this many steps can have it."""
+    try:
+        progress = TrainingProgress(**found.state["progress"])
+        counts = (progress.waited, progress.skipped, progress.skipped_in_all, progress.tokens)
+        sound = (
+            type(progress.step) is int
+            and found.step == progress.step
+            and 0 <= progress.step <= steps
+            and (progress.best_step is None or 0 <= progress.best_step <= progress.step)
+            and all(type(count) is int and count >= 0 for count in counts)
+            and all(math.isfinite(s) and s >= 0 for s in (progress.elapsed, progress.processor))
+        )
+    except (KeyError, TypeError) as error:
+        raise ck.CheckpointError(f"{found.path}: its progress does not fit: {error}") from error
+    if not sound:
+        raise ck.CheckpointError(
+            f"{found.path}: its progress is impossible in a run of {steps} steps: {short(progress._asdict())}"
+        )
+    return progress
+
+
+@contextlib.contextmanager
+def matrix_products(precision: str) -> Iterator[None]:
+    """Round the factors of fp32 matrix products on NVIDIA GPUs to TF32 (10 bits of mantissa) if asked to."""
+    before = torch.get_float32_matmul_precision()
+    if precision == "tf32":
+        torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 class Trainer:
@@ -159,13 +203,8 @@ class Trainer:
         self._sizes(config.evaluation.split)
         torch.manual_seed(config.seed)
         model = config.build_model(self.task).to(world.device).train()
-        start = config.start
-        if start.run:
-            if not (resume and ck.CheckpointStore(folder).steps()):
-                ck.load_start(model, start.run)
-            if start.freeze_steps >= config.schedule.steps:
-                for name, parameter in model.named_parameters():
-                    parameter.requires_grad_(start.lr_factor(name, config.model.num_layers) is None)
+        if config.start and not (resume and ck.CheckpointStore(folder).steps()):
+            ck.load_start(model, config.start)
         if training.gradient_checkpointing:
             model.backbone.gradient_checkpointing = True  # type: ignore[union-attr]
         if training.compile:
@@ -180,7 +219,7 @@ class Trainer:
         self.store = ck.CheckpointStore(folder, training.keep, warn=display.tell)
         self.metrics = MetricsWriter(folder / "metrics.jsonl", display.tell)
         self.memory = MemoryMeter(world.device)
-        self.trackers: list[Any] = []
+        self.trackers: list[Tracker] = []
         self.signals = StopSignals()
         self.progress = TrainingProgress()
         self.started = self.worked_from = 0.0
@@ -265,8 +304,6 @@ class Trainer:
         ck.load_model_tensors(self.module, found.tensors(ck.MODEL))
         ck.load_optimizer_tensors(self.stepper.optimizer, found.tensors(ck.OPTIM))
         self.progress = read_progress(found, self.config.schedule.steps)
-        if self.progress.loss_scale is not None:
-            self.stepper.loss_scale = LossScale(*self.progress.loss_scale)
         if CARRY in found.state["files"]:
             self.stepper.load_carried(found.tensors(CARRY))
         if self.world.first:
@@ -278,25 +315,27 @@ class Trainer:
 
     def _find(self) -> ck.Checkpoint | None:
         """The checkpoint to continue from: the first process looks for it, the others take the same."""
-        found: ck.Checkpoint | None = None
-        error: Exception | None = None
-        if self.world.first:
-            try:
-                found = self.store.recover()
-            except (OSError, ck.CheckpointError) as caught:
-                error = caught
-        self.world.agree(error)
-        step = self.world.broadcast(None if found is None else found.step)
-        if self.world.first or step is None:
-            return found
-        return ck.verify(self.store.path(step))
+        found: list[ck.Checkpoint | None] = []
+
+        def look() -> int | None:
+            found.append(self.store.recover())
+            return None if found[0] is None else found[0].step
+
+        step = self._by_first(look)
+        return found[0] if found else None if step is None else ck.verify(self.store.path(step))
 
     def save(self, best: bool = False) -> None:
         """Write a checkpoint; all processes take part."""
+        sharded = self.world.size > 1 and self.config.training.distributed != "ddp"
         files = {
-            ck.MODEL: ck.model_tensors(self.module),
-            ck.OPTIM: ck.optimizer_tensors(self.stepper.optimizer),
+            ck.MODEL: ck.model_tensors(self.module, not sharded),
+            ck.OPTIM: ck.optimizer_tensors(self.stepper.optimizer, not sharded),
         }
+        stage: Path | None = None
+        if sharded:
+            stage = Path(self._by_first(lambda: str(self.store.stage(self.progress.step))))
+            ck.write_shards(stage, files)
+            files = {}
         if self.config.training.carry_state:
             files[CARRY] = self.stepper.carried_tensors()
         step = self.progress.step
@@ -313,15 +352,27 @@ class Trainer:
             "sampler": {"epoch": step // self.plan.per_epoch, "position": step % self.plan.per_epoch},
             "rng": {"seed": self.config.seed, "step": step},
         }
+
+        def write() -> None:
+            if self.lock is not None:
+                self.lock.check()
+            self.store.save(step, files, state, best, stage)
+            if sharded and self.progress.finished:
+                self.store.consolidate()
+
+        self._by_first(write)
+
+    def _by_first(self, call: Callable[[], T]) -> T:
+        """What the first process's call returns, or raises, in all of them."""
+        found: Any = None
         error: Exception | None = None
         if self.world.first:
             try:
-                if self.lock is not None:
-                    self.lock.check()
-                self.store.save(step, files, state, best)
+                found = call()
             except Exception as caught:
                 error = caught
         self.world.agree(error)
+        return cast(T, self.world.broadcast(found))
 
     # the loop
 
@@ -349,19 +400,6 @@ class Trainer:
         self.about = found
         if self.world.first:
             self._write_about()
-        # compiling takes longer than the steps to time, and several processes would have to be timed together
-        if self.world.size == 1 and not self.config.training.compile:
-            duration = estimate_duration(
-                self.config,
-                self.task,
-                self.module,
-                self.data,
-                self._parts,
-                self.plan,
-                self.world,
-                self.progress.step,
-            )
-            self.display.tell(duration.line())
 
     def _title(self) -> str:
         where = f"{self.world.size} x {self.world.device.type}"
@@ -398,9 +436,7 @@ class Trainer:
             "train",
             self._all_parts(),
             training.workers,
-            training.timeout,
-            pin_memory=training.pin_memory and pins(self.world.device),
-            prefetch=training.prefetch,
+            pin_memory=self.world.device.type == "cuda",
         )
         clock, tokens = time.monotonic(), 0
         with contextlib.closing(source):
@@ -432,7 +468,7 @@ class Trainer:
 
     def _advance(self, result: StepResult) -> None:
         """Count a step, and report it if it was not applied."""
-        progress, training = self.progress, self.config.training
+        progress = self.progress
         step = progress.step + 1
         due = step % self.config.evaluation.every == 0 or step == self.config.schedule.steps
         skipped = progress.skipped + 1 if result.trouble else 0
@@ -441,7 +477,6 @@ class Trainer:
             tokens=progress.tokens + result.tokens,
             skipped=skipped,
             skipped_in_all=progress.skipped_in_all + bool(result.trouble),
-            loss_scale=self.stepper.loss_scale if training.precision == "fp16" else None,
             evaluation_due=due,
         )
         if result.trouble:
@@ -467,8 +502,6 @@ class Trainer:
             **self.memory.read(),
             "activation": result.activation,
         }
-        if self.config.training.precision == "fp16":
-            record["loss_scale"] = self.stepper.loss_scale.scale
         self._record(record)
         self.display.log(record)
         dead = watch_routers(
@@ -534,7 +567,6 @@ class Trainer:
             precision=self.config.training.precision,
             carry_state=self.config.training.carry_state,
             max_tokens=self.config.training.max_tokens,
-            timeout=self.config.training.timeout,
             interrupted=lambda: self._agreed_signal() != 0,
         )
         value = result.metrics[self.task.metric]

@@ -1,1 +1,0 @@
-"""What a run keeps besides weights: its folder, and how far it is."""
