@@ -33,7 +33,7 @@ PLACES: dict[str, tuple[str, ...]] = {
     "Run": ("run",),
     "RunConfig": ("training.config",),
     "Plan": ("training.loader",),
-    "train": ("training.trainer", "training.loop"),
+    "train": ("training.trainer", "training.trainer"),
     "prepare": ("data.prepare",),
     "to_dict": ("core.settings", "training.settings_io", "training.config.serialization"),
     "generate": ("text.generate",),

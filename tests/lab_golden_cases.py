@@ -29,6 +29,7 @@ FILE = Path(__file__).parent / "fixtures" / "golden" / "lab.json.xz"
 
 GONE = (
     "recipe",
+    "start",
     "start.*",
     "task.data_dir",
     "task.end_token",

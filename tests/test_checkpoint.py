@@ -25,7 +25,7 @@ from seqboat.training.checkpoint import (
     STATE,
     CheckpointError,
     CheckpointStore,
-    NewerFormat,
+    OtherFormat,
     load_model_tensors,
     load_optimizer_tensors,
     model_tensors,
@@ -153,7 +153,7 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
         verify(folder)
 
 
-def test_an_edited_format_is_damage_and_a_newer_one_is_refused(
+def test_an_edited_format_is_damage_and_another_one_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
@@ -168,7 +168,7 @@ def test_an_edited_format_is_damage_and_a_newer_one_is_refused(
     save(store, 3)
     monkeypatch.undo()
     for read in (store.newest, store.recover):
-        with pytest.raises(NewerFormat, match=r"step-3/state.json has format 2.*a newer version of seqboat"):
+        with pytest.raises(OtherFormat, match=r"step-3/state.json has format 2.*another version of seqboat"):
             read()
     assert store.steps() == [1, 2, 3]
 

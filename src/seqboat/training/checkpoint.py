@@ -343,13 +343,12 @@ class CheckpointStore:
         return int(text[5:]) if text.startswith("step-") and text[5:].isdigit() else None
 
     def prune(self) -> None:
-        """Remove old checkpoints: only after as many newer ones as are kept were read again, and never the best."""
-        pointed = {self._best, self.pointed("best"), self.pointed("latest")}
-        whole = 0
-        for step in sorted(self._whole, reverse=True):
-            if whole < self.keep:
-                whole += self._still_whole(step) if len(self._whole) > self.keep else 1
-            elif step not in pointed:
+        """Remove old checkpoints: only whole ones, after as many newer whole ones as are kept, and never the best."""
+        kept = {self._best, self.pointed("best"), self.pointed("latest")}
+        if len(self._whole) > self.keep:  # all are read again: what was damaged since takes no place
+            self._whole = {step for step in self._whole if self._still_whole(step)}
+        for step in sorted(self._whole)[: -self.keep]:
+            if step not in kept:
                 self._remove(self.path(step))
                 self._whole.remove(step)
 
@@ -357,7 +356,6 @@ class CheckpointStore:
         try:
             verify(self.path(step))
         except CheckpointError as error:
-            self._whole.remove(step)
             if self.path(step).exists():
                 self._warn(f"{error}; older checkpoints are kept in its place")
             return False

@@ -105,9 +105,11 @@ def micro_batch_of(config: RunConfig, processes: int) -> int:
 
 def kept_bytes(config: RunConfig, task: Task) -> tuple[int, int]:
     """Bytes that the forward pass keeps for one example, and for each further one."""
-    model: Any = config.build_model(task).train()
-    model.backbone.gradient_checkpointing = config.training.gradient_checkpointing
-    counts = [_kept(config, task, model, size) for size in (1, 2)]
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(config.seed)  # so that routers choose the same in every estimate
+        model: Any = config.build_model(task).train()
+        model.backbone.gradient_checkpointing = config.training.gradient_checkpointing
+        counts = [_kept(config, task, model, size) for size in (1, 2)]
     return counts[0], counts[1] - counts[0]
 
 
