@@ -23,8 +23,8 @@ from seqboat.recipes import find_recipe
 from seqboat.tasks.task import Task
 from seqboat.training.config import override
 from seqboat.training.display import PlainDisplay
-from seqboat.training.trainer import train
 from seqboat.training.record import iterate_metrics
+from seqboat.training.trainer import train
 
 MIXER = "--model.mixer."
 ARMS: dict[str, tuple[str, ...]] = {
