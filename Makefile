@@ -89,12 +89,11 @@ bench: $(READY)
 
 # every table and figure, hours on two cores; needs the data (docs/data.md); a second call continues where the first
 # one stopped. Runs share the cores.
-TRAINED := diagnostics lra speech enwik8 ablation tradeoff
-OBSERVED := activation confidence span efficiency
-REPRODUCE := $(BIN)/seqboat reproduce --scale small --page docs/results.md
+TARGETS := lra speech enwik8 ablation tradeoff activation confidence span efficiency
+REPRODUCE := $(BIN)/seqboat reproduce
 reproduce-small: $(READY)
-	OMP_NUM_THREADS=1 $(REPRODUCE) $(TRAINED) & OMP_NUM_THREADS=1 $(REPRODUCE) $(TRAINED); wait
-	$(REPRODUCE) $(TRAINED) $(OBSERVED)
+	OMP_NUM_THREADS=1 $(REPRODUCE) $(TARGETS) & OMP_NUM_THREADS=1 $(REPRODUCE) $(TARGETS); wait
+	$(REPRODUCE) page runs/reproduce/results.jsonl --page docs/results.md
 
 # a page that runs the bundled language model in a browser, from build/browser and nothing else; needs npm, once
 browser: $(READY)

@@ -396,25 +396,10 @@ def verdicts(runs: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def panels(runs: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Curves of every task, averaged over the seeds."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    for task in dict.fromkeys(run["task"] for run in runs):
-        for name in dict.fromkeys(run["model"] for run in runs if run["task"] == task):
-            group = [run for run in runs if run["task"] == task and run["model"] == name]
-            points = zip(*(run["curve"] for run in group), strict=True)
-            curve = [(p[0]["step"], statistics.mean(point["score"] for point in p)) for p in points]
-            found.setdefault(task, []).append(
-                {"metric": group[0]["metric"], "label": NAMES[name], "curve": curve}
-            )
-    return found
-
-
 def write_page(runs: list[dict[str, Any]], page: Path) -> None:
-    """Write tables and figure into a document."""
+    """Write tables into a document."""
     sys.path.append(str(ROOT / "tools"))
     from pages import replace_part
-    from seqboat.figures import curves_figure, write_figure
 
     order = {name: place for place, name in enumerate(MODELS)}
     runs = sorted(runs, key=lambda run: (TASKS.index(run["task"]), order[run["model"]], run["seed"]))
@@ -428,11 +413,6 @@ def write_page(runs: list[dict[str, Any]], page: Path) -> None:
         "mean squared error."
     )
     replace_part(page, "first contacts", "\n\n".join([textwrap.fill(lead, 118), verdicts(runs), table(runs)]))
-    chance = {"needle": 1 / 8, "tickets": 0.4}
-    images = page.parent / "images" / "first-contacts"
-    write_figure(
-        lambda theme: curves_figure(panels(runs), chance=chance, theme=theme), images, formats=("svg",)
-    )
 
 
 def main() -> None:
@@ -446,7 +426,7 @@ def main() -> None:
     parser.add_argument(
         "--table", action="store_true", help="train nothing: print the table of existing runs"
     )
-    parser.add_argument("--page", type=Path, help="train nothing: write table and figure into this document")
+    parser.add_argument("--page", type=Path, help="train nothing: write the table into this document")
     options = parser.parse_args()
     torch.set_num_threads(1)
     runs = [run for path in (options.out, *options.also) for run in read(path)]

@@ -39,7 +39,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from seqboat import RateSchedule, Retrofit, retrofit
 from seqboat.bench.measure import machine, quartiles
-from seqboat.figures import save_figure
+from seqboat.plotting import save_figure
 from seqboat.tasks.enwik8 import BORDERS, Enwik8TaskConfig
 from seqboat.tasks.segments import SegmentDataset
 from seqboat.tasks.task import BYTES, Dataset

@@ -66,7 +66,6 @@ from retrofit import Results
 from seqboat import Retrofit, retrofit
 from seqboat.bench.measure import machine
 from seqboat.data.files import write_json
-from seqboat.figures import lines_figure, write_figure
 from seqboat.training.record import commit
 
 PLACES: dict[str, tuple[str, ...]] = {
@@ -473,7 +472,7 @@ def table(content: Mapping[str, Any]) -> list[str]:
 
 
 def write_page(content: Mapping[str, Any], page: Path, part: str) -> None:
-    """Write table and figure into a document, or the table alone into another part of it; all numbers next to it."""
+    """Write the table into a document, or into another part of it; all numbers next to it."""
     sys.path.append(str(ROOT / "tools"))
     from pages import replace_part
 
@@ -500,32 +499,7 @@ def write_page(content: Mapping[str, Any], page: Path, part: str) -> None:
         f"texts as a multiple of dense, fastest of {about['rounds']} rounds in turns; in padded batches "
         f"{about['padding']:.0%} of the tokens are padding."
     )
-    picture = page.parent / "images" / "retrofit-encoder"
-    panels = {
-        "cosine to the dense embedding (papers)": "cosine papers",
-        "accuracy of the probe": "probe",
-        "area under the ROC curve": "area",
-    }
-    scores, kind = content["scores"], next(iter(content["timing"]))
-    lines: dict[str, dict[str, list[tuple[float, float]]]] = {title: {} for title in panels}
-    for title, field in panels.items():
-        for key, (name, _) in RUNS.items():
-            if key in scores and key in content["timing"][kind] and name != ZERO:
-                first = [(1.0, scores["dense"][field])]
-                lines[title].setdefault(name, first).append(
-                    (content["timing"][kind][key], scores[key][field])
-                )
-    write_figure(
-        lambda theme: lines_figure(lines, x=f"{kind}, as a multiple of dense", y="", theme=theme),
-        picture,
-        formats=("svg",),
-    )
-    image = (
-        f'<picture><source media="(prefers-color-scheme: dark)" srcset="images/{picture.name}-dark.svg">'
-        f'<img alt="Fidelity, probe and retrieval of MiniLM against time, for every method" '
-        f'src="images/{picture.name}.svg"></picture>'
-    )
-    replace_part(page, part, "\n".join([textwrap.fill(lead, 120), "", *table(content), "", image]))
+    replace_part(page, part, "\n".join([textwrap.fill(lead, 120), "", *table(content)]))
 
 
 def find_model(folder: str | None) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from torch import nn
 
-from seqboat.paper.targets import GROUPS, TARGETS
+from seqboat.paper import GROUPS, TARGETS
 from seqboat.paper.trial import Trial
 from seqboat.recipes import find_recipe
 from seqboat.tasks import TASKS

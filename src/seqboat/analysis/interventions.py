@@ -13,11 +13,11 @@ token that would have been skipped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,10 +27,14 @@ from torch import Tensor
 from seqboat.analysis.traces import Site, sites
 from seqboat.core.checks import require
 from seqboat.layers.policy import Override, overridden
+from seqboat.plotting import Style, Theme, dress, legend, line_style, new_figure, style_of
 from seqboat.run import Run
 from seqboat.tasks.task import Batch, Split, Task
 from seqboat.training.evaluate import evaluate
 from seqboat.training.parallel import World
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
@@ -210,3 +214,91 @@ def intervene(
         if progress is not None:
             progress(outcomes[-1], done, len(settings))
     return outcomes, task.metric, examples
+
+
+# the picture
+
+Scored = tuple[float, float | None]
+"""A score and its standard error, None if it is unknown."""
+
+
+def intervention_figure(
+    settings: Mapping[str, Scored],
+    thresholds: Mapping[float, tuple[float, float | None, float]],
+    *,
+    metric: str,
+    usual: Scored,
+    theme: Theme = "light",
+) -> Figure:
+    """The score under every forced decision, and the score and the activation as the threshold moves.
+
+    Args:
+        settings: score by what was forced, from top to bottom, with its standard error.
+        thresholds: score, standard error and mean activation rate by threshold.
+        metric: name of the score.
+        usual: score of the unchanged model, drawn as a line with a band of one standard error.
+        theme: light or dark.
+    """
+    style = style_of(theme)
+    figure = new_figure(9.6, max(2.9, 1.1 + 0.3 * len(settings)), style)
+    left, right = figure.subplots(1, 2)
+    names = list(settings)
+    scores = np.array([score for score, _ in settings.values()], dtype=float)
+    rows = np.arange(len(names))
+    left.errorbar(
+        scores,
+        rows,
+        xerr=[error or 0.0 for _, error in settings.values()],
+        capsize=3,
+        elinewidth=1.2,
+        **{**line_style(style, 0), "ls": "none", "ms": 7},
+    )
+    _draw_usual(left.axvline, left.axvspan, style, usual)
+    left.set_yticks(rows, names)
+    left.set_ylim(len(names) - 0.4, -0.6)
+    left.set_xlabel(f"{metric} ± standard error")
+    dress(left, style, "x")
+    places = sorted(thresholds)
+    if places:
+        drawn = right.errorbar(
+            places,
+            [thresholds[t][0] for t in places],
+            yerr=[thresholds[t][1] or 0.0 for t in places],
+            capsize=3,
+            elinewidth=1.2,
+            label=metric,
+            **line_style(style, 0),
+        )
+        band = _draw_usual(right.axhline, right.axhspan, style, usual)
+        active = right.twinx()
+        (line,) = active.plot(
+            places, [thresholds[t][2] for t in places], label="tokens that attend", **line_style(style, 1)
+        )
+        active.set_ylim(-0.02, 1.02)
+        active.set_ylabel("tokens that attend")
+        active.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+        dress(active, style, None)
+        active.patch.set_visible(False)
+        active.spines["right"].set_visible(True)
+        # below the axes: curves may be anywhere inside
+        legend(
+            right,
+            style,
+            handles=[drawn, line, band],
+            labels=[metric, "tokens that attend", "unchanged"],
+            loc="upper center",
+            bbox_to_anchor=(0.5, -0.2),
+            ncols=3,
+        )
+    right.set_xlabel("threshold of the probability")
+    right.set_ylabel(metric)
+    dress(right, style)
+    return figure
+
+
+def _draw_usual(line: Any, span: Any, style: Style, usual: Scored) -> Any:
+    """The score of the unchanged model, with a band of one standard error; returns the line."""
+    score, error = usual
+    if error:
+        span(score - error, score + error, color=style.faint, alpha=0.5, lw=0, zorder=0)
+    return line(score, color=style.ink, lw=1, ls="--")

@@ -147,7 +147,8 @@ def _error(value: float | None) -> str:
 
 def draw(outcomes: Sequence[InterventionResult], metric: str, path: Path) -> None:
     """The same as a picture."""
-    from seqboat.figures import intervention_figure, save_figure
+    from seqboat.analysis.interventions import intervention_figure
+    from seqboat.plotting import save_figure
 
     forced = {
         outcome.setting.name: (outcome.metrics[metric], outcome.error)

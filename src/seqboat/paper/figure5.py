@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from seqboat.core.checks import require
 from seqboat.paper import published
 from seqboat.paper.published import CHANCE
-from seqboat.paper.tables import (
+from seqboat.paper.target import (
     Make,
     Pictures,
-    Record,
-    Records,
+    Row,
+    Rows,
+    Target,
     mean_seconds,
     on_accelerator,
     rates_text,
@@ -19,28 +22,38 @@ from seqboat.paper.tables import (
     table,
     validation_scores,
 )
-from seqboat.paper.target import ScoredTarget
 from seqboat.paper.trial import CUT_SHORT, Scale, Trial, memory_sizes
+from seqboat.plotting import (
+    Theme,
+    draw_chance,
+    dress,
+    label_points,
+    legend,
+    line_style,
+    panels_figure,
+    style_of,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
-class TradeoffTarget(ScoredTarget):
+def show(trials: Sequence[Trial], rows: Rows, pictures: Pictures) -> list[str]:
     """A table and a panel for each task: a row and a point for every size."""
-
-    def show(self, scale: Scale, records: Sequence[Record], pictures: Pictures) -> list[str]:
-        trials, found = self.trials(scale), self.found(scale, records)
-        return [*_tables(trials, found), *pictures.show(_draw(trials, found))]
+    return [*_tables(trials, rows), *pictures.show(_draw(trials, rows))]
 
 
-def training_hours(record: Record) -> float | None:
+def training_hours(row: Row) -> float | None:
     """What all steps of a run took: hours of wall time times GPUs, or processor hours on a CPU."""
-    seconds = mean_seconds([record])
+    seconds = mean_seconds([row])
     if seconds is None:
         return None
-    steps = record["curve"][-1][0]
-    return seconds * steps * (record.get("processes", 1) if on_accelerator(record) else 1) / 3600
+    return float(
+        seconds * row["curve"][-1][0] * (row["cost"]["processes"] if on_accelerator(row) else 1) / 3600
+    )
 
 
-def _tables(trials: Sequence[Trial], records: Records) -> list[str]:
+def _tables(trials: Sequence[Trial], recorded: Rows) -> list[str]:
     lines = []
     for task in dict.fromkeys(trial.task for trial in trials):
         own = [trial for trial in trials if trial.task == task]
@@ -50,10 +63,10 @@ def _tables(trials: Sequence[Trial], records: Records) -> list[str]:
             cells = [str(size)]
             for model in models:
                 trial = next(t for t in own if t.title == model and t.size == size)
-                found = records[trial.name]
+                found = recorded[trial.name]
                 hours = [hours for hours in map(training_hours, found) if hours is not None]
                 cells += [
-                    score_text(validation_scores(found), found[0]["metric"]) if found else "not run",
+                    score_text(validation_scores(found), found[0]["score"]["metric"]) if found else "not run",
                     f"{statistics.mean(hours):.2g}" if hours else "-",
                     rates_text(found[0]["activation"]) if found else "-",
                 ]
@@ -65,13 +78,11 @@ def _tables(trials: Sequence[Trial], records: Records) -> list[str]:
     return lines
 
 
-def _draw(trials: Sequence[Trial], records: Records) -> Make | None:
-    from seqboat.figures import Point, tradeoff_figure
-
+def _draw(trials: Sequence[Trial], recorded: Rows) -> Make | None:
     panels: dict[str, dict[str, list[Point]]] = {}
-    gpu = any(on_accelerator(r) for found in records.values() for r in found)
+    gpu = any(on_accelerator(r) for found in recorded.values() for r in found)
     for trial in trials:
-        found = [r for r in records[trial.name] if on_accelerator(r) == gpu]
+        found = [r for r in recorded[trial.name] if on_accelerator(r) == gpu]
         hours = [hours for hours in map(training_hours, found) if hours is not None]
         if hours:
             scores = [100 * score for score in validation_scores(found)]
@@ -102,6 +113,99 @@ def _draw(trials: Sequence[Trial], records: Records) -> Make | None:
     )
 
 
+class Point(NamedTuple):
+    """One model in a plot of speed against quality."""
+
+    size: int
+    """of its memory or of its chunks"""
+    speed: float
+    score: float
+    std: float | None = None
+    """of the score over seeds"""
+
+
+def pareto_front(points: Sequence[Point], faster: Literal["high", "low"] = "high") -> list[Point]:
+    """The points that no other one beats in both speed and score.
+
+    >>> [p.size for p in pareto_front([Point(16, 3, 0.5), Point(32, 2, 0.7), Point(64, 1, 0.6)])]
+    [16, 32]
+    """
+    sign = 1 if faster == "high" else -1
+    front: list[Point] = []
+    for point in sorted(points, key=lambda p: (-sign * p.speed, -p.score)):
+        if not front or point.score > front[-1].score:
+            front.append(point)
+    return front
+
+
+def tradeoff_figure(
+    panels: Mapping[str, Mapping[str, Sequence[Point]]],
+    *,
+    speed: str,
+    score: str,
+    faster: Literal["high", "low"] = "high",
+    chance: Mapping[str, float] | None = None,
+    theme: Theme = "light",
+) -> Figure:
+    """Speed against quality, a line per family of models, with the memory size beside every point.
+
+    Points on the common front, which none beats in both, have a ring around them.
+
+    Args:
+        panels: by title, points of each family.
+        speed: label of the horizontal axis.
+        score: label of the vertical axis.
+        faster: whether high or low values of speed are the fast ones; the fast end is to the right.
+        chance: by title, the score of guessing: the vertical axis begins below it.
+        theme: light or dark.
+    """
+    style = style_of(theme)
+    figure, row = panels_figure(style, list(panels), 5.0, 3.8)
+    for axes, (title, families) in zip(row, panels.items(), strict=True):
+        everyone = [point for points in families.values() for point in points]
+        require(len(everyone) > 0, "a panel must hold at least one point")
+        labels, paths = [], []
+        for number, (name, points) in enumerate(families.items()):
+            ordered = sorted(points, key=lambda point: point.size)
+            look = line_style(style, number)
+            error = [point.std or 0.0 for point in ordered]
+            axes.errorbar(
+                [point.speed for point in ordered],
+                [point.score for point in ordered],
+                error if any(error) else None,
+                capsize=2,
+                elinewidth=0.8,
+                label=name,
+                **look,
+            )
+            labels += [(str(point.size), point.speed, point.score, look["color"]) for point in ordered]
+            paths.append([(point.speed, point.score) for point in ordered])
+        front = pareto_front(everyone, faster)
+        axes.plot(
+            [point.speed for point in front],
+            [point.score for point in front],
+            ls="none",
+            marker="o",
+            ms=11,
+            mfc="none",
+            mec=style.ink,
+            mew=0.9,
+            label="on the common front",
+        )
+        dress(axes, style)
+        axes.margins(x=0.14, y=0.14)
+        if chance is not None and title in chance:
+            draw_chance(axes, style, chance[title])
+        if faster == "low":
+            axes.set_xlim(left=0)
+            axes.invert_xaxis()
+        axes.set_xlabel(speed)
+        axes.set_ylabel(score)
+        legend(axes, style, loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=len(families) + 1)
+        label_points(axes, labels, paths)
+    return figure
+
+
 def _runs(scale: Scale) -> tuple[Trial, ...]:
     return tuple(
         trial
@@ -111,7 +215,7 @@ def _runs(scale: Scale) -> tuple[Trial, ...]:
     )
 
 
-TRADEOFF = TradeoffTarget(
+TRADEOFF = Target(
     name="tradeoff",
     title="Speed against accuracy",
     where="figure 5",
@@ -121,4 +225,5 @@ TRADEOFF = TradeoffTarget(
     cut=f"{CUT_SHORT} Sequences have 256 tokens, so memories of 16 to 128; one seed instead of three.",
     small=_runs("small"),
     paper=_runs("paper"),
+    show=show,
 )

@@ -1,116 +1,131 @@
-"""Results as a page: every number beside the paper's, with the command that makes it, and what was not run.
+"""Results: a line of results.jsonl for every finished run, and the page that shows them beside the paper's numbers.
 
-Records (plain data from `Target.collect` and `measure`) are kept in a JSON file beside the page, and the page is
-written from all of them, so that runs of several days and machines add up.
+    add_row(path, row)                          written at once: runs of several days and processes add up
+    rows = read_rows([one, two])                those of several machines
+    write_page(Path("results.md"), rows, targets)
+
+A row on a page comes from a commit that is in the history; a changed working copy is no source.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import get_args
 
-from seqboat.data.files import read_json, taking_turns, write_text
-from seqboat.paper.tables import Pictures, Record, on_accelerator, showing
-from seqboat.paper.target import Target
-from seqboat.paper.targets import TARGETS
+from seqboat.data.files import taking_turns, write_text
+from seqboat.paper.target import Pictures, Row, Target, on_accelerator
 from seqboat.paper.trial import Scale, Trial
 
-_KEY = ("target", "scale", "trial", "seed")
+KEY = ("scale", "trial", "seed")
 
 
-def record_key(record: Record) -> tuple[str, ...]:
-    """What a record is of: target, scale, trial and seed."""
-    return tuple(str(record[key]) for key in _KEY)
+def key(row: Row) -> tuple[str, ...]:
+    """Which run a row is of: scale, trial and seed."""
+    return tuple(str(row[name]) for name in KEY)
 
 
-def read_records(page: Path) -> list[Record]:
-    """The records behind a page; none if there is no page yet."""
-    path = page.with_suffix(".json")
-    if not path.exists():
-        return []
-    records = read_json(path)
-    if not isinstance(records, list) or not all(isinstance(r, dict) and {*_KEY} <= r.keys() for r in records):
-        raise ValueError(f"{path} does not hold results: not a list of records")
-    return records
+def read_rows(files: Sequence[Path]) -> list[Row]:
+    """The rows of several files, each run once.
 
-
-def add_records(page: Path, new: Sequence[Record]) -> list[Record]:
-    """Add records to a page, replacing those of the same run, and write the page again.
-
-    Processes that write to one page take turns.
+    What two files observed of one run is joined; two rows that differ in anything else are an error.
     """
-    page.parent.mkdir(parents=True, exist_ok=True)
-    with taking_turns(page.parent):
-        return _write(page, [*read_records(page), *new], {(r["target"], r["scale"]) for r in new})
+    found: dict[tuple[str, ...], tuple[Row, str]] = {}
+    for path in files:
+        if not path.is_file():
+            raise ValueError(f"there is no {path}: `seqboat reproduce TARGET` writes results.jsonl")
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+            row, place = _parse(line, f"{path}, line {number}"), f"{path}, line {number}"
+            if key(row) in found:
+                other, where = found[key(row)]
+                if other | {"observed": None} != row | {"observed": None}:
+                    raise ValueError(f"{where} and {place} are of one run, {' '.join(key(row))}, and differ")
+                row = row | {"observed": other["observed"] | row["observed"]}
+            found[key(row)] = row, place
+    return [row for row, _ in found.values()]
 
 
-def write_records(page: Path, records: Sequence[Record]) -> list[Record]:
-    """Write a page of these records and no others."""
-    page.parent.mkdir(parents=True, exist_ok=True)
-    with taking_turns(page.parent):
-        return _write(page, records, {(r["target"], r["scale"]) for r in records})
+def _parse(line: str, place: str) -> Row:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{place} is not JSON: {error}") from None
+    if not isinstance(row, dict) or not {*KEY, "observed"} <= row.keys():
+        raise ValueError(f"{place} is not a row of results: it needs {', '.join(KEY)} and observed")
+    return row
 
 
-def rewrite(page: Path) -> list[Record]:
-    """Write the page and all its figures again from the records behind it."""
-    if not page.with_suffix(".json").exists():
-        raise ValueError(f"there is no {page.with_suffix('.json')} to write {page} from")
-    return write_records(page, read_records(page))
+def find_row(path: Path, scale: str, trial: str, seed: int) -> Row | None:
+    """The row of a run, if there is one."""
+    rows = read_rows([path]) if path.exists() else []
+    return next((row for row in rows if key(row) == (scale, trial, str(seed))), None)
 
 
-def _write(page: Path, records: Sequence[Record], changed: Collection[tuple[str, Scale]]) -> list[Record]:
-    found = {record_key(r): r for r in records}
-    order = {name: i for i, name in enumerate(TARGETS)}
-    with showing(page.with_suffix(".json")):
-        ordered = sorted(
-            found.values(),
-            key=lambda r: (order.get(r["target"], len(order)), r["scale"], r["trial"], r["seed"]),
+def add_row(path: Path, row: Row) -> None:
+    """Write a row, which replaces that of the same run. Processes that write to one file take turns."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with taking_turns(path.parent):
+        rows = {key(other): other for other in (read_rows([path]) if path.exists() else [])}
+        rows[key(row)] = row
+        write_text(path, "".join(json.dumps(other, ensure_ascii=False) + "\n" for other in rows.values()))
+
+
+def check_commits(rows: Sequence[Row]) -> None:
+    """Refuse rows that nobody could make again: of a changed working copy, or of a commit outside the history."""
+    for commit in dict.fromkeys(row.get("commit") for row in rows):
+        places = [" ".join(key(row)) for row in rows if row.get("commit") == commit]
+        if commit is None or commit.endswith("-dirty"):
+            state = "no commit" if commit is None else f"a changed working copy ({commit})"
+            raise ValueError(f"{places[0]} was run from {state}: commit, move the run away and run it again")
+        asked = subprocess.run(
+            ["git", "merge-base", "--is-ancestor", commit, "HEAD"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            timeout=10,
         )
-        write_text(page.with_suffix(".json"), _compact(ordered))
-        write_page(page, ordered, changed)
-    return ordered
+        if asked.returncode:
+            raise ValueError(f"{places[0]} was run from {commit}, which is not a commit of this history")
 
 
-def _compact(records: Sequence[Record]) -> str:
-    """JSON with a line per record, so that a new run is a new line in a diff."""
-    return "[\n" + ",\n".join(json.dumps(r, ensure_ascii=False) for r in records) + "\n]\n"
+@contextmanager
+def showing(target: Target, scale: str) -> Iterator[None]:
+    """Name the part of a page whose rows cannot be shown: one that was edited may lack any field."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, StopIteration, TypeError, ValueError) as error:
+        what = f"{target.name} at scale {scale}"
+        raise ValueError(f"a row of {what} cannot be shown: {type(error).__name__}: {error}") from error
 
 
-def write_page(page: Path, records: Sequence[Record], changed: Collection[tuple[str, Scale]]) -> None:
-    """Write the page and its figures.
-
-    Args:
-        page: to write.
-        records: all of them.
-        changed: targets and scales with new records; figures of others are drawn only if they are missing.
-    """
+def write_page(page: Path, rows: Sequence[Row], targets: Sequence[Target]) -> None:
+    """Write the page and its figures."""
     lines = [
         "# Results",
         "",
-        "`seqboat reproduce` writes this page from the JSON file of the same name; do not edit it by hand. Minutes",
-        "cover training and its evaluations: wall-clock time, and processor time, which does not depend on how busy",
-        "the machine is.",
+        "`seqboat reproduce page` writes this page from results.jsonl; do not edit it by hand. Minutes are those of",
+        "training and its evaluations: wall-clock time, and processor time, which depends less on what else runs.",
         "",
     ]
-    for target in TARGETS.values():
+    page.parent.mkdir(parents=True, exist_ok=True)
+    for target in targets:
         for scale in get_args(Scale):
-            names = {trial.name for trial in target.trials(scale)}
-            mine = [
-                r
-                for r in records
-                if (r["target"], r["scale"]) == (target.name, scale) and r["trial"] in names
-            ]
-            if names:
-                redraw = (target.name, scale) in changed
-                pictures = Pictures(page.parent, redraw, f"results-{target.name}-{scale}", target.title)
-                lines += _section(target, scale, mine, pictures)
+            if target.trials(scale):
+                pictures = Pictures(page.parent, f"results-{target.name}-{scale}", target.title)
+                with showing(target, scale):
+                    lines += _section(target, scale, rows, pictures)
     write_text(page, "\n".join(lines).rstrip() + "\n")
 
 
-def _section(target: Target, scale: Scale, records: Sequence[Record], pictures: Pictures) -> list[str]:
+def _section(target: Target, scale: Scale, rows: Sequence[Row], pictures: Pictures) -> list[str]:
     trials = target.trials(scale)
+    mine = [row for row in rows if row["scale"] == scale]
+    if target.observe is not None:
+        mine = [row for row in mine if target.name in row["observed"]]
+    found = {trial.name: [row for row in mine if row["trial"] == trial.name] for trial in trials}
+    shown = [row for some in found.values() for row in some]
     command = f"seqboat reproduce {target.name} --scale {scale}"
     size = "small variants on two cores" if scale == "small" else "as published"
     lines = [
@@ -119,24 +134,17 @@ def _section(target: Target, scale: Scale, records: Sequence[Record], pictures: 
         f"{target.where[0].upper() + target.where[1:]}. {target.about}",
         "",
     ]
-    if not records:
-        what = f" runs it: {_commands(trials, command)}." if trials else " measures it."
-        return [*lines, f"Not run here. `{command}`{what}", ""]
+    if not shown:
+        return [*lines, f"Not run here. `{command}` runs it: {_commands(trials, command)}.", ""]
     lines += [f"`{command}`", ""]
     if scale == "small" and target.cut:
         lines += [f"Cut: {target.cut}", ""]
-    lines += target.show(scale, records, pictures)
-    made = sorted(
-        {(r["versions"]["seqboat"], r["versions"]["torch"], r["commit"] or "unknown") for r in records}
-    )
-    devices = sorted({r["device"] for r in records if on_accelerator(r)})
+    lines += target.show(trials, found, pictures)
+    made = sorted({(row["versions"]["seqboat"], row["versions"]["torch"], row["commit"]) for row in shown})
+    devices = sorted({row["device"] for row in shown if on_accelerator(row)})
     where = f" on {', '.join(devices)}" if devices else ""
-    lines += [
-        "",
-        "Made with " + "; ".join(f"seqboat {v} at {c}, torch {t}" for v, t, c in made) + f"{where}.",
-        "",
-    ]
-    return lines
+    by = "; ".join(f"seqboat {version} at {commit}, torch {torch}" for version, torch, commit in made)
+    return [*lines, "", f"Made with {by}{where}.", ""]
 
 
 FEW = 8

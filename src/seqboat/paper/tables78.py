@@ -6,16 +6,17 @@ import dataclasses
 from collections.abc import Sequence
 
 from seqboat.paper.published import ABLATIONS, TITLES
-from seqboat.paper.tables import (
+from seqboat.paper.target import (
     Pictures,
-    Record,
+    Row,
+    Rows,
+    Target,
     mean_seconds,
     ratio_text,
     score_text,
     table,
     validation_scores,
 )
-from seqboat.paper.target import ScoredTarget
 from seqboat.paper.trial import CUT_SHORT, Scale, Trial, ablation_run
 
 TASKS = ("image", "listops", "pathfinder")
@@ -42,40 +43,37 @@ def ablation_runs(scale: Scale) -> tuple[Trial, ...]:
     return tuple(trials)
 
 
-class AblationTarget(ScoredTarget):
+def show(trials: Sequence[Trial], recorded: Rows, pictures: Pictures) -> list[str]:
     """A table for each of the paper's: rows are forms of the layer, columns are tasks."""
-
-    def show(self, scale: Scale, records: Sequence[Record], pictures: Pictures) -> list[str]:
-        trials, recorded = self.trials(scale), self.found(scale, records)
-        lines = []
-        for name in dict.fromkeys(trial.table for trial in trials if trial.table):
-            tasks = list(dict.fromkeys(trial.task for trial in trials if trial.table == name))
-            found = {(t.title, t.task): t for t in trials if t.table in (name, "")}
-            head = [name]
+    lines = []
+    for name in dict.fromkeys(trial.table for trial in trials if trial.table):
+        tasks = list(dict.fromkeys(trial.task for trial in trials if trial.table == name))
+        found = {(t.title, t.task): t for t in trials if t.table in (name, "")}
+        head = [name]
+        for task in tasks:
+            head += [f"{TITLES[task]}, ours", "paper", "speed, ours", "paper"]
+        rows = []
+        for title in dict.fromkeys(title for title, _ in found):
+            cells = [title]
             for task in tasks:
-                head += [f"{TITLES[task]}, ours", "paper", "speed, ours", "paper"]
-            rows = []
-            for title in dict.fromkeys(title for title, _ in found):
-                cells = [title]
-                for task in tasks:
-                    trial = found[title, task]
-                    cells += _cells(trial, recorded[trial.name], recorded[trial.baseline or trial.name])
-                rows.append(cells)
-            lines += table(head, rows)
-        return lines
+                trial = found[title, task]
+                cells += _cells(trial, recorded[trial.name], recorded[trial.baseline or trial.name])
+            rows.append(cells)
+        lines += table(head, rows)
+    return lines
 
 
-def _cells(trial: Trial, own: Sequence[Record], base: Sequence[Record]) -> list[str]:
+def _cells(trial: Trial, own: Sequence[Row], base: Sequence[Row]) -> list[str]:
     published = ratio_text(trial.paper_speed)
     if not own:
         return ["not run", trial.paper or "-", "-", published]
-    score = score_text(validation_scores(own), own[0]["metric"])
+    score = score_text(validation_scores(own), own[0]["score"]["metric"])
     seconds, reference = mean_seconds(own), mean_seconds(base)
     speed = f"{reference / seconds:.2f}x" if seconds and reference else "-"
     return [score, trial.paper or "-", speed, published]
 
 
-ABLATION = AblationTarget(
+ABLATION = Target(
     name="ablation",
     title="Ablations",
     where="tables 7 and 8",
@@ -84,4 +82,5 @@ ABLATION = AblationTarget(
     cut=CUT_SHORT,
     small=ablation_runs("small"),
     paper=ablation_runs("paper"),
+    show=show,
 )

@@ -1,89 +1,74 @@
-"""What every target of `seqboat reproduce` can do: say what it consists of, collect a finished run, and show itself.
+"""What a table or figure of the paper consists of, and the parts of a page that shows it.
 
-There are two families: targets that score trained runs, and targets that look at what the layers of trained runs do.
+target.trials("small")                            the runs that it needs
+target.observe(run, device)                       what it needs of a finished run beyond its score
+target.show(trials, rows, pictures)               its tables and figures as lines of a page
 """
 
 from __future__ import annotations
 
-import json
-from abc import ABC, abstractmethod
+import html
+import importlib.util
+import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from seqboat.data.files import write_json
-from seqboat.paper.machine import Machine
-from seqboat.paper.tables import Pictures, Record, Records
 from seqboat.paper.trial import Scale, Trial
 from seqboat.run import Run
-from seqboat.training.checkpoint import CheckpointStore
-from seqboat.training.config import RunConfig
-from seqboat.training.parallel import choose_device
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from seqboat.plotting import Theme
+
+Row = dict[str, Any]
+"""What is known of a run: a line of results.jsonl."""
+Rows = Mapping[str, Sequence[Row]]
+"""Rows by the name of their trial, one for each seed; empty for trials that were not run."""
+Make = Callable[["Theme"], "Figure"]
+"""Draws a figure in a theme."""
 OnProgress = Callable[[int, int], None]
 """Called with the batches done and all."""
+Observe = Callable[[Run, torch.device, OnProgress | None], dict[str, Any]]
+"""What a figure shows of a finished run, as plain data."""
 
-TEST = "test.json"
-"""In a run's folder: its score on held-out data, so that a second call need not compute it again."""
 
+class Pictures(NamedTuple):
+    """Where the figures of a target go."""
 
-class Job(NamedTuple):
-    """One run of a trial."""
-
-    target: Target
-    scale: Scale
-    trial: Trial
-    seed: int
     folder: Path
-    step: int
-    """steps done"""
-    steps: int
-    finished: bool
-    machine: Machine = Machine()
+    """of the page"""
+    name: str
+    """of the files"""
+    title: str
+    """for readers who do not see it"""
 
-    @property
-    def config(self) -> RunConfig:
-        """The configuration of the run on this machine."""
-        found = CheckpointStore(self.folder).newest() if self.folder.is_dir() else None
-        return self.machine.configure(self.trial.config(self.seed), None if found is None else found.config())
+    def show(self, make: Make | None, suffix: str = "", title: str = "") -> list[str]:
+        """Draw a figure in all its forms; returns the lines that show it.
 
-    @property
-    def device(self) -> torch.device:
-        """Where its model is scored and looked at: the device that it is trained on."""
-        return choose_device(self.config.training.device)
+        Args:
+            make: draws it in a theme; None if there is nothing to draw.
+            suffix: of the file names, where a target has several figures.
+            title: if it is not the target's.
+        """
+        if make is None or importlib.util.find_spec("matplotlib") is None:
+            return []
+        from seqboat.plotting import write_figure
 
-    @property
-    def minutes_left(self) -> float | None:
-        """Processor minutes that it should take; None where that is unknown."""
-        if self.finished:
-            return 0.0
-        if self.trial.minutes is None:
-            return None
-        return self.trial.minutes * (1 - self.step / self.steps)
-
-    def about(self) -> dict[str, Any]:
-        """What the run wrote down about itself."""
-        return Run(self.folder).about
-
-    def origin(self) -> Record:
-        """Where a record of the run comes from."""
-        about = self.about()
-        return {
-            "target": self.target.name,
-            "scale": self.scale,
-            "trial": self.trial.name,
-            "seed": self.seed,
-            "command": self.trial.command(self.seed),
-            "versions": about["versions"],
-            "commit": about.get("commit"),
-        }
+        name = self.name + suffix
+        write_figure(make, self.folder / "images" / name, formats=("svg",))
+        text = html.escape(title or self.title)
+        dark = f'<source media="(prefers-color-scheme: dark)" srcset="images/{name}-dark.svg">'
+        return [f'<picture>{dark}<img alt="{text}" src="images/{name}.svg"></picture>', ""]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Target(ABC):
+class Target:
     """A table or figure of the paper."""
 
     name: str
@@ -96,125 +81,61 @@ class Target(ABC):
     """what the small trials leave out beyond their recipes"""
     small: tuple[Trial, ...] = ()
     paper: tuple[Trial, ...] = ()
+    observe: Observe | None = None
+    """what it needs of a run beyond its score"""
+    show: Callable[[Sequence[Trial], Rows, Pictures], list[str]]
+    """tables and figures as lines of the page, from the rows of some trials, of which at least one was run"""
 
     def trials(self, scale: Scale) -> tuple[Trial, ...]:
         """What is trained at one scale."""
         return self.small if scale == "small" else self.paper
 
-    def found(self, scale: Scale, records: Sequence[Record]) -> Records:
-        """Records of one scale by the name of their trial; empty for trials that were not run."""
-        return {trial.name: [r for r in records if r["trial"] == trial.name] for trial in self.trials(scale)}
 
-    @abstractmethod
-    def collect(self, job: Job, progress: OnProgress | None = None) -> Record:
-        """What a finished run showed, as plain data."""
-
-    @abstractmethod
-    def summarize(self, record: Record) -> str:
-        """A record in a few words, for the terminal."""
-
-    @abstractmethod
-    def show(self, scale: Scale, records: Sequence[Record], pictures: Pictures) -> list[str]:
-        """Tables and figures as lines of the page.
-
-        Args:
-            scale: which of the two sections.
-            records: those of the target at this scale; at least one.
-            pictures: draws figures.
-        """
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table and an empty line."""
+    lines = ["| " + " | ".join(cells) + " |" for cells in (head, *rows)]
+    return [lines[0], "|" + "---|" * len(head), *lines[1:], ""]
 
 
-class ScoredTarget(Target):
-    """Shows how well trained models do: their score on the test split, and what training took."""
-
-    def collect(self, job: Job, progress: OnProgress | None = None) -> Record:
-        test = _test_score(job, progress)
-        about = job.about()
-        records = Run(job.folder).metrics
-        config = job.config
-        task = config.build_task()
-        scored = [r for r in records if r["split"] == config.evaluation.split]
-        first = next(r for r in records if r["split"] == "train")
-        curve = [[r["step"], r[task.metric]] for r in scored]
-        return job.origin() | {
-            "metric": task.metric,
-            "better": task.better,
-            "test": test[task.metric],
-            "examples": test["examples"],
-            "data": task.origin(),
-            "activation": test["activation"],
-            "curve": curve,
-            "first_loss": [first["step"], first["loss"]],
-            "last_loss": scored[-1]["loss"],
-            "step_seconds": per_step(records, "processor"),
-            "step_wall_seconds": per_step(records, "elapsed"),
-            "step_memory_mb": step_memory(records),
-            "parameters": about["parameters"],
-            "threads": about.get("threads"),
-            "device": about.get("device"),
-            "processes": about.get("processes", 1),
-            "minutes": max(r.get("elapsed", 0.0) for r in records) / 60,
-            "processor_minutes": max(r.get("processor", 0.0) for r in records) / 60,
-        }
-
-    def summarize(self, record: Record) -> str:
-        return f"{record['metric']} {record['test']:.4f} on the test split"
+def score_text(values: Sequence[float], metric: str) -> str:
+    """Mean, and std over seeds, in the unit of the paper's tables."""
+    mean = statistics.mean(values)
+    std = statistics.stdev(values) if len(values) > 1 else math.nan
+    if metric == "accuracy":
+        return f"{100 * mean:.1f} %" + (f" ± {100 * std:.1f}" if len(values) > 1 else "")
+    return f"{mean:.3f} {metric}" + (f" ± {std:.3f}" if len(values) > 1 else "")
 
 
-def per_step(records: Sequence[Mapping[str, Any]], clock: str) -> float | None:
-    """Seconds of a training step, averaged over a run, without evaluations and saving.
-
-    Args:
-        records: of metrics.jsonl. None is returned if a record of training lacks the clock.
-        clock: "elapsed" for wall time, or "processor".
-    """
-    before = spent = 0.0
-    steps = 0
-    for record in records:
-        if record["split"] == "train":
-            if clock not in record:
-                return None
-            spent += record[clock] - before
-            steps = record["step"]
-        before = record.get(clock, before)
-    return spent / steps if steps else None
+def rates_text(activation: Sequence[float | None]) -> str:
+    """Activation per layer, in percent."""
+    return " ".join("-" if rate is None else f"{100 * rate:.0f}" for rate in activation)
 
 
-def step_memory(records: Sequence[Mapping[str, Any]]) -> float | None:
-    """Allocated memory of a training step in MB, averaged over a run; None where it was not recorded."""
-    before = 0
-    total = 0.0
-    for record in records:
-        if record["split"] == "train":
-            if "step_memory_mb" not in record:
-                return None
-            total += record["step_memory_mb"] * (record["step"] - before)
-            before = record["step"]
-    return total / before if before else None
+def ratio_text(ratio: float | None, digits: int = 2) -> str:
+    """A multiple of something; a dash where there is none."""
+    return "-" if ratio is None else f"{ratio:.{digits}f}x"
 
 
-def _test_score(job: Job, progress: OnProgress | None) -> dict[str, Any]:
-    """The score of a run's best checkpoint on its test split, kept in the run's folder."""
-    source, path = Run(job.folder), job.folder / TEST
-    if path.exists():
-        known: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        if known.get("step") == source.step:
-            return known
-    score = source.evaluate("test", progress=progress, device=job.device)
-    score.pop("run")
-    write_json(path, score)
-    return score
+def on_accelerator(row: Row) -> bool:
+    """Whether a run was trained on something else than a CPU."""
+    return row.get("device") not in (None, "cpu")
 
 
-class ObservedTarget(Target):
-    """Shows what the layers of trained models do on validation data."""
+def mean_seconds(rows: Sequence[Row]) -> float | None:
+    """Seconds of a training step, on average: wall time on a GPU, processor time on a CPU."""
+    fields = ["seconds" if on_accelerator(row) else "processor_seconds" for row in rows]
+    known = [row["cost"][field] for row, field in zip(rows, fields, strict=True) if row["cost"].get(field)]
+    return statistics.mean(known) if known else None
 
-    def collect(self, job: Job, progress: OnProgress | None = None) -> Record:
-        return job.origin() | self.observe(job.folder, job.device, progress)
 
-    def summarize(self, record: Record) -> str:
-        return "observed"
+def scores_text(rows: Sequence[Row]) -> str:
+    """The score on the test split: mean, and std over seeds."""
+    return score_text([row["score"]["value"] for row in rows], rows[0]["score"]["metric"])
 
-    @abstractmethod
-    def observe(self, run: Path, device: torch.device, progress: OnProgress | None = None) -> Record:
-        """What the figure shows of a run, as plain data."""
+
+def validation_scores(rows: Sequence[Row]) -> list[float]:
+    """The best score on the validation split of every run."""
+    return [
+        (max if row["score"]["better"] == "higher" else min)(score for _, score in row["curve"])
+        for row in rows
+    ]

@@ -37,8 +37,6 @@ class Trial:
     arguments: tuple[str, ...] = ()
     """settings, as `seqboat train` takes them"""
     seeds: int = 1
-    minutes: float | None = None
-    """processor minutes of one seed, about; None where nobody measured them"""
     paper: str | None = None
     """the number in the paper for the full-size experiment, in the words of its table"""
     table: str = ""
@@ -83,18 +81,6 @@ def _configure(recipe: str, arguments: tuple[str, ...]) -> RunConfig:
 
 # tables 1 to 3
 
-_MINUTES = {
-    "listops": 7,
-    "text": 12,
-    "retrieval": 9,
-    "image": 15,
-    "pathfinder": 11,
-    "pathx": 17,
-    "speech": 15,
-    "enwik8": 15,
-}
-"""Processor minutes of SeqBoat's small runs."""
-
 
 def table_run(table: str, row: str, task: str, scale: Scale) -> Trial:
     """A row of table 1 (`lra`), 2 (`speech`) or 3 (`enwik8`) on one task, at full size or as a small variant."""
@@ -107,7 +93,6 @@ def table_run(table: str, row: str, task: str, scale: Scale) -> Trial:
         title=entry.title,
         recipe=f"{base}{small}" if own else f"{base}{small}/{row}",
         paper=_published(table, row, task),
-        minutes=_MINUTES[task] if own and small else None,
         row=row,
         task=task,
         source=entry.source,
@@ -150,7 +135,6 @@ _SHORT = {
     "enwik8": short_schedule(300, 2, "--evaluation.limit=128"),
 }
 """Settings of the short runs, by task."""
-_SHORT_MINUTES = {"listops": 1.6, "image": 3.3, "pathfinder": 5.5, "enwik8": 3.0}
 CUT_SHORT = (
     "Every row of a task has the same short schedule: ListOps 800 steps of the small recipe's 4,600, Image 600 "
     "of 1,800 with batches of 25 images instead of 50 (validated on 2,000), Pathfinder 500 of 2,000, enwik8 300 of "
@@ -175,7 +159,6 @@ def _short_run(task: str, row: str, *, seeds: int = 1, size: int = 0) -> Trial:
         recipe=f"ablations.{task}-small.{row}" if row else f"{base}-small",
         arguments=(*((f"--model.mixer.{field}={size}",) if size else ()), *_SHORT[task]),
         seeds=seeds,
-        minutes=_SHORT_MINUTES[task] * (1.3 if row == "mega" else 1.0),
         row=row or "seqboat",
         task=task,
     )

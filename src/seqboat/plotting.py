@@ -1,19 +1,32 @@
-"""One style for all figures: colors of two themes, lines that differ in color, marker and dashes, axes."""
+"""One style for all figures: colors of two themes, lines that differ in color, marker and dashes, axes, files.
+
+    style = style_of("dark")
+    figure, (left, right) = panels_figure(style, ["Image", "Text"], 5.0, 3.8)
+    left.plot(x, y, label="SeqBoat", **line_style(style, 0))
+    dress(left, style)
+
+    write_figure(lambda theme: ..., "docs/images/span")         span.svg, span.png, span-dark.svg, ...
+
+matplotlib is imported when a figure is drawn. Markers, dashes and hatches repeat what colors say. Confidences run
+from light to dark and can be read in gray; white always means "not activated". The line colors are those of Okabe and
+Ito, which color-blind readers can tell apart. Axes of accuracy include chance. The same figure gives the same bytes.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
 from seqboat.core.checks import check_choice, require
+from seqboat.data.files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 Theme = Literal["light", "dark"]
@@ -142,15 +155,6 @@ def draw_chance(axes: Axes, style: Style, score: float) -> None:
     axes.set_ylim(min(low, score - 0.1 * (high - score)), high)
 
 
-def plain_log_ticks(axis: Axis) -> None:
-    """Label a logarithmic axis with plain numbers: 1, 2, 5, 10, ..., 1k, ..., 1M."""
-    from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
-
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.set_major_formatter(EngFormatter(sep=""))
-    axis.set_minor_formatter(NullFormatter())
-
-
 _DIRECTIONS = (90, 270, 0, 180, 45, 135, 225, 315)
 _AROUND = [
     (radius * math.cos(math.radians(angle)), radius * math.sin(math.radians(angle)))
@@ -221,10 +225,51 @@ def _overlap(one: Sequence[float], two: Sequence[float]) -> float:
     return max(wide, 0.0) * max(high, 0.0)
 
 
-def confidence_colors() -> tuple[object, object]:
-    """A color map and a norm for confidences from one half to one; the lightest still differs from white."""
-    from matplotlib import colormaps
-    from matplotlib.colors import LinearSegmentedColormap, Normalize
+FORMATS = ("svg", "pdf", "png")
 
-    shades = colormaps["YlGnBu"](np.linspace(0.22, 0.95, 256))
-    return LinearSegmentedColormap.from_list("confidence", list(map(tuple, shades))), Normalize(0.5, 1.0)
+
+def save_figure(figure: Figure, path: str | Path) -> None:
+    """Write a figure in the format of its suffix, atomically.
+
+    Args:
+        figure: to write.
+        path: ends with .png, .svg or .pdf.
+    """
+    from matplotlib import rc_context
+
+    path = Path(path)
+    kind = path.suffix[1:].lower()
+    require(kind in FORMATS, f"the name of a picture must end with .png, .svg or .pdf, got {path.name!r}")
+    # no dates and no random names: the same figure gives the same file
+    metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}, "png": {}}[kind]
+    with rc_context({"svg.hashsalt": "seqboat"}), replacing(path) as stage:
+        figure.savefig(stage, format=kind, dpi=110, metadata=metadata)
+
+
+def write_figure(
+    make: Callable[[Theme], Figure],
+    path: str | Path,
+    formats: Sequence[str] = ("svg", "png"),
+    themes: Sequence[Theme] = THEMES,
+) -> list[Path]:
+    """Draw a figure in every theme and write it in every format.
+
+    Args:
+        make: draws it in a theme.
+        path: without an ending; the dark ones end with -dark.
+        formats: of svg, pdf and png.
+        themes: light, dark or both.
+
+    Returns:
+        The files.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written = []
+    for theme in themes:
+        figure = make(theme)
+        for kind in formats:
+            name = path.name + ("" if theme == "light" else f"-{theme}")
+            written.append(path.with_name(f"{name}.{kind}"))
+            save_figure(figure, written[-1])
+    return written
