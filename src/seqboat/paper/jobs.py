@@ -28,8 +28,8 @@ from seqboat.training.checkpoint import CheckpointStore
 from seqboat.training.config import RunConfig, difference, override, split_arguments
 from seqboat.training.config.fields import FREE_TO_CHANGE, TrainingConfig
 from seqboat.training.display import Display
-from seqboat.training.trainer import RunOutcome, train
 from seqboat.training.parallel import choose_device
+from seqboat.training.trainer import RunOutcome, train
 
 EXPERIMENT = ("batch_size", "bucketing", "carry_state", "carry_segments")
 """Fields of training that belong to the experiment."""
