@@ -117,7 +117,7 @@ def test_a_library_that_is_missing_is_named_with_its_extra(
 ) -> None:
     install(raises(ModuleNotFoundError("No module named 'rich'", name="rich.console")))
     assert main(["fake"]) == 2
-    line = "seqboat fake: error: this command needs rich: pip install 'seqboat[cli]'\n"
+    line = "seqboat fake: error: this command needs rich: pip install 'seqboat[lab]'\n"
     assert capsys.readouterr().err == line
     install(raises(ModuleNotFoundError("No module named 'seqbote'", name="seqbote")))
     assert main(["fake"]) == 1
@@ -134,8 +134,8 @@ def test_extras_are_those_of_the_package() -> None:
 @pytest.mark.parametrize(
     ("arguments", "library", "extra"),
     [
-        (["bench", "--lengths", "8"], "rich", "cli"),
-        (["train", "recall", "--print-config"], "yaml", "train"),
+        (["bench", "--lengths", "8"], "rich", "lab"),
+        (["train", "recall", "--print-config"], "yaml", "lab"),
     ],
 )
 def test_commands_say_which_extra_they_need(

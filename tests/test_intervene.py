@@ -164,7 +164,7 @@ def test_mistakes(arguments: list[str], message: str, tmp_path: Path, capsys: An
 def test_a_picture_needs_matplotlib(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["intervene", "nowhere", "--plot", str(tmp_path / "a.svg")]) == 2
-    assert "--plot needs matplotlib: pip install 'seqboat[report]'" in capsys.readouterr().err
+    assert "--plot needs matplotlib: pip install 'seqboat[lab]'" in capsys.readouterr().err
 
 
 def test_scores_that_are_no_numbers_are_null(tmp_path: Path, capsys: Any) -> None:

@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-from types import ModuleType
-
 import pytest
 import torch
 
+from published_layer import Published
 from seqboat import EMAConfig, GAUConfig, S4DConfig, SeqBoat, SeqBoatConfig
 
-SOURCE = Path(__file__).parents[1] / "benchmarks" / "published.py"
 
-
-@pytest.fixture(scope="module")
-def published() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("published", SOURCE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def pair(published: ModuleType, config: SeqBoatConfig, dtype: torch.dtype) -> tuple:
+def pair(config: SeqBoatConfig, dtype: torch.dtype) -> tuple:
     """Our layer and the baseline with the same weights, the attention large enough to matter."""
     torch.manual_seed(0)
     ours = SeqBoat(12, config).to(dtype)
@@ -31,7 +17,7 @@ def pair(published: ModuleType, config: SeqBoatConfig, dtype: torch.dtype) -> tu
         for name, parameter in ours.named_parameters():
             if "units" in name or "linear" in name or "logits" in name:
                 parameter.normal_(std=0.4)
-    theirs = published.Published(12, config).to(dtype)
+    theirs = Published(12, config).to(dtype)
     theirs.load_state_dict(ours.state_dict())
     return ours, theirs
 
@@ -57,8 +43,8 @@ CONFIGS = {
 
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("padded", [False, True])
-def test_published_equals_ours(published: ModuleType, name: str, padded: bool) -> None:
-    ours, theirs = pair(published, CONFIGS[name], torch.float64)
+def test_published_equals_ours(name: str, padded: bool) -> None:
+    ours, theirs = pair(CONFIGS[name], torch.float64)
     x = torch.randn(3, 57, 12, dtype=torch.float64)
     mask = torch.arange(57) < torch.tensor([[57], [31], [3]]) if padded else None
     outputs, grads = [], []
@@ -76,15 +62,15 @@ def test_published_equals_ours(published: ModuleType, name: str, padded: bool) -
         torch.testing.assert_close(grads[1][key], grad, rtol=1e-8, atol=1e-9, msg=key)
 
 
-def test_published_equals_ours_in_float32(published: ModuleType) -> None:
-    ours, theirs = pair(published, CONFIGS["text"], torch.float32)
+def test_published_equals_ours_in_float32() -> None:
+    ours, theirs = pair(CONFIGS["text"], torch.float32)
     x = torch.randn(2, 300, 12)
     # two algorithms of 300 float32 sums each
     torch.testing.assert_close(theirs(x).y, ours(x).y, rtol=1e-5, atol=2e-5)
 
 
-def test_kernel_of_evaluation_follows_the_weights(published: ModuleType) -> None:
-    ours, theirs = pair(published, CONFIGS["text"], torch.float64)
+def test_kernel_of_evaluation_follows_the_weights() -> None:
+    ours, theirs = pair(CONFIGS["text"], torch.float64)
     x = torch.randn(2, 20, 12, dtype=torch.float64)
     with torch.no_grad():
         theirs(x)
@@ -95,8 +81,8 @@ def test_kernel_of_evaluation_follows_the_weights(published: ModuleType) -> None
 
 
 @pytest.mark.parametrize("value", [-50.0, 50.0])
-def test_none_and_all_active(published: ModuleType, value: float) -> None:
-    ours, theirs = pair(published, CONFIGS["original"], torch.float64)
+def test_none_and_all_active(value: float) -> None:
+    ours, theirs = pair(CONFIGS["original"], torch.float64)
     for layer in (ours, theirs):
         with torch.no_grad():
             layer.sma.router.logits.bias.copy_(torch.tensor([0.0, value]))
@@ -105,11 +91,11 @@ def test_none_and_all_active(published: ModuleType, value: float) -> None:
     torch.testing.assert_close(theirs(x).y, ours(x).y)
 
 
-def test_published_refuses_what_it_is_not(published: ModuleType) -> None:
+def test_published_refuses_what_it_is_not() -> None:
     with pytest.raises(ValueError, match="EMAConfig"):
-        published.Published(12, SeqBoatConfig(init="paper", ssm=S4DConfig()))
+        Published(12, SeqBoatConfig(init="paper", ssm=S4DConfig()))
     with pytest.raises(ValueError, match="span"):
-        published.Published(12, SeqBoatConfig(init="paper", gau=GAUConfig(span="full")))
-    layer = published.Published(12, CONFIGS["causal"])
+        Published(12, SeqBoatConfig(init="paper", gau=GAUConfig(span="full")))
+    layer = Published(12, CONFIGS["causal"])
     with pytest.raises(ValueError, match="no state"):
         layer(torch.randn(1, 3, 12), None, layer.init_state(1))

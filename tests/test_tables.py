@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import re
 import subprocess
 import sys
 import tracemalloc
@@ -277,16 +276,6 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, kind: str) -> None:
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
     assert peaks[1] < 25e6 and peaks[1] < 2 * peaks[0], peaks
-
-
-@pytest.mark.slow
-def test_training_on_files_larger_than_its_memory(tmp_path: Path) -> None:
-    """A text of 1.5 GB and a table of 0.4 GB, each read by a process that holds less than that and torch."""
-    script = Path(__file__).parents[1] / "benchmarks" / "large_files.py"
-    command = [sys.executable, str(script), "--text", "1.5", "--table", "0.4", "--folder", str(tmp_path)]
-    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    peaks = {line.partition(":")[0]: int(re.findall(r"[\d,]+", line)[0].replace(",", "")) for line in lines}
-    assert set(peaks) == {"lm", "classify"} and max(peaks.values()) < 1500, peaks
 
 
 def test_a_table_of_free_text_labels_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """What a benchmark measures: mixers by their names, with the fields that differ from the setting.
 
-Two candidates are not mixers: "published" is the paper's algorithm (benchmarks/published.py of the repository), and
+Two candidates are not mixers: "published" is the paper's algorithm (tests/published_layer.py of the repository), and
 "lower-bound" is only the matrix products that our layer cannot avoid.
 """
 
@@ -183,7 +183,7 @@ def _fit(config: Any, setting: LayerSetting) -> Any:
     return config
 
 
-PUBLISHED_SOURCE = Path(__file__).parents[3] / "benchmarks" / "published.py"
+PUBLISHED_SOURCE = Path(__file__).parents[3] / "tests" / "published_layer.py"
 """The published algorithm, which is in the repository but not in the installed package."""
 
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 EXTRAS = {
-    "rich": ("rich", "cli"),
-    "yaml": ("pyyaml", "train"),
-    "matplotlib": ("matplotlib", "report"),
+    "rich": ("rich", "lab"),
+    "yaml": ("pyyaml", "lab"),
+    "matplotlib": ("matplotlib", "lab"),
+    "PIL": ("pillow", "lab"),
+    "pyarrow": ("pyarrow", "lab"),
+    "sklearn": ("scikit-learn", "lab"),
     "transformers": ("transformers", "hf"),
     "onnx": ("onnx", "onnx"),
     "onnxruntime": ("onnxruntime", "onnx"),
-    "PIL": ("pillow", "image"),
-    "pyarrow": ("pyarrow", "parquet"),
-    "tensorboard": ("tensorboard", "tensorboard"),
-    "trackio": ("trackio", "trackio"),
-    "wandb": ("wandb", "wandb"),
 }
 """By the name to import: the library's name, and the extra that has it."""
 
@@ -28,7 +26,7 @@ def missing(module: str, what: str) -> str:
         what: needs it.
 
     >>> missing("PIL", "--image")
-    "--image needs pillow: pip install 'seqboat[image]'"
+    "--image needs pillow: pip install 'seqboat[lab]'"
     """
     library, extra = EXTRAS[module]
     return f"{what} needs {library}: pip install 'seqboat[{extra}]'"

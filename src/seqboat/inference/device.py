@@ -1,7 +1,7 @@
 """A SeqBoat layer in single steps on a GPU: a handful of kernels per token, and no question to the host.
 
 A lean layer in torch asks the router on the host, and launches 10 kernels for an inactive token and 28 for an active
-one (`tools/launches.py --decode`). Here the decision, the states, the memory and all counters stay on the device:
+one. Here the decision, the states, the memory and all counters stay on the device:
 five launches per layer, six if the norm comes last, whatever the router decides. Nothing depends on the host, so a
 step could be captured in a CUDA graph. The kernels are those of `seqboat.ops.kernels.triton_decode`.
 

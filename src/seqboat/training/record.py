@@ -17,7 +17,6 @@ import numpy as np
 import safetensors
 import torch
 
-from seqboat.core.extras import missing
 from seqboat.data.files import read_json, write_text
 from seqboat.plugins import loaded_plugins
 from seqboat.training.checkpoint import CheckpointStore
@@ -257,7 +256,7 @@ def _load(module: str, library: str) -> Any:
     try:
         return import_module(module)
     except ImportError as error:
-        raise ValueError(missing(library, "training.trackers")) from error
+        raise ValueError(f"training.trackers needs {library}: pip install {library}") from error
 
 
 def make_trackers(names: Sequence[str], folder: Path) -> list[Tracker]:
