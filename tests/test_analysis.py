@@ -24,13 +24,13 @@ from seqboat.analysis.measures import (
     place_bins,
 )
 from seqboat.analysis.traces import load_examples, sites, trace
+from seqboat.bench.cost import forward_products, linear_flops
 from seqboat.layers.gau import GAU, GAUConfig
 from seqboat.layers.packing import pack
 from seqboat.layers.routers import AlwaysActiveConfig, GumbelConfig, SigmoidConfig, XMoEConfig
 from seqboat.layers.seqboat import SeqBoatConfig
 from seqboat.mixers.transformer import TransformerConfig
 from seqboat.models.backbone import BackboneConfig
-from seqboat.models.cost import forward_products, linear_flops
 from seqboat.models.heads import Classifier
 from seqboat.tasks import (
     ListOpsTaskConfig,

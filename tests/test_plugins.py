@@ -17,8 +17,7 @@ import yaml
 
 from lm_runs import lm_config, write_run
 from seqboat import BackboneConfig, LanguageModel, plugins
-from seqboat.bench.candidates import configure, parse_candidate
-from seqboat.bench.setting import LayerSetting
+from seqboat.bench.setting import LayerSetting, configure, parse_candidate
 from seqboat.cli.main import main
 from seqboat.predict import Predictor
 from seqboat.recipes import find_recipe

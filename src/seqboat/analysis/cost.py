@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from seqboat.analysis.traces import LayerTrace, Site
-from seqboat.models.cost import forward_products, linear_flops
+from seqboat.bench.cost import forward_products, linear_flops
 
 
 class LayerCost(NamedTuple):

@@ -23,11 +23,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from seqboat.bench.cost import linear_flops
 from seqboat.layers.gau import GAU
 from seqboat.layers.packing import Routing
 from seqboat.layers.seqboat import SeqBoat
 from seqboat.layers.sma import SparseModularActivation
-from seqboat.models.cost import linear_flops
 from seqboat.run import Run
 from seqboat.ssm.diagonal import DiagonalSSM
 from seqboat.tasks.task import IGNORE, Batch, Dataset, Kind, Split, Task, apply_model, draw_subset

@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from seqboat.bench.candidates import LOWER_BOUND, PUBLISHED, Candidate, build
-from seqboat.bench.measure import Quartiles, available_memory, human_bytes, quartiles, time_rounds
-from seqboat.bench.setting import LayerSetting
-from seqboat.bench.tables import (
+from seqboat.bench.cost import count_parameters
+from seqboat.bench.layers import (
     Column,
     median_text,
     print_machine,
@@ -23,10 +21,11 @@ from seqboat.bench.tables import (
     quartiles_text,
     ratio_text,
 )
+from seqboat.bench.measure import Quartiles, available_memory, human_bytes, quartiles, time_rounds
+from seqboat.bench.setting import LOWER_BOUND, PUBLISHED, Candidate, LayerSetting, build
 from seqboat.core.checks import require
 from seqboat.core.state import map_state, state_bytes
 from seqboat.mixers import RecurrentMixer
-from seqboat.models.cost import count_parameters
 
 if TYPE_CHECKING:
     from rich.console import Console

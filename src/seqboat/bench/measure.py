@@ -130,30 +130,27 @@ def extra_peak(job: Callable[[], Any], device: str = "cpu") -> int:
     return max(_highest() - now, 0)
 
 
-def extrapolate(lengths: Sequence[int], sizes: Sequence[int], length: int, degree: int = 2) -> int:
-    """Extrapolate with the quadratic through three points at h, 2h and 4h, with nonnegative coefficients.
+def _limit_memory() -> None:
+    """Let this process ask for no more than is free: it fails by itself before the system has to end something."""
+    now = _status("VmSize")
+    if now is None:
+        return
+    import resource
 
-    >>> extrapolate([1, 2, 4], [3 + 5 + 2, 3 + 10 + 8, 3 + 20 + 32], 100)
-    20503
-    >>> extrapolate([1, 2, 4], [3 + 5, 3 + 10, 3 + 20], 100, degree=1)       # the line through the first and the last
-    503
-    """
-    h = lengths[0]
-    square = max((sizes[2] - 3 * sizes[1] + 2 * sizes[0]) / (6 * h * h), 0.0) if degree == 2 else 0.0
-    slope = max((sizes[2] - sizes[0] - 15 * square * h * h) / (3 * h), 0.0)
-    base = max(sizes[2] - slope * 4 * h - square * 16 * h * h, 0.0)
-    return round(base + slope * length + square * length * length)
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (now + available_memory(), hard))
 
 
 def _child(pipe: Connection, threads: int, job: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(threads)
+    _limit_memory()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the process that measures has said what is wrong with them
         load_plugins()
     try:
         pipe.send((job(*arguments), None))
     except Exception as error:
-        pipe.send((None, f"{type(error).__name__}: {error}"))
+        pipe.send((None, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"))
     pipe.close()
 
 

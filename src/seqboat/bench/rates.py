@@ -1,17 +1,15 @@
-"""Activation rates for benchmarks: forced ones, and those of a trained run."""
+"""Forced activation rates, for benchmarks."""
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from seqboat.core.checks import require
 from seqboat.layers.packing import Routing
-from seqboat.layers.routers import AlwaysActive, Router, TemperedSoftmax
-from seqboat.run import Run
+from seqboat.layers.routers import AlwaysActive, Router
 
 
 class ForcedRate(Router):
@@ -62,45 +60,3 @@ def force_rate(module: nn.Module, rate: float, seed: int = 0) -> None:
         for name, child in list(part.named_children()):
             if isinstance(child, Router) and not isinstance(child, AlwaysActive | ForcedRate):
                 setattr(part, name, ForcedRate(child, rate, seed))
-
-
-@torch.no_grad()
-def meet_rate(model: nn.Module, tokens: Tensor, rate: float) -> None:
-    """Shift the routers of a model so that this fraction of a sample is active, and leave decisions to them.
-
-    Args:
-        model: in eval mode, with tempered softmax routers.
-        tokens: (batch, time), the sample.
-        rate: between 0 and 1.
-    """
-    hooks = []
-
-    def shift(router: nn.Module, args: tuple[Tensor, ...]) -> None:
-        # called in the order of the layers: each sees what the shifted ones below it make
-        assert isinstance(router, TemperedSoftmax)
-        scores = router.logits(args[0]).unflatten(-1, (-1, 2)).diff(dim=-1)[..., 0].flatten(0, -2)
-        router.logits.bias[1::2] -= torch.quantile(scores, 1 - rate, dim=0)
-
-    for part in model.modules():
-        if type(part) is TemperedSoftmax:
-            hooks.append(part.register_forward_pre_hook(shift))
-    try:
-        model(tokens)
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def recorded_activation(run: Path | str) -> list[float]:
-    """Activation rate of every routed layer of a run, as last measured on held-out data for its best checkpoint.
-
-    Args:
-        run: the folder of a run, or one checkpoint (step-N) in it.
-    """
-    source = Run(run)
-    found: list[float] = []
-    for record in source.metrics:
-        if record["split"] not in ("train", "skipped") and record["step"] <= source.step:
-            found = [rate for rate in record["activation"] if rate is not None]
-    require(len(found) > 0, f"{run} has no measured activation: no router, or never evaluated")
-    return found

@@ -1,16 +1,28 @@
-"""The setting of a measurement: sizes of the layer, batch, and sweeps over them."""
+"""What a benchmark measures: sizes of a layer and its batch, and candidates by the names of mixers.
+
+Two candidates are not mixers: "published" is the paper's algorithm (tests/published_layer.py of the repository), and
+"lower-bound" is only the matrix products that our layer cannot avoid.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+import ast
+import importlib.util
+from dataclasses import dataclass, fields, is_dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import torch
 
+from seqboat.bench.rates import force_rate
 from seqboat.core.checks import require
+from seqboat.core.mixer import directions_of
+from seqboat.mixers import MIXERS, Mixer, SeqBoatConfig
+from seqboat.mixers.mega import MegaConfig
 from seqboat.ops.functions import AttentionName
 from seqboat.ops.positions import PositionsName
+from seqboat.training.config import change_field
 
 Mode = Literal["training", "inference"]
 MODES: tuple[Mode, ...] = ("training", "inference")
@@ -89,27 +101,137 @@ PRESETS = {
 """Layers of the paper: LRA's Text, and the language model of enwik8."""
 
 
-def sweep(
-    preset: LayerSetting,
-    lengths: Sequence[int],
-    windows: Sequence[int],
-    rates: Sequence[float | None],
-    tokens: int | None,
-) -> list[LayerSetting]:
-    """Settings for every length, window and rate; the batch size changes to keep the number of tokens.
+# candidates
 
-    >>> [(s.batch, s.length) for s in sweep(LayerSetting(), [1024, 16384], [256], [0.5], 16384)]
-    [(16, 1024), (1, 16384)]
+LOWER_BOUND = "lower-bound"
+PUBLISHED = "published"
+ALIASES = {"floor": LOWER_BOUND}
+"""Earlier names that are still accepted."""
+
+
+class Candidate(NamedTuple):
+    """What to measure: a name, and the fields of its configuration that differ from the setting."""
+
+    label: str
+    name: str
+    overrides: dict[str, Any]
+    """by dotted name; d_model replaces the setting's width, compiled requests torch.compile"""
+
+
+OURS = Candidate("seqboat", "seqboat", {})
+"""The SeqBoat layer of the setting."""
+
+
+def parse_candidate(text: str) -> Candidate:
+    """Read NAME or NAME:FIELD=VALUE,FIELD=VALUE; fields of parts are dotted.
+
+    >>> parse_candidate("seqboat:gau.window=32,causal=True").overrides
+    {'gau.window': 32, 'causal': True}
     """
-    return [
-        replace(
-            preset,
-            length=length,
-            batch=max(1, tokens // length) if tokens is not None else preset.batch,
-            window=window,
-            rate=rate,
-        )
-        for length in lengths
-        for window in windows
-        for rate in rates
-    ]
+    name, colon, rest = text.partition(":")
+    name = ALIASES.get(name, name)
+    known = [*MIXERS, PUBLISHED, LOWER_BOUND]
+    if name not in known:
+        near = get_close_matches(name, known, 1)
+        hint = f", did you mean {near[0]}?" if near else ""
+        raise ValueError(f"unknown candidate {name!r}{hint} There are: {', '.join(known)}")
+    overrides = {}
+    for pair in filter(None, rest.split(",")):
+        field, equals, value = pair.partition("=")
+        require(bool(equals), f"{text}: expected FIELD=VALUE after the colon, got {pair!r}")
+        try:
+            overrides[field] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            overrides[field] = value
+    require(not (overrides and name == LOWER_BOUND), f"{LOWER_BOUND} takes no fields: it follows the setting")
+    width = overrides.get("d_model", 1)
+    require(isinstance(width, int) and width >= 1, f"{text}: d_model must be an integer >= 1, got {width!r}")
+    compiled = overrides.get("compiled", False)
+    require(isinstance(compiled, bool), f"{text}: compiled must be True or False, got {compiled!r}")
+    return Candidate(name + colon + rest, name, overrides)
+
+
+def own_setting(candidate: Candidate, setting: LayerSetting) -> LayerSetting:
+    """The setting, with the candidate's width if it has one.
+
+    >>> own_setting(parse_candidate("mega:d_model=96"), LayerSetting()).d_model
+    96
+    """
+    return replace(setting, d_model=candidate.overrides.get("d_model", setting.d_model))
+
+
+def configure(candidate: Candidate, setting: LayerSetting) -> Any:
+    """The configuration of a candidate under a setting."""
+    config = MIXERS["seqboat" if candidate.name in (PUBLISHED, LOWER_BOUND) else candidate.name]()
+    config = _fit(config, setting)
+    for path, value in candidate.overrides.items():
+        if path in ("d_model", "compiled"):
+            continue
+        config = change_field(config, path, value, candidate.label)
+    return config
+
+
+def _fit(config: Any, setting: LayerSetting) -> Any:
+    """Set the common fields of mixers to the values of the setting, in all parts of a configuration."""
+    shared = {
+        "causal": setting.causal,
+        "prenorm": setting.prenorm,
+        "d_z": setting.d_z,
+        "d_v": setting.d_v,
+        "d_state": setting.d_state,
+        "heads": setting.heads,
+        "max_positions": max(setting.length, 2),
+    }
+    if "bidirectional" not in directions_of(config):
+        shared["causal"] = True  # it has only this direction
+    changes: dict[str, Any] = {}
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if is_dataclass(value):
+            changes[field.name] = _fit(value, setting)
+        elif field.name in shared:
+            changes[field.name] = shared[field.name]
+        elif field.name == "max_span":
+            changes[field.name] = min(value, max(setting.length, 2))
+    config = replace(config, **changes)
+    if isinstance(config, SeqBoatConfig):
+        gau = replace(config.gau, attention=setting.attention, positions=setting.positions)
+        if (
+            gau.window == SeqBoatConfig().gau.window
+        ):  # otherwise the window is what distinguishes this variant
+            gau = replace(gau, window=setting.window)
+        # timings are those of the router of the paper, unless a rate is forced
+        config = replace(config, gau=gau, init="paper")
+    if isinstance(config, MegaConfig):
+        config = replace(config, attention=setting.attention)
+    return config
+
+
+PUBLISHED_SOURCE = Path(__file__).parents[3] / "tests" / "published_layer.py"
+"""The published algorithm, which is in the repository but not in the installed package."""
+
+
+def load_published() -> Any:
+    """The class of the published algorithm, from the repository of this package."""
+    require(
+        PUBLISHED_SOURCE.is_file(),
+        f"'{PUBLISHED}' needs the repository of this package: there is no {PUBLISHED_SOURCE}",
+    )
+    spec = importlib.util.spec_from_file_location("seqboat_published", PUBLISHED_SOURCE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.Published
+
+
+def build(candidate: Candidate, setting: LayerSetting) -> Mixer:
+    """The layer of a candidate; its activation is forced if the setting has a rate."""
+    torch.manual_seed(setting.seed)
+    setting = own_setting(candidate, setting)
+    config = configure(candidate, setting)
+    layer = load_published()(setting.d_model, config) if candidate.name == PUBLISHED else None
+    layer = layer or config.build(setting.d_model)
+    layer = layer.to(setting.device, setting.torch_dtype)
+    if setting.rate is not None:
+        force_rate(layer, setting.rate, setting.seed)
+    return layer

@@ -27,12 +27,11 @@ DECODERS = ("seqboat", "mega-chunk", "transformer")
 EXAMPLES = """\
 examples:
   seqboat bench                                             the paper's Text layer and all baselines
-  seqboat bench --lengths 1024 4096 16384                   the same number of tokens at each length
-  seqboat bench --mixers seqboat --rates 0.1 0.5 1          how cost falls with the fraction of active tokens
-  seqboat bench --like-run runs/recall                      with the activation of a trained model
-  seqboat bench --mixers seqboat seqboat:gau.positions=original --windows 64 256
+  seqboat bench --length 16384                              the same number of tokens in longer sequences
+  seqboat bench --mixers seqboat --rate 0.1                 how cost falls with the fraction of active tokens
+  seqboat bench --mixers seqboat seqboat:gau.positions=original --window 64
   seqboat bench --mixers seqboat seqboat:compiled=True --no-memory --modes training
-  seqboat bench decode --contexts 1024 32768                time per token and size of the state
+  seqboat bench decode --context 1024 32768                 time per token and size of the state
 """
 
 
@@ -58,25 +57,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--preset", choices=("text", "enwik8"), default="text", help="layer sizes (default: text)"
     )
-    parser.add_argument("--lengths", nargs="+", type=int, metavar="N", help="tokens per sequence")
-    parser.add_argument("--windows", nargs="+", type=int, metavar="W", help="sizes of the working memory")
+    parser.add_argument("--length", type=int, metavar="N", help="tokens per sequence")
+    parser.add_argument("--window", type=int, metavar="W", help="size of the working memory")
     parser.add_argument(
-        "--rates",
-        nargs="+",
+        "--rate",
         type=_rate,
+        default="0.5",
         metavar="R",
-        help="fractions of tokens to activate, or 'natural' to let the routers decide",
-    )
-    parser.add_argument(
-        "--like-run",
-        metavar="RUN",
-        help="use the activation rate of a trained run: the mean over its layers on held-out data",
+        help="fraction of tokens to activate, or 'natural' to let the routers decide (default %(default)s)",
     )
     parser.add_argument(
         "--batch", type=int, help="sequences per batch (default: keeps the number of tokens constant)"
     )
     parser.add_argument("--modes", nargs="+", choices=("training", "inference"), help="default: both")
-    parser.add_argument("--contexts", nargs="+", type=int, metavar="N", help="decode: tokens of context")
+    parser.add_argument("--context", nargs="+", type=int, metavar="N", help="decode: tokens of context")
     parser.add_argument("--steps", type=int, help="decode: tokens per round")
     parser.add_argument("--rounds", type=int, default=5, help="timed rounds (default 5)")
     parser.add_argument("--warmup", type=int, default=1, help="warm-up rounds (default 1)")
@@ -86,9 +80,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and inputs")
     parser.add_argument("--no-memory", action="store_true", help="do not measure memory")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all measurements to a file")
-
-
-_SWEPT = ("lengths", "windows", "rates")
 
 
 def _rate(text: str) -> float | None:
@@ -116,8 +107,7 @@ def run(options: argparse.Namespace) -> int:
     if options.threads:
         torch.set_num_threads(options.threads)
     setting = _setting(PRESETS[options.preset], options)
-    report = {"layer": _layers, "decode": _decode}[options.what]
-    record = report(options, setting)
+    record = {"layer": _layers, "decode": _decode}[options.what](options, setting)
     if options.json:
         write_json(options.json, record)
         print(f"wrote {options.json}")
@@ -126,90 +116,73 @@ def run(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> None:
     """Refuse what could only fail after minutes of measuring."""
-    for name in ("lengths", "windows", "contexts"):
-        if any(value < 1 for value in getattr(options, name) or ()):
-            raise UsageError(f"--{name} must be at least 1, got {getattr(options, name)}")
-    for name, least in (("rounds", 1), ("warmup", 0), ("batch", 1), ("steps", 1), ("threads", 1)):
+    least = {"length": 1, "window": 1, "rounds": 1, "warmup": 0, "batch": 1, "steps": 1, "threads": 1}
+    for name, bound in least.items():
         value = getattr(options, name)
-        if value is not None and value < least:
-            raise UsageError(f"--{name} must be at least {least}, got {value}")
+        if value is not None and value < bound:
+            raise UsageError(f"--{name} must be at least {bound}, got {value}")
+    if any(value < 1 for value in options.context or ()):
+        raise UsageError(f"--context must be at least 1, got {min(options.context)}")
     path = options.json
     if path is not None and not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
         raise UsageError(f"--json: cannot write to the folder {path.parent}")
     check_installed("rich", "this command")
-    if options.like_run and options.rates:
-        raise UsageError("--rates and --like-run cannot be combined")
     if options.what == "decode":
-        for name in ("lengths", "modes"):
+        for name in ("length", "modes"):
             if getattr(options, name):
                 raise UsageError(f"--{name} cannot be used with 'decode'")
-        if any(len(getattr(options, name) or ()) > 1 for name in _SWEPT):
-            raise UsageError("'decode' takes one window and one rate")
-    elif options.contexts or options.steps:
-        raise UsageError("--contexts and --steps need 'decode'")
+    elif options.context or options.steps:
+        raise UsageError("--context and --steps need 'decode'")
 
 
 def _setting(preset: LayerSetting, options: argparse.Namespace) -> LayerSetting:
     from dataclasses import replace
 
-    changes: dict[str, Any] = {"device": options.device, "dtype": options.dtype, "seed": options.seed}
-    if options.batch:
-        changes["batch"] = options.batch
-    if options.windows:
-        changes["window"] = options.windows[0]
-    if options.like_run:
-        from seqboat.bench.rates import recorded_activation
-
-        layers = recorded_activation(options.like_run)
-        changes["rate"] = sum(layers) / len(layers)
-        shown = " ".join(f"{rate:.0%}" for rate in layers)
-        print(f"rate {changes['rate']:.3f} as in {options.like_run} (by layer: {shown})")
-    elif options.rates:
-        changes["rate"] = options.rates[0]
-    return replace(preset, **changes)
+    length = options.length or preset.length
+    return replace(
+        preset,
+        length=length,
+        batch=options.batch or max(1, preset.tokens // length),
+        window=options.window or preset.window,
+        rate=options.rate,
+        device=options.device,
+        dtype=options.dtype,
+        seed=options.seed,
+    )
 
 
 def _default_layers() -> Sequence[str]:
     """The usual candidates, without the published algorithm where this installation does not have it."""
-    from seqboat.bench import candidates
+    from seqboat.bench import setting
 
-    if candidates.PUBLISHED_SOURCE.is_file():
+    if setting.PUBLISHED_SOURCE.is_file():
         return LAYERS
     print("skipping 'published', which needs a clone of the repository", file=sys.stderr)
-    return tuple(name for name in LAYERS if name != candidates.PUBLISHED)
+    return tuple(name for name in LAYERS if name != setting.PUBLISHED)
 
 
 def _layers(options: argparse.Namespace, setting: LayerSetting) -> dict[str, Any]:
     from rich.console import Console
 
-    from seqboat.bench.candidates import parse_candidate
     from seqboat.bench.layers import print_layers, run_layers
     from seqboat.bench.measure import as_record
-    from seqboat.bench.setting import MODES, sweep
+    from seqboat.bench.setting import MODES, parse_candidate
 
     candidates = [parse_candidate(text) for text in options.mixers or _default_layers()]
     if len({candidate.label for candidate in candidates}) < len(candidates):
         raise UsageError("--mixers: the same candidate is given twice")
-    settings = sweep(
-        setting,
-        options.lengths or [setting.length],
-        options.windows or [setting.window],
-        options.rates or [setting.rate],
-        None if options.batch else setting.tokens,
-    )
-    modes = tuple(mode for mode in MODES if mode in (options.modes or MODES))
     rows = _with_progress(
         lambda progress: run_layers(
             candidates,
-            settings,
-            modes,
+            setting,
+            tuple(mode for mode in MODES if mode in (options.modes or MODES)),
             rounds=options.rounds,
             warmup=options.warmup,
             memory=not options.no_memory,
             progress=progress,
         )
     )
-    print_layers(Console(), rows)
+    print_layers(Console(), rows, setting)
     return as_record(rows, setting, what="layer", rounds=options.rounds)
 
 
@@ -218,9 +191,9 @@ def _decode(options: argparse.Namespace, setting: LayerSetting) -> dict[str, Any
 
     from rich.console import Console
 
-    from seqboat.bench.candidates import parse_candidate
     from seqboat.bench.decode import print_decode, run_decode
     from seqboat.bench.measure import as_record
+    from seqboat.bench.setting import parse_candidate
 
     candidates = [parse_candidate(text) for text in options.mixers or DECODERS]
     setting = replace(setting, batch=options.batch or 1, causal=True)
@@ -228,7 +201,7 @@ def _decode(options: argparse.Namespace, setting: LayerSetting) -> dict[str, Any
         lambda progress: run_decode(
             candidates,
             setting,
-            options.contexts or [1024, 8192, 32768],
+            options.context or [1024, 8192, 32768],
             steps=options.steps or 64,
             rounds=options.rounds,
             warmup=options.warmup,
