@@ -178,3 +178,14 @@ def test_every_router_has_a_start() -> None:
         router.start_active()
         active = router.eval()(torch.randn(4, 8)).active
         assert active.shape == (4, 2)
+
+
+def test_a_memory_lasts() -> None:
+    """Time constants reach the stated memory, and a rare event keeps its size there."""
+    log_decay, drive, _ = EMA(4, causal=False, memory=300).coefficients()
+    constants = -1 / log_decay.double()
+    assert constants.amin() == pytest.approx(2, rel=1e-5)
+    assert constants.amax() == pytest.approx(300, rel=1e-3)
+    torch.testing.assert_close(drive**2 + torch.exp(2 * log_decay), torch.ones_like(drive))
+    slowest = constants.argmax(dim=-1, keepdim=True)
+    assert (torch.exp(150 * log_decay).gather(-1, slowest) >= 0.5).all()

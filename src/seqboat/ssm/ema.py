@@ -33,6 +33,9 @@ class EMAConfig(SSMConfig):
 
     d_state: int = 16
     """Averages per channel (the paper's h)."""
+    memory: int | None = None
+    """Longest time constant at the start: time constants from 2 to this many tokens, and a drive under which a rare
+    event keeps its size. None: the paper's initial values, which forget after about four tokens."""
     truncation: int | None = None
     """Number of taps after which the kernel is cut."""
     method: Method = "scan"
@@ -69,6 +72,7 @@ class EMA(DiagonalSSM):
     ) -> None:
         config = fill_in(EMAConfig, config, options, self, d_model)
         super().__init__(d_model, config.d_state, causal, config.truncation, config.method, config.block)
+        self.memory = config.memory
         shape = (self.directions, d_model, config.d_state)
         self.delta = nn.Parameter(torch.empty(shape))
         self.alpha = nn.Parameter(torch.empty(shape))
@@ -82,6 +86,9 @@ class EMA(DiagonalSSM):
         delta, alpha   N(0, 0.2)
         beta           +1, -1, +1, ... over the states, plus N(0, 0.02)
         gamma, skip    N(0, 1)
+
+        With a memory, time constants are spread evenly in their logarithm over the states, from 2 tokens to the memory,
+        and drive = +-sqrt(1 - q^2), so that each average of white noise has a variance of 1.
         """
         for parameter in (self.delta, self.alpha):
             nn.init.trunc_normal_(parameter, std=0.2, a=-0.4, b=0.4)
@@ -91,6 +98,18 @@ class EMA(DiagonalSSM):
             self.beta[..., 1::2] -= 1
         for parameter in (self.gamma, self.skip):
             nn.init.trunc_normal_(parameter, std=1.0, a=-2.0, b=2.0)
+        if self.memory is not None:
+            self._spread(self.memory)
+
+    @torch.no_grad()
+    def _spread(self, memory: int) -> None:
+        """Time constants from 2 tokens to the memory."""
+        exponent = torch.linspace(math.log(2), math.log(max(memory, 2)), self.d_state, dtype=torch.float64)
+        decay = torch.exp(-torch.exp(-exponent))
+        rate = torch.sqrt(1 - decay)  # of the two factors whose product is 1 - q
+        for parameter in (self.delta, self.alpha):
+            parameter.copy_(torch.logit(rate).expand_as(parameter))
+        self.beta.copy_((torch.sqrt(1 - decay**2) / rate) * torch.sign(self.beta))
 
     def coefficients(self) -> Coefficients:
         delta, alpha, beta, gamma = self._wide_parameters()
