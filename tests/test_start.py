@@ -183,6 +183,7 @@ def test_every_router_has_a_start() -> None:
 def test_a_memory_lasts() -> None:
     """Time constants reach the stated memory, and a rare event keeps its size there."""
     log_decay, drive, _ = EMA(4, causal=False, memory=300).coefficients()
+    log_decay, drive = log_decay.detach(), drive.detach()
     constants = -1 / log_decay.double()
     assert constants.amin() == pytest.approx(2, rel=1e-5)
     assert constants.amax() == pytest.approx(300, rel=1e-3)
