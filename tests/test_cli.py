@@ -134,7 +134,7 @@ def test_extras_are_those_of_the_package() -> None:
 @pytest.mark.parametrize(
     ("arguments", "library", "extra"),
     [
-        (["bench", "--lengths", "8"], "rich", "lab"),
+        (["bench", "--length", "8"], "rich", "lab"),
         (["train", "recall", "--print-config"], "yaml", "lab"),
     ],
 )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +39,6 @@ from seqboat.ssm.ema import EMAConfig
 from seqboat.ssm.s4 import S4Config
 from seqboat.ssm.s4d import S4DConfig
 from seqboat.ssm.s5 import S5Config
-from seqboat.text.generate import SamplingConfig, generate
 
 onnx = pytest.importorskip("onnx", reason="onnx is not installed")
 pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
@@ -427,42 +424,3 @@ def test_what_has_no_form_says_so(tmp_path: Path) -> None:
         write(ngrams, "sequence", tmp_path, opset=17)
     plain = LanguageModel(backbone(mixer(causal=True, norm="batch", router=TemperedSoftmaxConfig()))).eval()
     assert compare(write(plain, "step", tmp_path, opset=14), plain).worst < 1e-4
-
-
-# the example that needs neither PyTorch nor this package
-
-SCRIPT = Path(__file__).parents[1] / "examples" / "onnx" / "generate.py"
-
-
-def run_script(*arguments: object) -> subprocess.CompletedProcess[bytes]:
-    code = (
-        "import runpy, sys; sys.modules['torch'] = sys.modules['seqboat'] = None; sys.argv = sys.argv[1:]; "
-    )
-    command = [sys.executable, "-c", code + "runpy.run_path(sys.argv[0], run_name='__main__')", str(SCRIPT)]
-    return subprocess.run([*command, *map(str, arguments)], capture_output=True, check=False, timeout=300)
-
-
-def test_the_example_writes_what_the_model_writes(exported: Path, run: Path, tmp_path: Path) -> None:
-    model = prepare(Run(run), int8=True)
-    text = "Größe".encode()
-    assert isinstance(model, LanguageModel)
-    (found,) = generate(model, text, max_new_bytes=30, sampling=SamplingConfig(greedy=True))
-    kept, path = tmp_path / "state.npz", exported / "step.onnx"
-    done = run_script(path, "--prompt", "Größe", "--length", 30, "--temperature", 0, "--keep", kept)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == text + found.data + b"\n"
-    with np.load(kept) as file:
-        parts = dict(file)
-    assert parts["seen"].tolist() == [len(text) + 30]
-    # a state with one layer less, half a file, and half a state
-    np.savez(kept, **{name: part for name, part in parts.items() if not name.startswith("1.")})
-    half = tmp_path / "half.onnx"
-    half.write_bytes(path.read_bytes()[:1000])
-    for arguments, word in (
-        ((path, "--resume", kept), b"it has 1 layers, not 2"),
-        ((half,), b"is not a whole ONNX file"),
-        ((path, "--resume", half), b"is not a saved state"),
-    ):
-        failed = run_script(*arguments)
-        assert failed.returncode == 2 and failed.stdout == b""
-        assert word in failed.stderr and failed.stderr.count(b"\n") == 1
