@@ -87,8 +87,8 @@ class EMA(DiagonalSSM):
         beta           +1, -1, +1, ... over the states, plus N(0, 0.02)
         gamma, skip    N(0, 1)
 
-        With a memory, time constants are spread evenly in their logarithm over the states, from 2 tokens to the memory,
-        and drive = +-sqrt(1 - q^2), so that each average of white noise has a variance of 1.
+        With a memory, time constants are spread evenly in their logarithm over the states, from 2 tokens to the
+        memory, and drive = +-sqrt(1 - q^2), so that each average of white noise has a variance of 1.
         """
         for parameter in (self.delta, self.alpha):
             nn.init.trunc_normal_(parameter, std=0.2, a=-0.4, b=0.4)
