@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from typing import Any, get_args
 
 import pytest
@@ -15,7 +14,6 @@ from seqboat.ops import band
 from seqboat.ops.band import Neighbors
 from seqboat.ops.banded import banded as banded_operator
 from seqboat.ops.dense import dense
-from seqboat.ops.flex import flex_banded
 from seqboat.ops.functions import ATTENTIONS, AttentionName
 
 KINDS: tuple[AttentionName, ...] = get_args(AttentionName)
@@ -48,10 +46,9 @@ def banded(
     table: Tensor | None = None,
     position: Tensor | None = None,
     dropout: float = 0.0,
-    kernel: Callable[..., Tensor] = banded_operator,
 ) -> Tensor:
     near = Neighbors(group, position, table, left, right, attention, scale)
-    return kernel(q, k, v, near, dropout)
+    return banded_operator(q, k, v, near, dropout)
 
 
 def function(scores: Tensor, visible: Tensor, kind: str) -> Tensor:
@@ -412,23 +409,3 @@ def test_all_kinds_differ() -> None:
     results = [banded(**inputs, left=3, right=3, attention=kind) for kind in KINDS]
     for one, other in itertools.combinations(results, 2):
         assert not torch.allclose(one, other)
-
-
-@pytest.mark.parametrize("positions", [False, True], ids=["places", "positions"])
-@pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
-def test_flex_attention_agrees_with_the_blocks(positions: bool, biased: bool) -> None:
-    """FlexAttention has no backward pass on a CPU, so only outputs are compared here."""
-    generator = torch.Generator().manual_seed(5)
-    tokens = 150
-    q, k = (torch.randn(tokens, 8, generator=generator) for _ in range(2))
-    v = torch.randn(tokens, 16, generator=generator)
-    table = torch.randn(41, generator=generator) if biased else None
-    position = torch.arange(tokens) * 3 % 90 if positions else None
-    group = torch.tensor([0] * 60 + [1] * 90)
-    outputs = [
-        banded(q, k, v, group, left=20, right=7, scale=0.3, table=table, position=position, kernel=kernel)
-        for kernel in (banded_operator, flex_banded)
-    ]
-    assert outputs[1].abs().max() > 0
-    # the two sum in another order in float32
-    torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-5, atol=1e-6)

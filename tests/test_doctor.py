@@ -15,7 +15,6 @@ from seqboat.cli.main import main
 from seqboat.doctor import examine, machine, operations
 from seqboat.ops.band import Neighbors
 from seqboat.ops.banded import banded
-from seqboat.ops.decode import LayerStep
 from seqboat.ops.kernels import registry
 from seqboat.ops.kernels.registry import IMPLEMENTATIONS, SEAM, Implementation, using_kernels
 
@@ -25,11 +24,6 @@ CPU = torch.device("cpu")
 def wrong_attention(q: Tensor, k: Tensor, v: Tensor, near: Neighbors) -> Tensor:
     """A kernel that forgets the border of the window."""
     return banded(q, k, v, near._replace(left=near.left + 1))
-
-
-def wrong_decode(step: LayerStep, x: Tensor) -> Tensor:
-    """A kernel that leaves the layer out."""
-    return x.clone()
 
 
 def failing_attention(q: Tensor, k: Tensor, v: Tensor, near: Neighbors) -> Tensor:
@@ -67,8 +61,6 @@ def test_a_sound_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     output = capsys.readouterr().out
     assert "no problem found" in output and "two runs equal     ok" in output
     assert "scan       torch   float64" in output and "transformer" in output
-    # FlexAttention has no gradient here, and says so
-    assert "attention  flex    float32  not run: FlexAttention has no gradient on a CPU" in output
     record = json.loads((tmp_path / "doctor.json").read_text())
     assert record["wrong"] == [] and record["versions"]["torch"] == torch.__version__
     checked = {(found["operation"], found["dtype"]) for found in record["operations"] if found["cases"]}
@@ -108,17 +100,6 @@ def test_a_wrong_kernel_is_named_and_replaced(
     with using_kernels("triton", "attention"):
         assert max(operations.measure(case, CPU, torch.float64)) < 1e-10
         assert SEAM.refused["attention", "triton"].startswith("disabled: disagrees with the reference")
-
-
-def test_a_wrong_step_of_decoding_is_named_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    register(monkeypatch, "wrong_decode")
-    found = examine.examine(CPU)
-    # in the first type; it is disabled for the others
-    assert [one.wrong for one in found if one.implementation == "triton"] == ["decode", None, None, None]
-    assert {one.wrong for one in found if one.implementation == "torch"} == {None}
-    case = next(case for case in operations.cases() if case.operation == "decode")
-    with using_kernels("triton", "decode"):
-        assert max(operations.measure(case, CPU, torch.float64)) < 1e-10
 
 
 def test_a_kernel_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -162,9 +143,9 @@ def test_devices_and_files_that_are_not_there(tmp_path: Path, capsys: pytest.Cap
 
 def test_choices_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     with using_kernels("auto"):
-        monkeypatch.setenv("SEQBOAT_KERNELS", "flex,scan=torch")
+        monkeypatch.setenv("SEQBOAT_KERNELS", "triton,scan=torch")
         registry._read_environment()
-        assert SEAM.choice["attention"] == "flex"
+        assert SEAM.choice["attention"] == "triton"
         assert SEAM.choice["scan"] == SEAM.choice["scan_backward"] == "torch"
 
 

@@ -157,7 +157,7 @@ def test_auto_takes_only_what_is_automatic(inputs: Any) -> None:
 
 
 def test_unknown_words_are_refused() -> None:
-    with pytest.raises(ValueError, match="name must be one of auto, torch, flex, varlen, triton; got 'cuda'"):
+    with pytest.raises(ValueError, match="name must be one of auto, torch, triton; got 'cuda'"):
         seqboat.use_kernels("cuda")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="operation must be one of scan"):
         seqboat.use_kernels("triton", operation="sorting")
@@ -222,8 +222,6 @@ def test_what_the_kernels_do_not_fit_is_refused() -> None:
     assert registry._refuse_attention(**attention) is None
     assert registry._refuse_attention(**{**attention, "dropout": 0.1}) == "attention dropout"
     assert "queries of width 512" in str(registry._refuse_attention(**{**attention, "d_z": 512}))
-    flex = {**attention, "attention": "relu2", "gradient": True}
-    assert registry._refuse_flex(**flex) == "FlexAttention computes softmax only, not relu2"
 
 
 def test_a_layer_without_kernels_is_the_layer_of_torch() -> None:

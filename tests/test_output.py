@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from seqboat import models
 from seqboat.cli.main import main
 
 
@@ -99,7 +100,7 @@ def test_ctrl_c_ends_generation_at_once() -> None:
 def test_a_warning_is_one_line(tmp_path: Path) -> None:
     """A damaged newest checkpoint is passed over, and said in the words of the command line."""
     run = tmp_path / "run"
-    shutil.copytree(Path(__file__).parent / "fixtures" / "format-1" / "lm", run)
+    shutil.copytree(Path(models.__file__).parent / "enwik8-small", run)
     newest = max(run.glob("step-*"), key=lambda path: int(path.name[5:]))
     shutil.copytree(newest, newest.with_name("step-9999"))
     (newest.with_name("step-9999") / "model.safetensors").write_bytes(b"")

@@ -7,29 +7,21 @@ inputs are compared.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqboat.core.padding import Aligned
-from seqboat.inference.base import Token
-from seqboat.inference.lean import lean_layer
-from seqboat.layers.gau import GAUConfig
-from seqboat.layers.seqboat import SeqBoat, SeqBoatConfig
 from seqboat.ops.band import Neighbors
 from seqboat.ops.banded import banded
 from seqboat.ops.functions import ATTENTIONS
 from seqboat.ops.fused import combine, gates, kernel_gates, norm_of_silu, scale_by_rms, take
-from seqboat.ops.gated import gated_attention
 from seqboat.ops.kernels.function import run_kernel
 from seqboat.ops.kernels.layer import kernel_scatter, plain_route
-from seqboat.reference import layer as reference_layer
 from seqboat.ssm.diagonal import DiagonalSSM
 from seqboat.ssm.ema import EMA, EMAConfig, make_coefficients
 from seqboat.ssm.s4d import S4D, S4DConfig
@@ -115,7 +107,6 @@ def cases() -> Iterator[Case]:
     yield from _scans()
     yield from _attentions()
     yield from _token_operations()
-    yield from _decodes()
 
 
 class _Random:
@@ -236,8 +227,6 @@ def _attentions() -> Iterator[Case]:
         sizes = f"{len(lengths)} sequences, {tokens} tokens, -{left}..+{right}, d_z {d_z}, d_v {d_v}"
         name = f"{attention}, {sizes}, bias {bias}"
         yield Case("attention", name, inputs, _banded(fixed), _obvious_attention(fixed), ("table",))
-        if right and tokens:
-            yield _unit_case(draw, fixed, inputs, name)
 
 
 Fixed = tuple[int, int, str, float]
@@ -290,41 +279,6 @@ def _obvious_attention(fixed: Fixed) -> Call:
         return (weights @ v,)
 
     return run
-
-
-def _unit_case(draw: _Random, fixed: Fixed, near: dict[str, Tensor], name: str) -> Case:
-    """The gated attention unit in one piece, which bidirectional layers run without autocast."""
-    tokens, d_z, d_v, dim = len(near["q"]), near["q"].shape[1], near["v"].shape[1], 7
-    inputs = {
-        "x": draw(tokens, dim),
-        "weight": draw(d_z + 2 * d_v, dim) * 0.5,
-        "bias": draw(d_z + 2 * d_v),
-        "gamma": draw(2, d_z),
-        "beta": draw(2, d_z),
-        "out_weight": draw(dim, d_v) * 0.5,
-        "out_bias": draw(dim),
-    }
-    inputs |= {key: value for key, value in near.items() if key in ("group", "table", "position")}
-    attend = _obvious_attention(fixed)
-
-    def run(**given: Tensor) -> tuple[Tensor, ...]:
-        group, table, position = given.pop("group"), given.pop("table", None), given.pop("position", None)
-        if given["x"].dtype not in (torch.float32, torch.float64):
-            # narrow types run as in autocast: gates, attention and projection one after the other
-            layer = _linear(given["weight"], given["bias"])
-            query, key, value, gate = gates(layer, given["x"], given["gamma"], given["beta"])
-            (summed,) = _banded(fixed)(query, key, value, group, table, position)
-            return (F.linear(gate * summed, given["out_weight"], given["out_bias"]),)
-        return (gated_attention(**given, near=Neighbors(group, position, table, *fixed)),)
-
-    def obvious(**given: Tensor) -> tuple[Tensor, ...]:
-        query, key, value, gate = _obvious_gates(
-            given["x"], given["weight"], given["bias"], given["gamma"], given["beta"]
-        )
-        (summed,) = attend(query, key, value, given["group"], given.get("table"), given.get("position"))
-        return ((gate * summed) @ given["out_weight"].T + given["out_bias"],)
-
-    return Case("attention", f"gated unit, {name}", inputs, run, obvious, ("table",))
 
 
 # one token at a time
@@ -464,50 +418,3 @@ def _obvious_combine(
     out = x + h @ weight.T + bias
     rows = active.nonzero().squeeze(1)
     return (out.index_put((rows,), y * probs[rows, None], accumulate=True),)
-
-
-# decoding
-
-DECODES: tuple[tuple[int, dict[str, Any], dict[str, Any]], ...] = (
-    (688, {"positions": "rotary", "window": 3}, {"prenorm": True}),
-    (461, {"positions": "original", "attention": "relu2", "window": 4, "max_positions": 6}, {"norm": "rms"}),
-    (633, {"positions": "compressed", "attention": "laplace", "span": "chunk", "window": 3}, {}),
-)
-"""Seed, attention and layer. No token of these seeds is near the border between active and inactive."""
-
-
-def _decodes() -> Iterator[Case]:
-    for seed, attention, settings in DECODES:
-        gau = GAUConfig(d_z=4, d_v=6, **attention)
-        config = SeqBoatConfig(causal=True, ssm=EMAConfig(d_state=3), gau=gau, init="paper", **settings)
-        draw, layer = _Random(seed), config.build(5).double().eval()
-        weights = {name: 0.7 * draw(*part.shape) for name, part in layer.named_parameters()}
-        inputs = {"x": draw(2, 11, 5)} | weights
-        name = f"{gau.attention}, {gau.positions} positions, span {gau.span}"
-        yield Case("decode", name, inputs, _decode(layer), _obvious_decode(config))
-
-
-def _decode(layer: SeqBoat) -> Call:
-    @torch.no_grad()
-    def run(x: Tensor, **weights: Tensor) -> tuple[Tensor, ...]:
-        made = copy.deepcopy(layer).to(x.device, x.dtype)
-        made.load_state_dict(weights, strict=False)
-        lean = lean_layer(made, len(x))
-        state, outputs = made.init_state(len(x)), []
-        for time in range(x.shape[1]):
-            if lean is None:
-                y, state, _ = made.step(x[:, time], state)
-            else:
-                y = lean(x[:, time], Token([time] * len(x), x.dtype, x.device))
-            outputs.append(y.clone())
-        return (torch.stack(outputs, dim=1),)
-
-    return run
-
-
-def _obvious_decode(config: SeqBoatConfig) -> Call:
-    @torch.no_grad()
-    def run(x: Tensor, **weights: Tensor) -> tuple[Tensor, ...]:
-        return (torch.stack([reference_layer(one, weights, config).y for one in x]),)
-
-    return run

@@ -11,8 +11,7 @@ costs. Here weights are folded once, the router is a row of a product that is ne
 in place, and what all layers need is computed once per token. The general step remains the reference: both give the
 same numbers up to rounding (`tests/test_lean.py`).
 
-Where kernels for a whole layer are chosen (`seqboat.inference.device`), they take its place. In torch there is no
-lean step in bf16 or fp16.
+There is no lean step in bf16 or fp16.
 
 Weights are copied when they are folded: a change of the model afterwards has no effect on a lean step. Overrides and
 hooks do (`LeanModel.applies`).
@@ -33,7 +32,6 @@ from seqboat.core.checks import check_positive, require
 from seqboat.core.nn import EPS, LayerNorm, Norm
 from seqboat.inference.attention import LeanAttention, fits
 from seqboat.inference.base import Decision, LeanLayer, Token, fold_router, is_plain_router
-from seqboat.inference.device import DeviceSeqBoat, device_layer
 from seqboat.inference.products import Product, is_plain, make_head, make_product
 from seqboat.inference.ssm import LeanKernel, lean_kernel
 from seqboat.layers.packing import PackedModule
@@ -186,7 +184,7 @@ class LeanSeqBoat(LeanLayer):
 class LeanThenFFN(LeanLayer):
     """A SeqBoat layer and a feed-forward block after it."""
 
-    def __init__(self, layer: SeqBoatThenFFN, inner: LeanSeqBoat | DeviceSeqBoat) -> None:
+    def __init__(self, layer: SeqBoatThenFFN, inner: LeanSeqBoat) -> None:
         self.inner, self.close = inner, layer.close
 
     def __call__(self, x: Tensor, token: Token) -> Tensor:
@@ -206,7 +204,7 @@ def lean_layer(layer: nn.Module, capacity: int) -> LeanLayer | None:
     """A layer in lean steps; None for kinds that have no such form."""
     if isinstance(layer, SeqBoatThenFFN):
         inner = lean_layer(layer.layer, capacity)
-        return LeanThenFFN(layer, inner) if isinstance(inner, LeanSeqBoat | DeviceSeqBoat) else None
+        return LeanThenFFN(layer, inner) if isinstance(inner, LeanSeqBoat) else None
     if type(layer) not in (SeqBoat, SSMLayer):
         return None
     assert isinstance(layer, SeqBoat | SSMLayer)
@@ -219,9 +217,6 @@ def lean_layer(layer: nn.Module, capacity: int) -> LeanLayer | None:
             return None
         if sma.combine != "sum" or sma.straight_through or not all(fits(part) for part in parts):
             return None
-        found = device_layer(layer, capacity)
-        if found is not None:
-            return found
     elif not is_plain(layer.out):
         return None
     if layer.ssm.skip.dtype not in (torch.float32, torch.float64):

@@ -17,25 +17,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqboat.core.checks import check_choice, check_positive, check_rate, require
+from seqboat.core.checks import check_choice, check_positive, check_rate
 from seqboat.core.nn import init_linear
 from seqboat.core.settings import Settings, fill_in
 from seqboat.layers.packing import Packed, PackedModule
 from seqboat.layers.spans import (
-    KERNELS,
     SPANS,
-    Kernel,
     MemorySpan,
     Scoring,
     SpanName,
     WorkingMemory,
 )
-from seqboat.ops.flex import FLEX_ATTENTIONS
 from seqboat.ops.functions import ATTENTIONS, HIDDEN, AttentionName
-from seqboat.ops.fused import gates, is_plain, kernel_gates
-from seqboat.ops.gated import gated_attention
+from seqboat.ops.fused import gates, kernel_gates
 from seqboat.ops.kernels.registry import SEAM
-from seqboat.ops.positions import POSITIONS, PositionsName, RelativeBias, rotations
+from seqboat.ops.positions import POSITIONS, PositionsName, RelativeBias
 from seqboat.ops.precision import wide_type
 
 
@@ -64,8 +60,6 @@ class GAUConfig(Settings):
     """Distances (in positions) beyond which the relative bias stays the same."""
     attention_dropout: float = 0.0
     """Rate of dropout on attention weights."""
-    kernel: Kernel = "blocks"
-    """What computes the attention to a working memory: our blocks, or FlexAttention (softmax, on GPUs)."""
 
     def __post_init__(self) -> None:
         check_positive("d_z", self.d_z)
@@ -78,13 +72,6 @@ class GAUConfig(Settings):
         if self.d_v is not None:
             check_positive("d_v", self.d_v)
         POSITIONS[self.positions].check_width("d_z", self.d_z)
-        check_choice("kernel", self.kernel, tuple(KERNELS))
-        fits = self.attention in FLEX_ATTENTIONS and self.span == "memory" and not self.attention_dropout
-        require(
-            self.kernel != "flex" or fits,
-            "kernel 'flex' needs attention 'softmax', span 'memory' and attention_dropout 0, got "
-            f"{self.attention!r}, {self.span!r} and {self.attention_dropout}",
-        )
 
     def build(self, d_model: int, causal: bool, dropout: float = 0.0) -> GAU:
         return GAU(d_model, self, causal=causal, dropout=dropout)
@@ -177,8 +164,6 @@ class GAU(PackedModule):
     def forward(
         self, tokens: Tensor, packed: Packed, state: WorkingMemory | None = None
     ) -> tuple[Tensor, WorkingMemory | None]:
-        if self.fuses(tokens):
-            return self._drop(self._run_fused(tokens, packed)), None
         query, key, value, gate = self.project(tokens, packed.position)
         attended = self.span.attend(query, key, value, packed, state, self._scoring())
         y = self._drop(self.out(gate * attended))
@@ -203,39 +188,10 @@ class GAU(PackedModule):
     def _scoring(self) -> Scoring:
         dropout = self.config.attention_dropout if self.training else 0.0
         table = None if self.bias is None else self.bias.table
-        return Scoring(self.config.attention, self.positions, table, self.scale, dropout, self.config.kernel)
+        return Scoring(self.config.attention, self.positions, table, self.scale, dropout)
 
     def _drop(self, y: Tensor) -> Tensor:
         return F.dropout(y, self.dropout, self.training) if self.dropout else y
-
-    def fuses(self, tokens: Tensor) -> bool:
-        """Whether one operator computes the unit: its queries, keys and values then never exist as a whole."""
-        config = self.config
-        return (
-            not self.causal  # a causal unit remembers its keys and values
-            and isinstance(self.span, MemorySpan)
-            and config.kernel == "blocks"
-            and (not SEAM.open or SEAM.choice.get("attention", "auto") in ("auto", "torch"))
-            and not (config.attention_dropout and self.training)
-            and tokens.dtype in (torch.float32, torch.float64)
-            and not torch.is_autocast_enabled(tokens.device.type)
-            and is_plain(self.base, self.out)
-        )
-
-    def _run_fused(self, tokens: Tensor, packed: Packed) -> Tensor:
-        span = self.span
-        assert isinstance(span, MemorySpan)
-        return gated_attention(
-            tokens,
-            self.base.weight,
-            self.base.bias,
-            self.gamma,
-            self.beta,
-            self.out.weight,
-            self.out.bias,
-            span.neighbors(packed.row, packed.position, self._scoring(), packed.longest),
-            rotations(packed.position, self.d_z, tokens) if self.positions.rotates else None,
-        )
 
     def make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> WorkingMemory:
         return self.span.make_state(batch, self.d_z, self.d_v, dtype, device)

@@ -23,14 +23,9 @@ from seqboat.layers.packing import Packed
 from seqboat.ops.band import Neighbors
 from seqboat.ops.banded import banded
 from seqboat.ops.dense import dense
-from seqboat.ops.flex import flex_banded
 from seqboat.ops.functions import ATTENTIONS, AttentionName
 from seqboat.ops.positions import Positions
 from seqboat.ops.precision import wide_type
-
-Kernel = Literal["blocks", "flex"]
-KERNELS = {"blocks": banded, "flex": flex_banded}
-"""What computes the attention to a working memory."""
 
 
 class WorkingMemory(NamedTuple):
@@ -56,7 +51,6 @@ class Scoring(NamedTuple):
     scale: float
     """of the products, where the window bounds the number of keys"""
     dropout: float = 0.0
-    kernel: Kernel = "blocks"
 
 
 class Span(ABC):
@@ -240,7 +234,7 @@ class MemorySpan(Span):
             position = torch.cat([old.positions, position]).index_select(0, source)
         longest = packed.longest if state is None else None
         near = self.neighbors(group, position, scoring, longest)
-        attended = KERNELS[scoring.kernel](query, key, value, near, scoring.dropout)
+        attended = banded(query, key, value, near, scoring.dropout)
         return attended if places is None else attended.index_select(0, places)
 
     def neighbors(

@@ -6,7 +6,7 @@ run in torch whatever computed the other. If a chosen implementation fails, it i
 computes the call instead.
 
     use_kernels("triton")                     all operations that have Triton kernels
-    use_kernels("flex", operation="attention")
+    use_kernels("triton", operation="attention")
     SEQBOAT_KERNELS=triton seqboat train ...  the same from outside; "triton,scan=torch" leaves out the scan
     kernels()                                 what is available, what was chosen, what ran
 
@@ -32,9 +32,8 @@ from typing import Any, Literal, get_args
 import torch
 
 from seqboat.core.checks import check_choice
-from seqboat.ops.kernels import varlen
 
-KernelChoice = Literal["auto", "torch", "flex", "varlen", "triton"]
+KernelChoice = Literal["auto", "torch", "triton"]
 CHOICES: tuple[str, ...] = get_args(KernelChoice)
 
 VARIABLE = "SEQBOAT_KERNELS"
@@ -56,7 +55,6 @@ OPERATIONS = {
     "gather": "active tokens of a batch as one packed array",
     "scatter": "residual sum, with packed outputs added at the places of their tokens",
     "scatter_backward": "its gradients",
-    "decode": "one token through a SeqBoat layer, with its states",
 }
 """Heavy operations and what they compute."""
 
@@ -144,26 +142,8 @@ def _refuse_attention(**call: Any) -> str | None:
     return refuse_for_triton(**call)
 
 
-def _refuse_decode(**call: Any) -> str | None:
-    if call["unfit"] is not None:
-        return str(call["unfit"])
-    if call["d_model"] > 8192 or call["places"] > 8192:
-        return f"width {call['d_model']} or memory {call['places']}, at most 8,192 fit into registers"
-    return _refuse_scan(**call) or _refuse_attention(**call, dropout=0.0)
-
-
 def _triton(run: str, refuse: Callable[..., str | None] = refuse_for_triton) -> Implementation:
     return Implementation("triton", f"seqboat.ops.kernels.{run}", triton_missing, refuse, experimental=True)
-
-
-def _refuse_flex(**call: Any) -> str | None:
-    if call["attention"] != "softmax":
-        return f"FlexAttention computes softmax only, not {call['attention']}"
-    if call["dropout"]:
-        return "attention dropout"
-    if call["device"].type == "cpu" and call["gradient"]:
-        return "FlexAttention has no gradient on a CPU"
-    return None
 
 
 IMPLEMENTATIONS: dict[str, list[Implementation]] = {operation: [] for operation in OPERATIONS}
@@ -172,15 +152,6 @@ IMPLEMENTATIONS: dict[str, list[Implementation]] = {operation: [] for operation 
 IMPLEMENTATIONS["scan"] = [_triton("scan:triton_scan", _refuse_scan)]
 IMPLEMENTATIONS["scan_backward"] = [_triton("scan:triton_scan_backward", _refuse_scan)]
 IMPLEMENTATIONS["attention"] = [
-    Implementation("flex", "seqboat.ops.flex:flex_banded", refuse=_refuse_flex, differentiable=True),
-    Implementation(
-        "varlen",
-        "seqboat.ops.kernels.varlen:varlen_banded",
-        varlen.missing,
-        varlen.refuse,
-        experimental=True,
-        differentiable=True,
-    ),
     _triton("triton_band_launch:attention", _refuse_attention),
 ]
 for _operation, _function in (
@@ -193,7 +164,6 @@ for _operation, _function in (
     for _suffix in ("", "_backward"):
         _where = f"triton_{_function}{_suffix}"
         IMPLEMENTATIONS[f"{_operation}{_suffix}"] = [_triton(_where)]
-IMPLEMENTATIONS["decode"] = [_triton("triton_decode.launch:decode", _refuse_decode)]
 IMPLEMENTATIONS["attention_backward"] = [_triton("triton_band_launch:attention_backward", _refuse_attention)]
 
 
