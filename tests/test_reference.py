@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mixer_cases import shrink
 from seqboat import reference
-from seqboat.layers.gau import GAUConfig
+from seqboat.layers.gau import GAU, GAUConfig
 from seqboat.layers.packing import compress, extract
 from seqboat.layers.routers import (
     AlwaysActiveConfig,
@@ -121,7 +121,11 @@ def fast_rows(layer: SeqBoat, x: Tensor, mask: Tensor | None, splits: tuple[int,
             numbers |= {f"ssm {i}": part[row] for i, part in enumerate(state.ssm)}
             memory = state.sma.modules[0]
             held = remembered(memory, row, layer.config.gau)
-            numbers |= {f"key {i}": key for i, (_, key, _) in enumerate(held)}
+            gau = layer.sma.units["gau"]
+            assert isinstance(gau, GAU)
+            numbers |= {f"key {i}": key[: gau.d_z] for i, (_, key, _) in enumerate(held)}
+            if held and held[0][1].shape[0] > gau.d_z:
+                numbers["weights"] = torch.stack([key[-1] for _, key, _ in held]) * gau.scale
             numbers |= {f"value {i}": value for i, (_, _, value) in enumerate(held)}
             facts["positions"] = [position for position, _, _ in held]
             facts["counts"] = [int(memory.total[row]), int(state.sma.seen[row])]
@@ -161,7 +165,12 @@ def reference_rows(layer: SeqBoat, x: Tensor, mask: Tensor | None, by_step: bool
             assert state is not None
             numbers |= {f"ssm {i}": part for i, part in enumerate(as_pairs(state.ssm))}
             numbers |= {f"key {i}": entry.key for i, entry in enumerate(state.memory)}
-            numbers |= {f"value {i}": entry.value for i, entry in enumerate(state.memory)}
+            weights = [entry.weight for entry in state.memory if entry.weight is not None]
+            if weights and layer.config.gau.attention == "softmax":
+                numbers["weights"] = torch.log(torch.stack(weights))
+                weights = []
+            for i, entry in enumerate(state.memory):
+                numbers[f"value {i}"] = entry.value * weights[i] if weights else entry.value
             facts["positions"] = [entry.position for entry in state.memory]
             total = state.memory[-1].slot + 1 if state.memory else 0
             facts["counts"] = [total, state.seen]
@@ -185,7 +194,7 @@ def gradients(rows: list[Row], inputs: list[Tensor], seed: int) -> tuple[Tensor,
     generator = torch.Generator().manual_seed(seed)
     total = torch.zeros((), dtype=torch.float64)
     for numbers, _ in rows:
-        for value in numbers.values():
+        for _, value in sorted(numbers.items()):
             weight = torch.randn(value.shape, generator=generator, dtype=torch.float64)
             total = total + (weight * value).sum()
     if not total.requires_grad:
@@ -214,7 +223,8 @@ def compare_layer(
     for row, ((numbers, facts), (expected, expected_facts)) in enumerate(zip(got, want, strict=True)):
         assert facts == expected_facts, f"row {row}"
         assert numbers.keys() == expected.keys()
-        for name, value in numbers.items():
+        for name in sorted(numbers):
+            value = numbers[name]
             assert_near(f"{name} of row {row}", value, expected[name])
     names = ["x", *(name for name, _ in layer.named_parameters())]
     inputs = [x, *layer.parameters()]
@@ -272,6 +282,7 @@ def cases(draw: st.DrawFn, *, causal: bool, complex_states: bool) -> Case:
     )
     config = SeqBoatConfig(
         init="paper",
+        form=draw(st.sampled_from(["paper", "gated"])),
         ssm=ssm,
         router=draw(st.sampled_from(ROUTER_CONFIGS)),
         gau=gau,

@@ -60,6 +60,8 @@ class MemoryEntry(NamedTuple):
     """(d_z,)"""
     value: Tensor
     """(d_v,)"""
+    weight: Tensor | None = None
+    """what it counts for those that see it, in the gated form"""
 
 
 class LayerState(NamedTuple):
@@ -136,6 +138,16 @@ def route(h: Tensor, params: Params, config: RouterConfig) -> Decisions:
         active.append(int(p.argmax()) == 1)
         probs.append(p[1])
     return Decisions(active, torch.stack(probs) if probs else h.new_zeros(0))
+
+
+def counted(decisions: Decisions, config: SeqBoatConfig) -> list[Tensor]:
+    """What every token's output is multiplied by: c, or in the gated form min(3 (2 p - 1), 1) where active."""
+    found = []
+    for active, p in zip(decisions.active, decisions.probs, strict=True):
+        plain = config.form == "paper" or isinstance(config.router, XMoEConfig)
+        weight = p if plain else torch.clamp(3 * (2 * p - 1), max=1)
+        found.append(weight if active else torch.zeros_like(p))
+    return found
 
 
 def compress(h: Tensor, active: Sequence[bool]) -> tuple[Tensor, list[int]]:
@@ -246,8 +258,14 @@ def attend(
             furthest = len(table) // 2
             distance = DISTANCES[config.positions](own, entry)
             score = score + table[furthest + max(-furthest, min(furthest, distance))]
+        if entry.weight is not None and by_width:
+            score = score + torch.log(entry.weight)
         scores.append(score)
     weights = function(torch.stack(scores))
+    if not by_width:
+        weights = torch.stack(
+            [w if e.weight is None else w * e.weight for w, e in zip(weights, visible, strict=True)]
+        )
     return sum(
         (weight * entry.value for weight, entry in zip(weights, visible, strict=True)),
         torch.zeros_like(own.value),
@@ -272,6 +290,7 @@ def gau(
     *,
     causal: bool,
     memory: Sequence[MemoryEntry] = (),
+    counts: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, list[MemoryEntry]]:
     """Gated attention over the compressed sequence.
 
@@ -282,16 +301,17 @@ def gau(
         config: of the unit.
         causal: whether a query sees no later keys.
         memory: entries of earlier tokens.
+        counts: the weight of each token, in the gated form.
 
     Returns:
         (slots, dim), and the memory after the last token.
     """
     entries = list(memory)
     queries, gates = [], []
-    for token, position in zip(tokens, positions, strict=True):
+    for i, (token, position) in enumerate(zip(tokens, positions, strict=True)):
         query, key, value, gate = project(token, position, params, config)
         slot = entries[-1].slot + 1 if entries else 0
-        entries.append(MemoryEntry(slot, position, key, value))
+        entries.append(MemoryEntry(slot, position, key, value, None if counts is None else counts[i]))
         queries.append(query)
         gates.append(gate)
     outputs = []
@@ -327,6 +347,7 @@ def layer(x: Tensor, params: Params, config: SeqBoatConfig, state: LayerState | 
     h = silu(mixed)
     decisions = route(h, under(params, "sma.router."), config.router)
     tokens, places = compress(h, decisions.active)
+    weights = counted(decisions, config)
     compressed, memory = gau(
         tokens,
         [seen + place for place in places],
@@ -334,13 +355,14 @@ def layer(x: Tensor, params: Params, config: SeqBoatConfig, state: LayerState | 
         config.gau,
         causal=config.causal,
         memory=[] if state is None else state.memory,
+        counts=None if config.form == "paper" else [weights[place] for place in places],
     )
     extracted = extract(compressed, places, len(x))
     outputs = []
     for t in range(len(x)):
         out = params["linear.weight"] @ h[t] + params["linear.bias"] + x[t]
         if decisions.active[t]:
-            out = out + decisions.probs[t] * extracted[t]
+            out = out + weights[t] * extracted[t]
         out = silu(out)
         outputs.append(out if config.prenorm else normalize(out, norm, config.norm))
     after = LayerState(ssm_after, memory, seen + len(x)) if ssm_after is not None else None
@@ -370,11 +392,13 @@ def decode_step(x: Tensor, params: Params, config: SeqBoatConfig, state: LayerSt
     out = params["linear.weight"] @ h + params["linear.bias"] + x
     if active:
         query, key, value, gate = project(h, seen, attention, config.gau)
-        own = MemoryEntry(queue[-1].slot + 1 if queue else 0, seen, key, value)
+        (weight,) = counted(Decisions([True], p[1:]), config)
+        count = None if config.form == "paper" else weight
+        own = MemoryEntry(queue[-1].slot + 1 if queue else 0, seen, key, value, count)
         # before the oldest entry is dropped: a query sees itself and up to `window` tokens before it
         queue.append(own)
         visible = [entry for entry in queue if sees(own.slot, entry.slot, config.gau, causal=True)]
-        out = out + p[1] * close(gate, attend(query, own, visible, attention, config.gau), attention)
+        out = out + weight * close(gate, attend(query, own, visible, attention, config.gau), attention)
         if config.gau.span != "full" and len(queue) > config.gau.window:
             queue.pop(0)
     out = silu(out)

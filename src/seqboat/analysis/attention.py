@@ -99,25 +99,30 @@ def attention_weights(
     return [tuple(_attention(gau, *tokens_of(call, row)) for call in seen[layer]) for row in rows]
 
 
-def tokens_of(call: SeenTokens, row: int) -> tuple[Tensor, Tensor]:
-    """Active tokens (active, d_model) of one sequence, and their positions."""
+def tokens_of(call: SeenTokens, row: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Active tokens (active, d_model) of one sequence, their positions, and what each counts if they differ."""
     begin, end = call.packed.offsets[row : row + 2].tolist()
-    return call.tokens[begin:end], call.packed.position[begin:end]
+    weight = call.packed.weight
+    return (
+        call.tokens[begin:end],
+        call.packed.position[begin:end],
+        None if weight is None else weight[begin:end],
+    )
 
 
-def _attention(gau: GAU, tokens: Tensor, position: Tensor) -> Attention:
-    parts = list(weigh(gau, tokens, position))
+def _attention(gau: GAU, tokens: Tensor, position: Tensor, weight: Tensor | None) -> Attention:
+    parts = list(weigh(gau, tokens, position, weight))
     width = max(part.weights.shape[1] for part in parts)
     weights = [F.pad(part.weights.float(), (0, width - part.weights.shape[1])) for part in parts]
     first, end = (torch.cat([getattr(part, name) for part in parts]) for name in ("first", "end"))
     return Attention(to_array(position), to_array(first), to_array(end), to_array(torch.cat(weights)))
 
 
-def weigh(gau: GAU, tokens: Tensor, position: Tensor) -> Iterator[SlotWeights]:
+def weigh(gau: GAU, tokens: Tensor, position: Tensor, weight: Tensor | None = None) -> Iterator[SlotWeights]:
     """Attention weights of a sequence, in blocks of queries, because weights start out over all keys."""
     query, key, _, _ = gau.project(tokens, position)
     for begin in range(0, max(len(position), 1), QUERIES_AT_ONCE):
-        yield gau.weigh(query, key, position, slice(begin, begin + QUERIES_AT_ONCE))
+        yield gau.weigh(query, key, position, slice(begin, begin + QUERIES_AT_ONCE), weight)
 
 
 def mean_distance(position: Tensor, first: Tensor, end: Tensor) -> Tensor:
@@ -147,17 +152,18 @@ def local_span(window: int) -> float:
     return window / 2
 
 
-def weighted_distance(gau: GAU, tokens: Tensor, position: Tensor) -> Tensor:
+def weighted_distance(gau: GAU, tokens: Tensor, position: Tensor, weight: Tensor | None = None) -> Tensor:
     """(active,) float64: mean distance to the keys, weighted by attention; nan if all weights are zero.
 
     Args:
         gau: the attention unit.
         tokens: (active, d_model), of one sequence.
         position: (active,).
+        weight: (active,), what each counts; all alike by default.
     """
     found = []
     for asking, (first, _, weights) in zip(
-        position.split(QUERIES_AT_ONCE), weigh(gau, tokens, position), strict=True
+        position.split(QUERIES_AT_ONCE), weigh(gau, tokens, position, weight), strict=True
     ):
         weights = weights.double()
         slot = first[:, None] + torch.arange(weights.shape[1], device=position.device)

@@ -230,7 +230,9 @@ class _LayerSums:
             tally.add(np.zeros(len(active), dtype=np.int64), other.active[counted])
         self.products.add(layer)
 
-    def add_attention(self, tokens: Tensor, position: Tensor, counted: Flags, weighted: bool) -> None:
+    def add_attention(
+        self, tokens: Tensor, position: Tensor, weight: Tensor | None, counted: Flags, weighted: bool
+    ) -> None:
         """Add what the queries of one sequence saw."""
         gau = self.site.gau
         assert gau is not None
@@ -249,7 +251,7 @@ class _LayerSums:
         if gau.span.others:
             self.final.add(gau.span.remembered(count) / gau.window)
         if weighted and bool(asked.any()):
-            means = weighted_distance(gau, tokens, position)[asked]
+            means = weighted_distance(gau, tokens, position, weight)[asked]
             sighted = means[~means.isnan()]
             self.blind[0] += len(means) - len(sighted)
             self.blind[1] += len(means)

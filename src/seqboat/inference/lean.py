@@ -215,6 +215,8 @@ def lean_layer(layer: nn.Module, capacity: int) -> LeanLayer | None:
             return None
         if sma.policy.steered and fold_router(sma.policy) is None:
             return None
+        if sma.form != "paper":
+            return None
         if sma.combine != "sum" or sma.straight_through or not all(fits(part) for part in parts):
             return None
     elif not is_plain(layer.out):

@@ -77,6 +77,10 @@ class GAUConfig(Settings):
         return GAU(d_model, self, causal=causal, dropout=dropout)
 
 
+SMALLEST = 1e-30
+"""The least weight of a key: its logarithm is finite."""
+
+
 class SlotWeights(NamedTuple):
     """How some queries of one sequence weigh the keys they see."""
 
@@ -165,6 +169,8 @@ class GAU(PackedModule):
         self, tokens: Tensor, packed: Packed, state: WorkingMemory | None = None
     ) -> tuple[Tensor, WorkingMemory | None]:
         query, key, value, gate = self.project(tokens, packed.position)
+        if packed.weight is not None:
+            query, key, value = self.weigh_keys(query, key, value, packed.weight)
         attended = self.span.attend(query, key, value, packed, state, self._scoring())
         y = self._drop(self.out(gate * attended))
         if not self.causal:
@@ -188,18 +194,41 @@ class GAU(PackedModule):
     def _scoring(self) -> Scoring:
         dropout = self.config.attention_dropout if self.training else 0.0
         table = None if self.bias is None else self.bias.table
-        return Scoring(self.config.attention, self.positions, table, self.scale, dropout)
+        return Scoring(self.config.attention, self.positions, table, self.scale, dropout, self.d_z)
+
+    def weigh_keys(
+        self, query: Tensor, key: Tensor, value: Tensor, weight: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values where a key counts by its weight (tokens,) for whoever sees it.
+
+        Softmax: log(weight) on the scores, as one more column of queries and keys. Functions that weigh each key by
+        itself: the weight on its value.
+        """
+        if self.config.attention != "softmax":
+            return query, key, value * weight[:, None].to(value.dtype)
+        score = weight.clamp(min=SMALLEST).log() / self.scale
+        ones = query.new_ones(len(query), 1)
+        return torch.cat([query, ones], 1), torch.cat([key, score[:, None].to(key.dtype)], 1), value
 
     def _drop(self, y: Tensor) -> Tensor:
         return F.dropout(y, self.dropout, self.training) if self.dropout else y
 
     def make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> WorkingMemory:
-        return self.span.make_state(batch, self.d_z, self.d_v, dtype, device)
+        column = self.weighs and self.config.attention == "softmax"
+        return self.span.make_state(batch, self.d_z + column, self.d_v, dtype, device)
 
     def advance(
-        self, tokens: Tensor, rows: Tensor, position: Tensor, state: WorkingMemory, inplace: bool = False
+        self,
+        tokens: Tensor,
+        rows: Tensor,
+        position: Tensor,
+        state: WorkingMemory,
+        inplace: bool = False,
+        weight: Tensor | None = None,
     ) -> tuple[Tensor, WorkingMemory]:
         query, key, value, gate = self.project(tokens, position)
+        if weight is not None:
+            query, key, value = self.weigh_keys(query, key, value, weight)
         everyone = rows.shape[0] == state.total.shape[0]
         past = state if everyone else WorkingMemory(*(part.index_select(0, rows) for part in state))
         slot, places = past.total, past.keys.shape[1]
@@ -245,7 +274,12 @@ class GAU(PackedModule):
         return self._drop(self.out(gate * attended))
 
     def weigh(
-        self, query: Tensor, key: Tensor, position: Tensor, queries: slice = slice(None)
+        self,
+        query: Tensor,
+        key: Tensor,
+        position: Tensor,
+        queries: slice = slice(None),
+        weight: Tensor | None = None,
     ) -> SlotWeights:
         """Attention weights inside one sequence, for inspection: `forward` never holds them all.
 
@@ -254,6 +288,7 @@ class GAU(PackedModule):
             key: (active, d_z), likewise.
             position: (active,), their positions in the original sequence.
             queries: which of them to weigh.
+            weight: (active,), what each key counts; all alike by default.
         """
         count = len(query)
         slots = torch.arange(count, device=query.device)
@@ -268,7 +303,13 @@ class GAU(PackedModule):
             places = self.positions.coordinate(position, slots)
             scores = scores + self.bias(places[low:high] - places[queries][:, None]).to(wide)
         hidden = (key_slot < first[:, None]) | (key_slot >= end[:, None])
+        counts = None if weight is None else weight[low:high].to(wide)
+        by_score = self.config.attention == "softmax"
+        if counts is not None and by_score:
+            scores = scores + counts.clamp(min=SMALLEST).log()
         weights = self.function.weights(scores.masked_fill(hidden, HIDDEN))
+        if counts is not None and not by_score:
+            weights = weights * counts
         most = int((end - first).max()) if len(slot) else 0
         column = (first - low)[:, None] + torch.arange(most, device=slot.device)
         inside = column < (end - low)[:, None]

@@ -110,6 +110,8 @@ class Packed(NamedTuple):
     """tokens of the longest sequence, if the host knows it"""
     documents: Documents | None = None
     """where the sequences are packed documents: what they are; states then belong to the sequences of the batch"""
+    weight: Tensor | None = None
+    """(tokens,): how much each token counts for those that see it; all alike by default"""
 
     @property
     def slot(self) -> Tensor:
@@ -250,6 +252,8 @@ class PackedModule(nn.Module, ABC):
     """
 
     causal: bool = False
+    weighs: bool = False
+    """Whether tokens count for others by `Packed.weight`, which `advance` then takes as `weight` (active,)."""
 
     @property
     def takes_documents(self) -> bool:

@@ -37,6 +37,8 @@ class Router(nn.Module, ABC):
 
     per_sequence = False
     """Whether the router picks among the tokens of whole sequences, where it may."""
+    at_half = False
+    """Whether a token is active exactly where its probability is above one half."""
 
     def __init__(self, d_model: int, modules: int = 1) -> None:
         super().__init__()
@@ -146,6 +148,7 @@ def _start_pairs(layer: nn.Linear, difference: Tensor) -> None:
 class TemperedSoftmax(Router):
     """softmax(u / tau) over (skip, activate), with a learned temperature: the paper's router."""
 
+    at_half = True
     options = 2
     """Logits per module."""
 
@@ -197,6 +200,8 @@ class TemperedSigmoid(TemperedSoftmax):
 class SigmoidRouter(Router):
     """One logit per module, active above one half; no temperature."""
 
+    at_half = True
+
     def __init__(self, d_model: int, modules: int = 1) -> None:
         super().__init__(d_model, modules)
         self.logits = nn.Linear(d_model, modules)
@@ -217,6 +222,7 @@ class GumbelSoftmax(Router):
     tau' = max(2 * 0.999995^T, 0.5); `set_training_step` tells T. No noise in eval mode.
     """
 
+    at_half = True
     training_step: Tensor
 
     def __init__(
@@ -315,6 +321,8 @@ class AlwaysActive(Router):
 
 class ThresholdRouter(SigmoidRouter):
     """One logit per module, active above a probability that is set by hand."""
+
+    at_half = False
 
     def __init__(self, d_model: int, modules: int = 1, threshold: float = 0.5) -> None:
         super().__init__(d_model, modules)

@@ -26,7 +26,7 @@ from seqboat.layers.budget import BudgetConfig, RevivalConfig
 from seqboat.layers.gau import GAU, GAUConfig
 from seqboat.layers.packing import Routing
 from seqboat.layers.routers import RouterConfig, TemperedSoftmaxConfig
-from seqboat.layers.sma import SparseModularActivation
+from seqboat.layers.sma import Form, SparseModularActivation
 from seqboat.ops.fused import silu
 from seqboat.ops.kernels.registry import SEAM
 from seqboat.ssm.diagonal import SSMConfig
@@ -69,10 +69,14 @@ class SeqBoatConfig(Settings):
     """Whether the norm comes before the branch instead of after the layer."""
     dropout: float = 0.0
     """Rate of dropout."""
+    form: Form = field(default="paper", metadata={ABSENT: ("paper", FIRST_FIELDS)})
+    """What a token counts in its output and in the memory of others: m = clamp(3 (2p - 1), 0, 1) on both ("gated"),
+    or the confidence p on its output alone ("paper"), under which nothing tells the router what to remember."""
     init: InitName = field(default="scaled", metadata={ABSENT: ("paper", FIRST_FIELDS)})
     """Initial weights: scaled to the widths, with every token active, or those of the paper."""
 
     def __post_init__(self) -> None:
+        check_choice("form", self.form, get_args(Form))
         check_choice("init", self.init, get_args(InitName))
         check_choice("norm", self.norm, NORMS)
         check_rate("dropout", self.dropout)
@@ -179,6 +183,7 @@ class SeqBoat(RecurrentMixer):
             budget=config.budget,
             revival=config.revival,
             causal=config.causal,
+            form=config.form,
             start_active=config.init == "scaled",
         )
         self.linear = nn.Linear(d_model, d_model)

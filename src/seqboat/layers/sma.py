@@ -22,6 +22,7 @@ from seqboat.core.padding import Aligned
 from seqboat.core.state import keep_state, tensors
 from seqboat.layers.adapters import as_unit, name_modules
 from seqboat.layers.budget import BudgetConfig, RevivalConfig
+from seqboat.layers.gau import GAU
 from seqboat.layers.packing import Gathered, Packed, PackedModule, Routing, pack_modules
 from seqboat.layers.policy import Override, Policy, overridden
 from seqboat.layers.routers import ROUTERS, Router, RouterConfig, TemperedSoftmax
@@ -32,6 +33,21 @@ from seqboat.ops.kernels.registry import SEAM
 from seqboat.ops.transforms import transformed, vectorized
 
 Combine = Literal["sum", "average"]
+Form = Literal["gated", "paper"]
+SATURATION = 3.0
+"""Slope of the gate: it is 1 from a probability of 1/2 + 1/6 on."""
+
+
+def gate(routing: Routing) -> Tensor:
+    """The weight of each token in the gated form: clamp(3 (2p - 1), 0, 1), continuous where a token becomes active.
+
+    Tokens that are active by hand, against the router, count as a whole.
+
+    >>> gate(Routing(torch.tensor([True, True, False]), torch.tensor([0.9, 0.6, 0.4]))).tolist()
+    [1.0, 0.6000000238418579, 0.0]
+    """
+    m = (SATURATION * (2 * routing.probs - 1)).clamp(0, 1)
+    return torch.where(routing.active, torch.where(routing.probs < 0.5, 1.0, m), 0.0).to(m.dtype)
 
 
 class SMAState(NamedTuple):
@@ -68,6 +84,8 @@ class SparseModularActivation(RecurrentMixer):
         revival: what keeps the router alive in training.
         causal: whether the layer carries a state and never looks ahead at inference; by default, if all its
             contextual modules do.
+        form: what scales the outputs: the router's confidence ("paper"), or a weight that is continuous at the border
+            and enters attention too ("gated"; see `SeqBoatConfig.form`).
         start_active: whether a router that is built here starts with every token active; otherwise the initial
             fraction of active tokens depends on the seed, as in the paper.
     """
@@ -85,11 +103,13 @@ class SparseModularActivation(RecurrentMixer):
         budget: BudgetConfig | None = None,
         revival: RevivalConfig | None = None,
         causal: bool | None = None,
+        form: Form = "paper",
         start_active: bool = True,
     ) -> None:
         super().__init__()
         named = {name: as_unit(name, module) for name, module in name_modules(modules).items()}
         check_choice("combine", combine, get_args(Combine))
+        check_choice("form", form, get_args(Form))
         self.units = nn.ModuleDict(named)
         self.router = _make_router(router, d_model, len(named))
         if start_active and self.router is not router:
@@ -100,7 +120,15 @@ class SparseModularActivation(RecurrentMixer):
             f"router decides for {self.router.modules_count} modules of width {self.router.d_model}, "
             f"but there are {len(named)} modules of width {d_model}",
         )
-        self.d_model, self.combine, self.straight_through = d_model, combine, straight_through
+        self.d_model, self.combine, self.straight_through, self.form = (
+            d_model,
+            combine,
+            straight_through,
+            form,
+        )
+        for unit in named.values():
+            if isinstance(unit, GAU):
+                unit.weighs = form == "gated"
         can = all(unit.causal for unit in named.values() if isinstance(unit, PackedModule))
         require(can or not causal, "causal needs modules that are causal, but some are not")
         self.causal = can if causal is None else causal
@@ -195,6 +223,11 @@ class SparseModularActivation(RecurrentMixer):
             require(documents is None, "vmap cannot run over packed documents: use a batch dimension instead")
             return self._mix_masked(x, routing, state, base, dense)
         gathered = pack_modules(routing.active, seen, documents)
+        weights = self._weights(routing).flatten().index_select(0, gathered.entry)
+        if self.form == "gated":
+            each = weights.split(gathered.counts)
+            parts = tuple(p._replace(weight=w) for p, w in zip(gathered.parts, each, strict=True))
+            gathered = gathered._replace(parts=parts)
         watched = self.training and not torch.compiler.is_compiling() and x.numel() > 0
         # one module that is active, as it was before: nothing to notice
         if watched and (len(self.units) > 1 or not gathered.flat.shape[0] or self.watch.inactive[0]):
@@ -219,7 +252,7 @@ class SparseModularActivation(RecurrentMixer):
             outputs.append(out)
             after.append(remembered)
         out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        y = self._join(dense, base, x, gathered, out, routing)
+        y = self._join(dense, base, x, gathered, out, routing, weights)
         if self.training and self.policy.revival.inactive_gradient:
             self.policy.remember(outputs)
             y = self.policy.attach(y, routing)
@@ -245,14 +278,15 @@ class SparseModularActivation(RecurrentMixer):
         gathered: Gathered,
         out: Tensor,
         routing: Routing,
+        weights: Tensor,
     ) -> Tensor:
         """base + dense(x), and the weighted outputs of the modules at their tokens."""
-        if SEAM.open and len(self.units) == 1 and self.combine == "sum" and not self.straight_through:
+        plain = self.combine == "sum" and not self.straight_through and self.form == "paper"
+        if SEAM.open and len(self.units) == 1 and plain:
             joined = kernel_scatter(dense, base, x, out, routing.active, routing.probs)
             if joined is not None:
                 return joined
-        scale = self._weights(routing).flatten().index_select(0, gathered.entry)
-        out = out * scale[:, None].to(out.dtype)
+        out = out * weights[:, None].to(out.dtype)
         return combine(dense, torch.zeros_like(x) if base is None else base, x, gathered.flat, out)
 
     @staticmethod
@@ -280,6 +314,7 @@ class SparseModularActivation(RecurrentMixer):
         weights = self._weights(routing)
         for i, (name, unit) in enumerate(self.units.items()):
             if isinstance(unit, PackedModule):
+                require(not unit.weighs, "vmap needs form='paper'")
                 out = unit.masked(x, routing.active[..., i])
             else:
                 out = self._run(name, unit, x.reshape(-1, self.d_model)).view(x.shape)
@@ -300,6 +335,8 @@ class SparseModularActivation(RecurrentMixer):
     def _weights(self, routing: Routing) -> Tensor:
         """(..., modules): what outputs are multiplied by."""
         weights = routing.confidence
+        if self.form == "gated" and self.router.at_half and self.policy.override.confidence is None:
+            weights = gate(routing)
         if self.straight_through:
             weights = torch.where(routing.active, weights - weights.detach() + 1, weights)
         if self.combine == "average":
@@ -357,7 +394,8 @@ class SparseModularActivation(RecurrentMixer):
             tokens = x if all_active else x.index_select(0, rows)
             if isinstance(unit, PackedModule):
                 position = state.seen.index_select(0, rows)
-                out, remembered = unit.advance(tokens, rows, position, state.modules[i], inplace)
+                more: dict[str, Any] = {"weight": weights[:, i].index_select(0, rows)} if unit.weighs else {}
+                out, remembered = unit.advance(tokens, rows, position, state.modules[i], inplace, **more)
             else:
                 out, remembered = self._run(name, unit, tokens), None
             after.append(remembered)
@@ -374,7 +412,8 @@ class SparseModularActivation(RecurrentMixer):
         weights, after = self._weights(routing), []
         for i, (name, unit) in enumerate(self.units.items()):
             if isinstance(unit, PackedModule):
-                out, remembered = unit.advance(x, everyone, state.seen, state.modules[i])
+                more: dict[str, Any] = {"weight": weights[:, i]} if unit.weighs else {}
+                out, remembered = unit.advance(x, everyone, state.seen, state.modules[i], **more)
                 remembered = keep_state(routing.active[:, i], remembered, state.modules[i])
             else:
                 out, remembered = self._run(name, unit, x), None

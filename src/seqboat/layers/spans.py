@@ -51,6 +51,8 @@ class Scoring(NamedTuple):
     scale: float
     """of the products, where the window bounds the number of keys"""
     dropout: float = 0.0
+    width: int | None = None
+    """of queries and keys without the column of weights"""
 
 
 class Span(ABC):
@@ -343,7 +345,7 @@ class PaddedSpan(Span):
             key_slot=torch.where(real.reshape(slot.shape), slot, -1),
             query_position=coordinate,
             key_position=coordinate,
-            scale=ATTENTIONS[scoring.attention].scale(query.shape[1], keys),
+            scale=ATTENTIONS[scoring.attention].scale(scoring.width or query.shape[1], keys),
             table=scoring.table,
             attention=scoring.attention,
             causal=self.causal,

@@ -147,6 +147,10 @@ class Layer:
         self.kernel = make_kernel(graph, inner.ssm)
         self.units: list[Attention | FeedForward] = []
         if isinstance(inner, SeqBoat):
+            form = inner.sma.form
+            require(
+                form == "paper", f"a layer of the form {form!r} has no ONNX form: export one of form 'paper'"
+            )
             sma = inner.sma
             require(
                 sma.combine == "sum" and not sma.straight_through,
