@@ -14,7 +14,8 @@ from seqboat.own.text import LMTextTaskConfig
 from seqboat.ssm.ema import EMAConfig
 from seqboat.tasks.task import TaskConfig
 from seqboat.training.checkpoint import MODEL, CheckpointStore, model_tensors
-from seqboat.training.config import RunConfig, to_dict
+from seqboat.training.config import RunConfig
+from seqboat.training.settings_io import to_dict
 
 TEXT = "Ein schöner Text € mit Zeilen,\nund noch einer.\n" * 60
 

@@ -34,7 +34,7 @@ from seqboat.models.backbone import BackboneConfig
 from seqboat.models.heads import Classifier, LanguageModel, Matcher
 from seqboat.recipes import RECIPES
 from seqboat.ssm.ema import EMAConfig
-from seqboat.training.config import override as override_config
+from seqboat.training.settings_io import override as override_config
 
 WIDTH = 6
 LENGTHS = torch.tensor([23, 9, 1, 0])

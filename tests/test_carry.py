@@ -19,7 +19,7 @@ from seqboat.mixers.mega import MegaChunkConfig, MegaConfig
 from seqboat.mixers.transformer import TransformerConfig
 from seqboat.recipes import lra
 from seqboat.ssm.ema import EMAConfig
-from seqboat.training.config import from_yaml, override
+from seqboat.training.settings_io import override, read_config
 
 BOAT = SeqBoatConfig(
     ssm=EMAConfig(d_state=4, truncation=99),
@@ -127,14 +127,14 @@ def test_recipes_take_the_name_of_a_mixer(caplog: pytest.LogCaptureFixture) -> N
 
 
 def test_files_and_commands_carry_over_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "change.yaml"
-    path.write_text("model:\n  mixer: {name: mega, d_z: 12}\n")
+    path = tmp_path / "change.json"
+    path.write_text('{"model": {"mixer": {"name": "mega", "d_z": 12}}}')
     said: list[str] = []
-    config: Any = from_yaml(path, lra.image(), said.append).model.mixer
+    config: Any = read_config(path, lra.image(), said.append).model.mixer
     assert (config.d_z, config.attention, config.norm) == (12, "relu2", "batch")
     assert said == ["seqboat -> mega: not carried over: router"]
     command = ["train", "lra.image", "--model.mixer=mega", "--print-config"]
     assert main(command) == 0
     shown = capsys.readouterr()
-    assert "attention: relu2" in shown.out
+    assert '"attention": "relu2"' in shown.out
     assert shown.err.splitlines() == said

@@ -14,7 +14,7 @@ from seqboat.compat.layers import published_config, to_published
 from seqboat.recipes import find_recipe
 from seqboat.ssm.conv import EMAConv, EMAConvConfig
 from seqboat.ssm.ema import EMA
-from seqboat.training.config import from_yaml, override, to_yaml
+from seqboat.training.settings_io import override, read_config, to_json
 
 
 def kernel_pair(causal: bool, conv: int, truncation: int | None = None) -> tuple[EMAConv, EMA]:
@@ -83,9 +83,9 @@ def test_settings(tmp_path: Path) -> None:
     recipe = find_recipe("recall")()
     config = override(recipe, ["--model.mixer.ssm=ema-conv", "--model.mixer.ssm.conv=3"])
     assert config.model.mixer.ssm == EMAConvConfig(conv=3)  # type: ignore[attr-defined]
-    path = tmp_path / "run.yaml"
-    path.write_text(to_yaml(config))
-    assert from_yaml(path, recipe) == config
+    path = tmp_path / "run.json"
+    path.write_text(to_json(config))
+    assert read_config(path, recipe) == config
 
 
 def test_what_it_refuses() -> None:

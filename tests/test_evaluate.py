@@ -399,7 +399,7 @@ def test_train_eval_resume_from_the_command_line(
 def test_the_printed_configuration_runs_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "recall", "--print-config", *RECALL, "--model.mixer", "seqboat"]) == 0
     text = capsys.readouterr().out
-    path = tmp_path / "config.yaml"
+    path = tmp_path / "config.json"
     path.write_text(text)
     assert main(["train", "--config", str(path), "--print_config"]) == 0
     assert capsys.readouterr().out == text
@@ -411,7 +411,7 @@ def test_the_printed_configuration_runs_again(tmp_path: Path, capsys: pytest.Cap
         (["train", "recal"], "recipe 'recal' is unknown; did you mean recall?"),
         (["train"], "give a recipe (seqboat list recipes), --config FILE"),
         (["train", "recall", "--model.depth=2"], "--model.depth is not a field of this configuration"),
-        (["train", "recall", "--config", "nowhere.yaml"], "cannot read the configuration nowhere.yaml"),
+        (["train", "recall", "--config", "nowhere.json"], "cannot read the configuration nowhere.json"),
         (["eval", "nowhere"], "nowhere is not the folder of a run"),
         (["eval", "nowhere", "--limit", "0"], "--limit must be an integer >= 1, got 0"),
         (["eval", "nowhere", "--window", "9"], "--window works only with --mode windows, got no --mode"),

@@ -128,7 +128,7 @@ try:
     main({arguments!r})
 except SystemExit:
     pass
-heavy = sorted({{"torch", "numpy", "matplotlib", "rich", "yaml"}} & set(sys.modules))
+heavy = sorted({{"torch", "numpy", "matplotlib", "rich"}} & set(sys.modules))
 print("heavy:", heavy)
 """
     done = run(code)

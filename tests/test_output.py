@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from seqboat import models
 from seqboat.cli.main import main
+from seqboat.run import MODELS
 
 
 def seqboat(*arguments: str, **settings: Any) -> subprocess.CompletedProcess[str]:
@@ -74,13 +74,13 @@ def test_a_resumed_run_takes_fields_with_values(tmp_path: Path, capsys: pytest.C
     run = str(tmp_path / "run")
     assert main(["train", "copy", *TINY, "--out", run]) == 0
     assert main(["train", "--resume", "--out", run, "--training.log_every", "2", "--print-config"]) == 0
-    assert "log_every: 2" in capsys.readouterr().out
+    assert '"log_every": 2' in capsys.readouterr().out
     # a setting that does not fit one of the command line
-    file = tmp_path / "run" / "config.yaml"
+    file = tmp_path / "run" / "config.json"
     assert main(["train", "--resume", "--out", run, "--schedule.warmup_steps", "9"]) == 2
     assert f"must not exceed schedule.steps, got 9 and 3 (settings from {file})" in capsys.readouterr().err
     # a setting that only building the model refuses
-    file.write_text(file.read_text().replace("temperature_scale: ", "temperature_scale: -"))
+    file.write_text(file.read_text().replace('"temperature_scale": ', '"temperature_scale": -'))
     assert main(["train", "--resume", "--out", run]) == 2
     assert f"temperature_scale must be positive, got -1.0 (settings from {file})" in capsys.readouterr().err
 
@@ -100,7 +100,7 @@ def test_ctrl_c_ends_generation_at_once() -> None:
 def test_a_warning_is_one_line(tmp_path: Path) -> None:
     """A damaged newest checkpoint is passed over, and said in the words of the command line."""
     run = tmp_path / "run"
-    shutil.copytree(Path(models.__file__).parent / "enwik8-small", run)
+    shutil.copytree(MODELS / "enwik8-small", run)
     newest = max(run.glob("step-*"), key=lambda path: int(path.name[5:]))
     shutil.copytree(newest, newest.with_name("step-9999"))
     (newest.with_name("step-9999") / "model.safetensors").write_bytes(b"")

@@ -15,7 +15,7 @@ from seqboat import LanguageModel
 from seqboat.analysis.attention import attention_weights
 from seqboat.own.text import LMTextTaskConfig
 from seqboat.tasks.task import apply_model
-from seqboat.training.config import from_dict, to_dict
+from seqboat.training.settings_io import from_dict, to_dict
 from seqboat.training.trainer import train
 from small_runs import Spy
 

@@ -34,7 +34,8 @@ from seqboat.plotting import STYLES, THEMES, line_style, save_figure, write_figu
 from seqboat.recipes import RECIPES
 from seqboat.run import Run
 from seqboat.tasks import TASKS
-from seqboat.training.config import RunConfig, override
+from seqboat.training.config import RunConfig
+from seqboat.training.settings_io import override
 from small_runs import Spy, Toy, ToyConfig, small_run
 
 

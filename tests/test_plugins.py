@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from lm_runs import lm_config, write_run
 from seqboat import BackboneConfig, LanguageModel, plugins
@@ -22,8 +21,7 @@ from seqboat.cli.main import main
 from seqboat.predict import Predictor
 from seqboat.recipes import find_recipe
 from seqboat.run import Run
-from seqboat.training.config import from_dict, to_dict
-from seqboat.training.config.overrides import override
+from seqboat.training.settings_io import from_dict, override, to_dict
 
 TEMPLATE = Path(__file__).parents[1] / "examples" / "plugin" / "src"
 QUICK = ["--schedule.steps=4", "--schedule.warmup_steps=1", "--task.train_size=64", "--task.eval_size=16"]
@@ -80,7 +78,7 @@ def test_an_installed_package_is_used_by_every_command(
 ) -> None:
     run = tmp_path / "run"
     assert main(["train", "brackets", "--out", str(run), *QUICK]) == 0
-    config = yaml.safe_load((run / "config.yaml").read_text())
+    config = json.loads((run / "config.json").read_text())
     assert config["task"]["plugin"] == config["model"]["mixer"]["plugin"]
     assert config["task"]["plugin"] == {"module": "seqboat_brackets", "package": "seqboat-brackets"}
     assert json.loads((run / "run.json").read_text())["versions"]["seqboat-brackets"] == "0.1.0"

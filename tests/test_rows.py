@@ -15,7 +15,7 @@ from seqboat.mixers import MIXERS
 from seqboat.paper.published import ENWIK8, LRA, LRA_TASKS, SPEECH, published_parameters, published_score
 from seqboat.recipes import RECIPES, ROW_RECIPES, ROWS, SMALL_ROWS, find_recipe
 from seqboat.recipes.rows import recipe_name
-from seqboat.training.config import from_dict, to_dict
+from seqboat.training.settings_io import from_dict, to_dict
 
 PUBLISHED: dict[str, Any] = {"lra": LRA, "speech": SPEECH, "enwik8": ENWIK8}
 EVERY = [

@@ -18,7 +18,7 @@ from published_scripts import (
     differences_table,
 )
 from seqboat.recipes import RECIPES, find_recipe
-from seqboat.training.config import override
+from seqboat.training.settings_io import override
 
 PAGE = Path(__file__).parents[1] / "docs" / "differences.md"
 

@@ -22,7 +22,7 @@ from seqboat.recipes import RECIPES
 from seqboat.recipes.own import classify, lm
 from seqboat.ssm import SSMS
 from seqboat.ssm.ema import EMA
-from seqboat.training.config import override, part_from_dict, to_dict
+from seqboat.training.settings_io import override, part_from_dict, to_dict
 
 TARGET = 1.0
 """The fraction of active tokens with which every layer starts."""

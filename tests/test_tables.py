@@ -286,7 +286,7 @@ def test_a_table_of_free_text_labels_is_given_up(tmp_path: Path, monkeypatch: py
 
 
 def test_runs_saved_before_there_were_copies_load(tmp_path: Path) -> None:
-    from seqboat.training.config import from_dict, to_dict
+    from seqboat.training.settings_io import from_dict, to_dict
     from small_runs import small_run
 
     config = small_run(ClassifyTaskConfig(train="a.csv"))

@@ -26,10 +26,11 @@ from seqboat.run import Run, start_from
 from seqboat.tasks import TASKS
 from seqboat.training import diagnosis
 from seqboat.training.checkpoint import MODEL, OPTIM, CheckpointError, CheckpointStore, _seal
-from seqboat.training.config import RunConfig, TrainingConfig, from_yaml, override, to_dict
+from seqboat.training.config import RunConfig, TrainingConfig
 from seqboat.training.display import PlainDisplay
 from seqboat.training.loader import LoaderError, Plan
 from seqboat.training.record import MemoryMeter, iterate_metrics, numbers
+from seqboat.training.settings_io import override, read_config, to_dict
 from seqboat.training.signals import StopSignals
 from seqboat.training.trainer import RunOutcome, train
 from small_runs import Spy, ToyConfig, numbers_of, same_tensors, small_run, without_dropout
@@ -78,7 +79,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_leaves_everything_beside_its_checkpoints(straight: Path) -> None:
-    assert from_yaml(straight / "config.yaml") == small_run()
+    assert read_config(straight / "config.json") == small_run()
     about = json.loads((straight / "run.json").read_text())
     assert about["seed"] == 0 and about["versions"]["torch"] == torch.__version__
     assert about["parameters"] == sum(p.numel() for p in small_run().build_model().parameters())

@@ -47,10 +47,11 @@ from seqboat.training.checkpoint import (
     load_model_tensors,
     verify,
 )
-from seqboat.training.config import RunConfig, override, split_arguments, to_dict
+from seqboat.training.config import RunConfig
 from seqboat.training.evaluate import MODES, Streaming, Windows, evaluate
 from seqboat.training.parallel import World
 from seqboat.training.record import iterate_metrics
+from seqboat.training.settings_io import override, split_arguments, to_dict
 
 MODELS = Path(__file__).parent / "models"
 """Where models that come with the package are."""

@@ -20,9 +20,10 @@ from seqboat.core.checks import require
 from seqboat.core.mixer import directions_of
 from seqboat.mixers import MIXERS, Mixer, SeqBoatConfig
 from seqboat.mixers.mega import MegaConfig
+from seqboat.models.backbone import MixerConfig
 from seqboat.ops.functions import AttentionName
 from seqboat.ops.positions import PositionsName
-from seqboat.training.config import change_field
+from seqboat.training.settings_io import part_from_dict
 
 Mode = Literal["training", "inference"]
 MODES: tuple[Mode, ...] = ("training", "inference")
@@ -167,7 +168,11 @@ def configure(candidate: Candidate, setting: LayerSetting) -> Any:
     for path, value in candidate.overrides.items():
         if path in ("d_model", "compiled"):
             continue
-        config = change_field(config, path, value, candidate.label)
+        *parts, last = path.split(".")
+        changed: Any = {last: list(value) if isinstance(value, tuple) else value}
+        for part in reversed(parts):
+            changed = {part: changed}
+        config = part_from_dict(MixerConfig, changed, candidate.label, config)
     return config
 
 

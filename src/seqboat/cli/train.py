@@ -7,6 +7,7 @@ import dataclasses
 import os
 import shlex
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -52,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "recipe", nargs="?", help="name of a recipe (seqboat list recipes, rows or ablations)"
     )
     parser.add_argument(
-        "--config", metavar="FILE", help="YAML file of settings, in addition to a recipe or instead of one"
+        "--config", metavar="FILE", help="JSON file of settings, in addition to a recipe or instead of one"
     )
     parser.add_argument("--out", metavar="DIR", help="folder of the run (default: runs/RECIPE)")
     parser.add_argument(
@@ -73,12 +74,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def explain_recipe(name: str, fields: Sequence[str]) -> str:
     """What `seqboat train RECIPE --help` prints: every setting of the recipe, with its text and its value."""
     from seqboat.recipes import find_recipe
-    from seqboat.training.config import override
-    from seqboat.training.config.describe import settings_help
+    from seqboat.training.settings_io import describe, override
 
     recipe = find_recipe(name)
     about = " ".join((recipe.__doc__ or "").split("\n\n")[0].split())
-    settings = settings_help(override(recipe(), fields, _say))
+    lines = []
+    for setting in describe(override(recipe(), fields, _say)):
+        lines.append(f"  --{setting.name} {setting.value}")
+        lines += textwrap.wrap(setting.text, 110, initial_indent=" " * 8, subsequent_indent=" " * 8)
+    settings = "\n".join(lines)
     lead = "Settings and their values; `seqboat train --help` lists the other options"
     return f"usage: seqboat train {name} [--SETTING VALUE ...]\n\n{about}\n\n{lead}:\n{settings}"
 
@@ -87,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
     """Run the command."""
     from seqboat.core.checks import naming
     from seqboat.recipes import find_recipe
-    from seqboat.training.config import from_yaml, override, to_yaml
+    from seqboat.training.settings_io import override, read_config, to_json
     from seqboat.training.trainer import train
 
     config: RunConfig | None = None
@@ -95,10 +99,10 @@ def run(options: argparse.Namespace) -> int:
     if options.recipe is not None:
         config = dataclasses.replace(find_recipe(options.recipe)(), recipe=options.recipe)
     if options.config is not None:
-        config = from_yaml(options.config, config, _say)
+        config = read_config(options.config, config, _say)
     if config is None and options.resume and options.out is not None:
-        source = str(Path(options.out) / "config.yaml")
-        config = from_yaml(source)
+        source = str(Path(options.out) / "config.json")
+        config = read_config(source)
     if config is not None and options.start is not None:
         from seqboat.run import start_from
 
@@ -115,7 +119,7 @@ def run(options: argparse.Namespace) -> int:
             print(estimate(config, processes=int(os.environ.get("WORLD_SIZE", "1"))).report())
             return 0
         if options.print_config:
-            print(to_yaml(config), end="")
+            print(to_json(config), end="")
             return 0
         if options.config is None and options.recipe is not None:
             config = _lengthened(config, options.fields)
@@ -123,7 +127,7 @@ def run(options: argparse.Namespace) -> int:
             outcome = train(config, folder, resume=options.resume)
         except KeyboardInterrupt:
             # a second Ctrl-C: nothing is saved any more, but there may be a checkpoint from before
-            if is_first and (folder / "config.yaml").exists():
+            if is_first and (folder / "config.json").exists():
                 print(resume_line(folder), file=sys.stderr)
             raise
     if is_first:
@@ -138,7 +142,7 @@ def _lengthened(config: RunConfig, fields: Sequence[str]) -> RunConfig:
     """With as many steps and n-grams as a user's table needs, unless the user set them."""
     from seqboat.own.task import OwnTaskConfig
     from seqboat.recipes.own import for_rows
-    from seqboat.training.config import split_arguments
+    from seqboat.training.settings_io import split_arguments
 
     given = dict(split_arguments(fields))
     if not isinstance(config.task, OwnTaskConfig) or "schedule.steps" in given:

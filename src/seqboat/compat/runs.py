@@ -38,8 +38,9 @@ from seqboat.tasks.stored import END as OUR_END
 from seqboat.tasks.stored import SequenceTaskConfig
 from seqboat.tasks.task import BYTES, Task
 from seqboat.training.checkpoint import MODEL, CheckpointStore, model_tensors
-from seqboat.training.config import RunConfig, to_dict
+from seqboat.training.config import RunConfig
 from seqboat.training.record import versions
+from seqboat.training.settings_io import to_dict
 
 RECIPES = tuple(ARCHITECTURES.values())
 """Recipes whose task the published implementation has."""

@@ -25,10 +25,10 @@ def require(condition: bool, message: str) -> None:
 def naming(source: Path | str | None) -> Iterator[None]:
     """Name the file whose values are used inside in every ValueError; None: there is no such file.
 
-    >>> with naming("config.yaml"):
+    >>> with naming("config.json"):
     ...     check_positive("classes", -2)
     Traceback (most recent call last):
-    ValueError: classes must be an integer >= 1, got -2 (settings from config.yaml)
+    ValueError: classes must be an integer >= 1, got -2 (settings from config.json)
     """
     try:
         yield

@@ -6,7 +6,6 @@ from importlib.util import find_spec
 
 EXTRAS = {
     "rich": ("rich", "lab"),
-    "yaml": ("pyyaml", "lab"),
     "matplotlib": ("matplotlib", "lab"),
     "PIL": ("pillow", "lab"),
     "pyarrow": ("pyarrow", "lab"),

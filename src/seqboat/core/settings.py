@@ -15,14 +15,17 @@ import itertools
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from seqboat.core.checks import check_positive, short
 
 Config = TypeVar("Config")
+
+FAMILIES: dict[Any, dict[str, Any]] = {}
+"""Kinds of parts that have several forms, with the forms by name; every registry adds its own."""
 
 
 class WrongArgument(TypeError, ValueError):
@@ -31,9 +34,6 @@ class WrongArgument(TypeError, ValueError):
 
 class Settings:
     """The base of configurations, which are frozen dataclasses with keywords only."""
-
-    named: ClassVar[Mapping[str, Callable[[], Any]] | None] = None
-    """For a kind of part with several forms: the forms by name, which keywords of layers may give."""
 
     def __new__(cls, *args: Any, **values: Any) -> Self:
         # before __init__: its own message would name neither the class nor the nearest keyword
@@ -199,7 +199,7 @@ def fill_in(
 def _part(hint: Any, name: str, value: Any) -> Any:
     """A value, or the default of the form that it names."""
     for member in union_members(hint):
-        table = getattr(member, "named", None)
+        table = FAMILIES.get(member)
         if isinstance(value, str) and table is not None:
             if value not in table:
                 raise ValueError(unknown(name, "form", value, table))

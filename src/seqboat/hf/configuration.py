@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 
 from seqboat.layers.seqboat import SeqBoatConfig
 from seqboat.models.backbone import BackboneConfig, MixerConfig
-from seqboat.training.config import part_from_dict, to_dict
+from seqboat.training.settings_io import part_from_dict, to_dict
 
 
 class SeqBoatModelConfig(PreTrainedConfig):

@@ -24,7 +24,8 @@ from seqboat.own.targets import LabelsTarget, NumberTarget
 from seqboat.own.task import OwnTask
 from seqboat.run import Run
 from seqboat.training.checkpoint import Checkpoint
-from seqboat.training.config import RunConfig, to_dict
+from seqboat.training.config import RunConfig
+from seqboat.training.settings_io import to_dict
 
 TokenizerKind = Literal["bytes", "own"] | None
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from seqboat.core.checks import check_positive, require
 from seqboat.core.nn import init_linear
-from seqboat.core.settings import Settings
+from seqboat.core.settings import FAMILIES, Settings
 from seqboat.layers.packing import Routing
 from seqboat.layers.steering import follow
 from seqboat.ops.fused import affine, has_hooks
@@ -579,7 +579,7 @@ ROUTERS: dict[str, type[RouterConfig]] = {
     "expert-choice": ExpertChoiceConfig,
 }
 """Every router by the name that commands, files and keywords use."""
-RouterConfig.named = ROUTERS
+FAMILIES[RouterConfig] = ROUTERS
 
 
 def set_training_step(model: nn.Module, step: int) -> None:

@@ -4,7 +4,7 @@ Settings are compared by meaning, which is a field's name with a few exceptions 
 window of SeqBoat. A variant of a mixer keeps what makes it a variant: SeqBoat-mem32 has a window of 32 whatever the
 window was before. Settings that the new mixer does not support are dropped and reported.
 
-    carry_over(lra.image().model.mixer, "mega")        the command line, YAML files and recipes all use this
+    carry_over(lra.image().model.mixer, "mega")        the command line, files and recipes all use this
 """
 
 from __future__ import annotations

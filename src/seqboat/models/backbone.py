@@ -27,7 +27,7 @@ from seqboat.core.documents import Documents, find_documents
 from seqboat.core.mixer import Mixer, RecurrentMixer, directions_of
 from seqboat.core.nn import Norm, no_tracking
 from seqboat.core.padding import Aligned, align, zero_padding
-from seqboat.core.settings import Settings, check_type, fill_in, unknown
+from seqboat.core.settings import FAMILIES, Settings, check_type, fill_in, unknown
 from seqboat.core.state import check_state
 from seqboat.layers.packing import Routing
 from seqboat.mixers import MIXERS
@@ -43,6 +43,9 @@ class MixerConfig(Protocol):
     """What a model needs to know about a mixer's configuration."""
 
     def build(self, d_model: int) -> Mixer: ...
+
+
+FAMILIES[MixerConfig] = MIXERS
 
 
 @runtime_checkable

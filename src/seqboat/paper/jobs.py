@@ -25,10 +25,10 @@ from seqboat.paper.target import OnProgress, Row, Target, on_accelerator
 from seqboat.paper.trial import Scale, Trial
 from seqboat.run import Run
 from seqboat.training.checkpoint import CheckpointStore
-from seqboat.training.config import RunConfig, difference, override, split_arguments
-from seqboat.training.config.fields import FREE_TO_CHANGE, TrainingConfig
+from seqboat.training.config import FREE_TO_CHANGE, RunConfig, TrainingConfig
 from seqboat.training.display import Display
 from seqboat.training.parallel import choose_device
+from seqboat.training.settings_io import difference, override, split_arguments
 from seqboat.training.trainer import RunOutcome, train
 
 EXPERIMENT = ("batch_size", "bucketing", "carry_state", "carry_segments")

@@ -17,7 +17,8 @@ from typing import Literal
 
 from seqboat.paper.published import ABLATIONS, TITLES, published_score
 from seqboat.recipes import ROWS, find_recipe
-from seqboat.training.config import RunConfig, override
+from seqboat.training.config import RunConfig
+from seqboat.training.settings_io import override
 
 Scale = Literal["small", "paper"]
 

@@ -10,7 +10,7 @@ from seqboat.mixers.carry import carry_over
 from seqboat.models.backbone import MixerConfig
 from seqboat.plugins import load_plugins
 from seqboat.training.config import RunConfig
-from seqboat.training.config.serialization import unknown_message
+from seqboat.training.settings_io import unknown_message
 
 Recipe = Callable[..., RunConfig]
 MixerChoice = MixerConfig | str | None

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from seqboat.run import Run
 from seqboat.training.checkpoint import STATE
-from seqboat.training.config import to_dict
 from seqboat.training.display import NO_SCORES
+from seqboat.training.settings_io import to_dict
 
 POINTS = 160
 """Maximum number of points in a curve; longer ones are averaged in groups."""

@@ -39,7 +39,7 @@ from seqboat.layers.routers import RouterConfig, SigmoidConfig
 from seqboat.models.limits import build_within
 from seqboat.retrofitting.fitting import Substitute, fit_skipped, hidden_width
 from seqboat.retrofitting.unit import Call, Kind, SparseUnit
-from seqboat.training.config import part_from_dict, to_dict
+from seqboat.training.settings_io import part_from_dict, to_dict
 
 CHILD = "sparse"
 """Name of the child module that holds a module's router."""

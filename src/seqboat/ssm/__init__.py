@@ -1,7 +1,8 @@
 """State-space kernels and the layers around them: one kernel, one file, one line in SSMS."""
 
-from collections.abc import Callable
+from typing import Any
 
+from seqboat.core.settings import FAMILIES
 from seqboat.ssm.conv import EMAConvConfig
 from seqboat.ssm.diagonal import SSMConfig
 from seqboat.ssm.ema import EMAConfig
@@ -10,7 +11,7 @@ from seqboat.ssm.s4 import S4Config
 from seqboat.ssm.s4d import S4DConfig
 from seqboat.ssm.s5 import S5Config
 
-SSMS: dict[str, Callable[[], SSMConfig]] = {
+SSMS: dict[str, Any] = {
     "ema": EMAConfig,
     "ema-conv": EMAConvConfig,
     "s4d": S4DConfig,
@@ -19,6 +20,6 @@ SSMS: dict[str, Callable[[], SSMConfig]] = {
     "liquid-s4": LiquidS4Config,
 }
 """Every kernel that SeqBoat takes as its state-space layer, by the name that commands, files and keywords use."""
-SSMConfig.named = SSMS
+FAMILIES[SSMConfig] = SSMS
 
 __all__ = ["SSMS", "SSMConfig"]

@@ -1,5 +1,6 @@
 """Tasks: one file each, which reads the published file format or makes the data itself."""
 
+from seqboat.core.settings import FAMILIES
 from seqboat.own.task import ClassifyTaskConfig, RegressTaskConfig, TagTaskConfig
 from seqboat.own.text import LMTextTaskConfig
 from seqboat.tasks.copy import CopyTaskConfig
@@ -36,6 +37,7 @@ TASKS = {
     "lmtext": LMTextTaskConfig,
 }
 """Every task by the name that commands use: a configuration class with defaults for every field."""
+FAMILIES[TaskConfig] = TASKS
 
 __all__ = [
     "IGNORE",

@@ -41,9 +41,9 @@ from seqboat.core.checks import require, short
 from seqboat.data.files import digest_of, flush_file, flush_folder, open_regular, write_text
 from seqboat.inference.int8 import widen
 from seqboat.plugins import MissingPlugin
-from seqboat.training.config import RunConfig, from_dict
-from seqboat.training.config.fields import NEW_PARTS
+from seqboat.training.config import NEW_PARTS, RunConfig
 from seqboat.training.parallel import gather_shards, shard_like
+from seqboat.training.settings_io import from_dict
 
 FORMAT = 1
 """Version of the layout above; another one is refused."""
@@ -378,7 +378,7 @@ class CheckpointStore:
             elif entry.name.startswith(STAGE):
                 shutil.rmtree(entry, ignore_errors=True)
             elif entry.name.startswith(
-                (".latest-", ".best-", ".config.yaml-", ".run.json-", ".metrics.jsonl-")
+                (".latest-", ".best-", ".config.json-", ".run.json-", ".metrics.jsonl-")
             ):
                 entry.unlink(missing_ok=True)
 

@@ -119,7 +119,7 @@ def prepare_folder(folder: Path, resume: bool) -> None:
             pass
     except OSError as error:
         raise ValueError(f"cannot write to the run's folder {folder}: {error.strerror}") from error
-    if not resume and (CheckpointStore(folder).steps() or (folder / "config.yaml").exists()):
+    if not resume and (CheckpointStore(folder).steps() or (folder / "config.json").exists()):
         raise ValueError(
             f"{folder} already holds a run: resume it (--resume) or choose another folder (--out)"
         )

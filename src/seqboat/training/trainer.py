@@ -1,6 +1,6 @@
 """The training loop: a run is a configuration and a folder, and can be interrupted at any moment.
 
-    folder/config.yaml      every setting of the run
+    folder/config.json      every setting of the run
     folder/run.json         seed, versions, number of parameters
     folder/metrics.jsonl    one line per record, of training and of held-out data
     folder/step-N/          checkpoints, see `seqboat.training.checkpoint`
@@ -31,7 +31,7 @@ from seqboat.data.files import Lock, write_text
 from seqboat.ops.kernels.registry import kernels, record
 from seqboat.tasks.task import Split
 from seqboat.training import checkpoint as ck
-from seqboat.training.config import RunConfig, difference, to_dict, to_yaml
+from seqboat.training.config import RunConfig
 from seqboat.training.diagnosis import watch_routers
 from seqboat.training.display import Display, make_display
 from seqboat.training.evaluate import EvaluationInterrupted, evaluate
@@ -50,6 +50,7 @@ from seqboat.training.record import (
     remove_unused,
     versions,
 )
+from seqboat.training.settings_io import difference, to_dict, to_json
 from seqboat.training.signals import StopSignals, exit_code
 from seqboat.training.step import Stepper, StepResult, StepTotals, finite_or_none, signal_flags
 
@@ -268,7 +269,7 @@ class Trainer:
 
     def describe(self) -> None:
         """Write configuration, seed and versions next to the checkpoints."""
-        write_text(self.folder / "config.yaml", to_yaml(self.config))
+        write_text(self.folder / "config.json", to_json(self.config))
         if self.resumed:
             self.about = read_told(self.folder)
         self._write_about()
