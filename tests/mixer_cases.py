@@ -249,7 +249,7 @@ VARIANTS: dict[str, Sequence[dict[str, Any]]] = {
     ),
     "transformer-xl": ({"prenorm": True},),
     "adaptive-span": ({"prenorm": True},),
-    "reformer": ({"reversible": True}, {"prenorm": False}),
+    "reformer": ({"prenorm": False},),
     "bigbird": ({"prenorm": True},),
     "performer": ({"kernel": "relu", "prenorm": True},),
     "linformer": ({"sharing": "none", "prenorm": True},),

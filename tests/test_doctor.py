@@ -13,8 +13,8 @@ from torch import Tensor
 
 from seqboat.cli.main import main
 from seqboat.doctor import examine, machine, operations
+from seqboat.ops import banded
 from seqboat.ops.band import Neighbors
-from seqboat.ops.banded import banded
 from seqboat.ops.kernels import registry
 from seqboat.ops.kernels.registry import IMPLEMENTATIONS, SEAM, Implementation, using_kernels
 
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 def wrong_attention(q: Tensor, k: Tensor, v: Tensor, near: Neighbors) -> Tensor:
     """A kernel that forgets the border of the window."""
-    return banded(q, k, v, near._replace(left=near.left + 1))
+    return banded._forward(q, k, v, near._replace(left=near.left + 1), 0.0, 0)
 
 
 def failing_attention(q: Tensor, k: Tensor, v: Tensor, near: Neighbors) -> Tensor:
@@ -47,7 +47,7 @@ def _few_cases(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def register(monkeypatch: pytest.MonkeyPatch, function: str) -> None:
-    kernel = Implementation("triton", f"test_doctor:{function}", differentiable=True)
+    kernel = Implementation("triton", f"test_doctor:{function}")
     operation = function.partition("_")[2]
     monkeypatch.setitem(IMPLEMENTATIONS, operation, [kernel])
     few = [case for case in operations.cases() if case.operation == operation][:2]

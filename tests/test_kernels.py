@@ -18,7 +18,6 @@ from seqboat.ops import banded as banded_module
 from seqboat.ops.band import Neighbors
 from seqboat.ops.banded import banded
 from seqboat.ops.kernels import registry
-from seqboat.ops.kernels.function import run_kernel
 from seqboat.ops.kernels.registry import Implementation
 from seqboat.ops.kernels.scan import _torch_gradients, torch_scan
 from seqboat.ssm.diagonal import SSMConfig
@@ -245,23 +244,3 @@ def test_a_layer_without_kernels_is_the_layer_of_torch() -> None:
             assert (found is None) == (expected is None)
             if expected is not None:
                 torch.testing.assert_close(found, expected)
-
-
-def square_root(x: Tensor, power: float) -> Tensor:
-    return x.abs() ** power
-
-
-def test_an_operation_falls_back_in_either_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, HERE.__name__, HERE)
-    x = torch.randn(5, requires_grad=True)
-    register("norm", "square_root")
-    register("norm_backward", "broken")
-    with (
-        seqboat.using_kernels("triton"),
-        pytest.warns(RuntimeWarning, match="triton failed in norm_backward"),
-    ):
-        run_kernel("norm", square_root, x, 0.5).sum().backward()
-    (expected,) = torch.autograd.grad(square_root(x, 0.5).sum(), x)
-    assert x.grad is not None
-    torch.testing.assert_close(x.grad, expected)
-    assert seqboat.kernels()["norm"]["ran"] == {"triton": 1}

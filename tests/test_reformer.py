@@ -86,64 +86,11 @@ def test_rotations_follow_the_seed_and_are_saved() -> None:
     assert one.hash(-tokens).equal((buckets + 2) % 4)
 
 
-@both_directions
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_reversible_layers_have_the_gradients_of_their_equations(causal: bool, dropout: float) -> None:
-    layer = make(replace(BASE, reversible=True, causal=causal, dropout=dropout), d_model=12).train()
-    x = torch.randn(3, 11, 12, dtype=torch.float64, requires_grad=True)
-    mask = torch.arange(11) < torch.tensor([[11], [5], [0]])
-    weight = torch.randn(3, 11, 12, dtype=torch.float64) * mask[..., None]
-    results = []
-    for plain in (False, True):
-        torch.manual_seed(5)
-        y = layer._couple(x, mask, None)[0] if plain else layer(x, mask).y
-        torch.manual_seed(6)  # whatever else draws numbers before the backward pass
-        results.append((y, torch.autograd.grad((y * weight).sum(), [x, *layer.parameters()])))
-    torch.testing.assert_close(results[0][0][mask], results[1][0][mask])
-    for found, expected in zip(results[0][1], results[1][1], strict=True):
-        torch.testing.assert_close(found, expected)
-
-
-def test_reversible_layers_follow_their_equations_and_keep_their_output_alone() -> None:
-    layer = make(replace(BASE, reversible=True), d_model=12)
-    x = torch.randn(2, 9, 12, dtype=torch.float64, requires_grad=True)
-    kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
-        y = layer(x).y
-    assert [tuple(part.shape) for part in kept] == [(2, 9, 12)] and kept[0].equal(y)
-    one, two = x[0].chunk(2, dim=-1)
-    block = layer.block
-    one = one + attend(layer, block.norm(two)) @ block.out.weight.T + block.out.bias
-    two = two + block.ffn(block.ffn_norm(one))
-    torch.testing.assert_close(y[0], torch.cat([one, two], dim=-1))
-
-
-@torch.no_grad()
-def test_reversible_layers_in_pieces_and_steps() -> None:
-    layer = make(replace(BASE, reversible=True, causal=True), d_model=12)
-    x = torch.randn(2, 13, 12, dtype=torch.float64)
-    whole = layer(x).y
-    first = layer(x[:, :5])
-    torch.testing.assert_close(layer(x[:, 5:], None, first.state).y, whole[:, 5:])
-    state = first.state
-    for t in range(5, 13):
-        y, state, _ = layer.step(x[:, t], state)
-        torch.testing.assert_close(y, whole[:, t])
-
-
 def test_bad_settings_are_named() -> None:
     with pytest.raises(ValueError, match="buckets must be even or 1, got 7"):
         ReformerConfig(buckets=7)
     with pytest.raises(ValueError, match="hashes must be an integer >= 1, got 0"):
         ReformerConfig(hashes=0)
-    with pytest.raises(ValueError, match="reversible layers need prenorm"):
-        ReformerConfig(reversible=True, prenorm=False)
-    with pytest.raises(
-        ValueError, match="reversible layers compute twice, which would update norm 'batch' twice"
-    ):
-        ReformerConfig(reversible=True, norm="batch")
-    with pytest.raises(ValueError, match="d_model must be even for two streams, got 9"):
-        Reformer(9, ReformerConfig(reversible=True))
     with pytest.raises(ValueError, match="this Reformer is bidirectional"):
         Reformer(8).init_state(1)
 

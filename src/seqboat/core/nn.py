@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqboat.core.checks import check_choice
-from seqboat.ops.fused import norm_of_silu, scale_by_rms
 
 NormName = Literal["layer", "batch", "scale", "rms"]
 NORMS = ("layer", "batch", "scale", "rms")
@@ -68,11 +67,6 @@ class LayerNorm(Norm):
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         return F.layer_norm(x, x.shape[-1:], self.weight, self.bias, EPS)
 
-    def after_silu(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        if not self.affine or torch.is_autocast_enabled(x.device.type) or x.dtype != self.weight.dtype:
-            return super().after_silu(x, mask)
-        return norm_of_silu(x, self.weight, self.bias, EPS)
-
 
 class _RootMeanSquareNorm(Norm):
     """Unit root mean square over the channels of a token, then a learned scale."""
@@ -82,10 +76,9 @@ class _RootMeanSquareNorm(Norm):
         self.weight = nn.Parameter(torch.ones(shape))
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        return scale_by_rms(x, self._scale(x), EPS)
-
-    def after_silu(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        return scale_by_rms(x, self._scale(x), EPS, activate=True)
+        wide = x if x.dtype == torch.float64 else x.float()
+        inverse = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + EPS)
+        return x * inverse.to(x.dtype) * self._scale(x).to(x.dtype)
 
     def _scale(self, x: Tensor) -> Tensor:
         return self.weight if self.affine else x.new_ones(())

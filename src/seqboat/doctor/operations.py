@@ -19,11 +19,8 @@ from seqboat.core.padding import Aligned
 from seqboat.ops.band import Neighbors
 from seqboat.ops.banded import banded
 from seqboat.ops.functions import ATTENTIONS
-from seqboat.ops.fused import combine, gates, kernel_gates, norm_of_silu, scale_by_rms, take
-from seqboat.ops.kernels.function import run_kernel
-from seqboat.ops.kernels.layer import kernel_scatter, plain_route
 from seqboat.ssm.diagonal import DiagonalSSM
-from seqboat.ssm.ema import EMA, EMAConfig, make_coefficients
+from seqboat.ssm.ema import EMA, EMAConfig
 from seqboat.ssm.s4d import S4D, S4DConfig
 
 BOUNDS = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
@@ -106,7 +103,6 @@ def cases() -> Iterator[Case]:
     """All cases of all operations."""
     yield from _scans()
     yield from _attentions()
-    yield from _token_operations()
 
 
 class _Random:
@@ -279,142 +275,3 @@ def _obvious_attention(fixed: Fixed) -> Call:
         return (weights @ v,)
 
     return run
-
-
-# one token at a time
-
-
-def _linear(weight: Tensor, bias: Tensor) -> nn.Linear:
-    layer = nn.Linear(weight.shape[1], weight.shape[0], device="meta")
-    del layer.weight, layer.bias
-    layer.weight, layer.bias = weight, bias  # type: ignore[assignment]
-    return layer
-
-
-def _obvious_gates(
-    x: Tensor, weight: Tensor, bias: Tensor, gamma: Tensor, beta: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    base = x @ weight.T + bias
-    base = base * torch.sigmoid(base)
-    d_z = gamma.shape[1]
-    d_v = (len(weight) - d_z) // 2
-    z, gate, value = base[:, :d_z], base[:, d_z : d_z + d_v], base[:, d_z + d_v :]
-    return z * gamma[0] + beta[0], z * gamma[1] + beta[1], value, gate
-
-
-def _token_operations() -> Iterator[Case]:
-    for tokens in (0, 37):
-        draw = _Random(200 + tokens)
-        inputs = {
-            "x": draw(tokens, 7),
-            "weight": draw(3 + 2 * 5, 7) * 0.5,
-            "bias": draw(3 + 2 * 5),
-            "gamma": draw(2, 3),
-            "beta": draw(2, 3),
-        }
-        yield Case("gates", f"{tokens} tokens", inputs, _gates, _obvious_gates)
-        rows = torch.arange(0, tokens, 3)
-        wide = {"x": draw(tokens, 7), "rows": rows.flip(0)}
-        yield Case("gather", f"{len(rows)} of {tokens} tokens", wide, _take, _obvious_take)
-        active = torch.zeros(tokens, dtype=torch.bool).index_fill(0, rows, True)
-        inputs = {
-            "x": draw(tokens, 7),
-            "h": draw(tokens, 7),
-            "weight": draw(7, 7),
-            "bias": draw(7),
-            "y": draw(len(rows), 7),
-            "active": active,
-            "probs": torch.sigmoid(draw(tokens)),
-        }
-        name = f"{len(rows)} of {tokens} tokens"
-        yield Case("scatter", name, inputs, _combine, _obvious_combine, ("probs",))
-        inputs = {"x": draw(tokens, 7), "weight": draw(2, 7), "bias": draw(2), "log_temperature": draw(1)}
-        if tokens:
-            inputs["keep"] = draw(tokens, 7) > -0.5
-        yield Case("route", f"{tokens} tokens", inputs, _route, _obvious_route, ("x", *ROUTER))
-        # seeds with which no gradient is a sum that cancels: the scale of all channels has the gradient of one sum
-        draw = _Random(400 + tokens)
-        for kind in ("scale", "rms", "layer"):
-            inputs = {"x": draw(tokens, 7), "weight": draw(7) if kind != "scale" else draw(1)[0]}
-            if kind == "layer":
-                inputs["bias"] = draw(7)
-            yield Case("norm", f"{kind}, {tokens} tokens", inputs, _norm, _obvious_norm)
-    parts = {name: _Random(300 + i)(2, 5, 3) for i, name in enumerate(("delta", "alpha", "beta", "gamma"))}
-    yield Case("coefficients", "2 directions", parts, _ema_coefficients, _obvious_coefficients, tuple(parts))
-
-
-ROUTER = ("weight", "bias", "log_temperature")
-
-
-def _gates(x: Tensor, weight: Tensor, bias: Tensor, gamma: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
-    layer = _linear(weight, bias)
-    found = kernel_gates(layer, x, gamma, beta, None)
-    return gates(layer, x, gamma, beta) if found is None else found
-
-
-def _route(
-    x: Tensor, weight: Tensor, bias: Tensor, log_temperature: Tensor, keep: Tensor | None = None
-) -> tuple[Tensor, ...]:
-    rate = 0.0 if keep is None else 0.3
-    return run_kernel("route", plain_route, x, keep, rate, weight, bias, log_temperature, x.dtype)[:2]
-
-
-def _obvious_route(
-    x: Tensor, weight: Tensor, bias: Tensor, log_temperature: Tensor, keep: Tensor | None = None
-) -> tuple[Tensor, ...]:
-    hidden = x * torch.sigmoid(x)
-    if keep is not None:
-        hidden = torch.where(keep, hidden / 0.7, 0.0)
-    both = torch.softmax((hidden @ weight.T + bias) / torch.exp(log_temperature), dim=1)
-    return hidden, both[:, 1]
-
-
-def _norm(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, ...]:
-    if bias is None:
-        return (scale_by_rms(x, weight, 1e-5, activate=True),)
-    return (norm_of_silu(x, weight, bias, 1e-5),)
-
-
-def _obvious_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, ...]:
-    inner = x * torch.sigmoid(x)
-    if bias is not None:
-        inner = inner - inner.mean(dim=1, keepdim=True)
-    unit = inner / torch.sqrt((inner**2).mean(dim=1, keepdim=True) + 1e-5)
-    return (unit * weight if bias is None else unit * weight + bias,)
-
-
-def _ema_coefficients(delta: Tensor, alpha: Tensor, beta: Tensor, gamma: Tensor) -> tuple[Tensor, ...]:
-    found: tuple[Tensor, ...] = run_kernel("coefficients", make_coefficients, delta, alpha, beta, gamma, 0.5)
-    return found
-
-
-def _obvious_coefficients(delta: Tensor, alpha: Tensor, beta: Tensor, gamma: Tensor) -> tuple[Tensor, ...]:
-    p = torch.sigmoid(delta)
-    return torch.log(1 - p * torch.sigmoid(alpha)), p * beta, 0.5 * gamma
-
-
-def _take(x: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
-    return (take(x, rows),)
-
-
-def _obvious_take(x: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
-    return (x[rows],)
-
-
-def _combine(
-    x: Tensor, h: Tensor, weight: Tensor, bias: Tensor, y: Tensor, active: Tensor, probs: Tensor
-) -> tuple[Tensor, ...]:
-    layer, flags, weights = _linear(weight, bias), active[None, :, None], probs[None, :, None]
-    found = kernel_scatter(layer, x[None], h[None], y, flags, weights)
-    if found is None:
-        rows = active.nonzero().squeeze(1)
-        found = combine(layer, x[None], h[None], rows, y * probs[rows, None].to(y.dtype))
-    return (found[0],)
-
-
-def _obvious_combine(
-    x: Tensor, h: Tensor, weight: Tensor, bias: Tensor, y: Tensor, active: Tensor, probs: Tensor
-) -> tuple[Tensor, ...]:
-    out = x + h @ weight.T + bias
-    rows = active.nonzero().squeeze(1)
-    return (out.index_put((rows,), y * probs[rows, None], accumulate=True),)

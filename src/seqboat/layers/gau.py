@@ -29,8 +29,6 @@ from seqboat.layers.spans import (
     WorkingMemory,
 )
 from seqboat.ops.functions import ATTENTIONS, HIDDEN, AttentionName
-from seqboat.ops.fused import gates, kernel_gates
-from seqboat.ops.kernels.registry import SEAM
 from seqboat.ops.positions import POSITIONS, PositionsName, RelativeBias
 from seqboat.ops.precision import wide_type
 
@@ -183,12 +181,8 @@ class GAU(PackedModule):
 
     def project(self, tokens: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Queries, keys, values and gates of (tokens, d_model)."""
-        if SEAM.open:
-            turned = position if self.positions.rotates else None
-            found = kernel_gates(self.base, tokens, self.gamma, self.beta, turned)
-            if found is not None:
-                return found
-        query, key, value, gate = gates(self.base, tokens, self.gamma, self.beta)
+        z, gate, value = F.silu(self.base(tokens)).split([self.d_z, self.d_v, self.d_v], dim=-1)
+        query, key = (torch.addcmul(self.beta[i], z, self.gamma[i]).to(z.dtype) for i in (0, 1))
         return *self.positions.rotate(query, key, position), value, gate
 
     def _scoring(self) -> Scoring:
@@ -249,29 +243,6 @@ class GAU(PackedModule):
         attended = torch.addcmul(attended, weights[:, -1:], value.to(wide))
         after = self.span.record(WorkingMemory(key, value, position, slot), rows, state, inplace)
         return self._drop(self.out(gate * attended.to(gate.dtype))), after
-
-    def masked(self, x: Tensor, active: Tensor) -> Tensor:
-        batch, time, _ = x.shape
-        position = torch.arange(time, device=x.device).expand(batch, time)
-        parts = self.project(x.reshape(-1, self.d_model), position.reshape(-1))
-        query, key, value, gate = (part.unflatten(0, (batch, time)) for part in parts)
-        wide = wide_type(query)
-        slot = active.cumsum(dim=1) - 1
-        first, end = self.span.visible(slot, time)
-        scale = self.function.scale(self.d_z, self.span.keys(slot, active.sum(dim=1, keepdim=True), wide))
-        query = query.to(wide) * (scale[..., None] if isinstance(scale, Tensor) else scale)
-        scores = torch.bmm(query, key.to(wide).transpose(1, 2))
-        if self.bias is not None:
-            coordinate = self.positions.coordinate(position, slot)
-            scores = scores + self.bias(coordinate[:, None, :] - coordinate[:, :, None]).to(wide)
-        seen = (
-            active[:, None, :] & (slot[:, None, :] >= first[..., None]) & (slot[:, None, :] < end[..., None])
-        )
-        weights = self.function.weights(torch.where(seen, scores, HIDDEN))
-        if self.training and self.config.attention_dropout:
-            weights = F.dropout(weights, self.config.attention_dropout)
-        attended = torch.bmm(weights, value.to(wide)).to(gate.dtype)
-        return self._drop(self.out(gate * attended))
 
     def weigh(
         self,

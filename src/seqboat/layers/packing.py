@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from seqboat.core.documents import Documents
 from seqboat.core.padding import front_places
-from seqboat.ops.fused import take
 
 
 class Routing(NamedTuple):
@@ -121,7 +120,7 @@ class Packed(NamedTuple):
 
     def take(self, x: Tensor) -> Tensor:
         """The packed tokens (tokens, dim) of (batch, time, dim)."""
-        return take(x.reshape(-1, x.shape[-1]), self.flat)
+        return x.reshape(-1, x.shape[-1]).index_select(0, self.flat)
 
     def add(self, base: Tensor, y: Tensor) -> Tensor:
         """Add packed (tokens, dim) to (batch, time, dim) at the places they came from."""
@@ -272,15 +271,6 @@ class PackedModule(nn.Module, ABC):
         Returns:
             (tokens, dim), and the state after the last token (None unless causal).
         """
-
-    def masked(self, x: Tensor, active: Tensor) -> Tensor:
-        """The same on whole sequences, where nothing can be packed because vmap runs over the decisions.
-
-        Args:
-            x: (batch, time, dim).
-            active: (batch, time) bool; outputs of other tokens may hold anything finite.
-        """
-        raise ValueError(f"vmap cannot run over {type(self).__name__}: use a batch dimension instead")
 
     def make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> Any:
         """The state before the first token; a size of zero means that it grows."""

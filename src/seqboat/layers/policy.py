@@ -34,7 +34,6 @@ from seqboat.layers.budget import (
 from seqboat.layers.packing import Routing
 from seqboat.layers.routers import Router
 from seqboat.layers.steering import border_at_rate, follow, rate_loss
-from seqboat.ops.transforms import transformed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +206,6 @@ class Policy(nn.Module):
         seen: Tensor | None = None,
         spent: Tensor | None = None,
         documents: Documents | None = None,
-        wanted: Routing | None = None,
     ) -> Routing:
         """Decide which tokens are active.
 
@@ -217,13 +215,12 @@ class Policy(nn.Module):
             seen: (batch,), real tokens before this call; none by default.
             spent: (batch, modules), tokens activated before this call; none by default.
             documents: the packed documents in x, if there are any; each is treated as a sequence.
-            wanted: what the router says, if that is known already.
         """
         router = self.router
         if documents is not None and not (self.idle and not router.per_sequence):
             routing = self(documents.spread(x), documents.real, seen, spent)
             return Routing(documents.collect(routing.active), documents.collect(routing.probs))
-        active, probs = router(x) if wanted is None else wanted
+        active, probs = router(x)
         selects = router.per_sequence and (self.training or not self.causal)
         if self.idle and not selects:
             if mask is not None:
@@ -368,9 +365,6 @@ class Policy(nn.Module):
         """Let the gradient of y (batch, time, d_model) reach the probabilities of inactive tokens, if wanted."""
         if not (self.training and self.revival.inactive_gradient):
             return y
-        if transformed():
-            change = torch.where(routing.active, 0, routing.probs - routing.probs.detach())
-            return y + (change.to(y.dtype) @ self.usual.to(y.dtype))
         return _InactiveGradient.apply(y, routing.probs, ~routing.active, self.usual.clone())
 
     # between training steps

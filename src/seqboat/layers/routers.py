@@ -25,8 +25,6 @@ from seqboat.core.nn import init_linear
 from seqboat.core.settings import FAMILIES, Settings
 from seqboat.layers.packing import Routing
 from seqboat.layers.steering import follow
-from seqboat.ops.fused import affine, has_hooks
-from seqboat.ops.kernels.layer import kernel_route
 
 START_CONFIDENCE = 0.8
 """The probability of activation with which routers that start active begin."""
@@ -64,16 +62,6 @@ class Router(nn.Module, ABC):
     @abstractmethod
     def route(self, x: Tensor) -> Routing:
         """As `forward`, in full precision."""
-
-    def route_hidden(self, x: Tensor, rate: float, narrow: bool) -> tuple[Tensor, Routing] | None:
-        """Hidden tokens dropout(SiLU(x)) and the decisions about them by one kernel; None if there is none.
-
-        Args:
-            x: (..., d_model).
-            rate: of dropout.
-            narrow: whether autocast may narrow the hidden tokens.
-        """
-        return None
 
     def choose(self, probs: Tensor, shift: Tensor) -> Tensor:
         """Decide again, for each token alone, with a shift of the log-odds of every decision.
@@ -115,8 +103,7 @@ class Router(nn.Module, ABC):
 
     def linear(self, layer: nn.Linear, x: Tensor) -> Tensor:
         """A Linear in the precision of x, whatever its own."""
-        weight = layer.weight.to(x.dtype)
-        return F.linear(x, weight) if layer.bias is None else affine(x, weight, layer.bias.to(x.dtype))
+        return F.linear(x, layer.weight.to(x.dtype), None if layer.bias is None else layer.bias.to(x.dtype))
 
 
 def decide(logit: Tensor) -> Routing:
@@ -179,13 +166,6 @@ class TemperedSoftmax(Router):
         logits = self.linear(self.logits, x).unflatten(-1, (self.modules_count, 2))
         # softmax over two is a sigmoid of their difference
         return decide((logits[..., 1] - logits[..., 0]) / self.temperature.to(x.dtype))
-
-    def route_hidden(self, x: Tensor, rate: float, narrow: bool) -> tuple[Tensor, Routing] | None:
-        # a router that decides otherwise, or that somebody listens to, is called
-        if type(self) is not TemperedSoftmax or self.modules_count != 1 or has_hooks(self):
-            return None
-        found = kernel_route(x, rate, self.logits, self.log_temperature, narrow)
-        return None if found is None else (found[0], Routing(*found[1:]))
 
 
 class TemperedSigmoid(TemperedSoftmax):

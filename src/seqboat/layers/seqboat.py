@@ -24,11 +24,8 @@ from seqboat.core.padding import Aligned, zero_padding
 from seqboat.core.settings import Settings, fill_in
 from seqboat.layers.budget import BudgetConfig, RevivalConfig
 from seqboat.layers.gau import GAU, GAUConfig
-from seqboat.layers.packing import Routing
 from seqboat.layers.routers import RouterConfig, TemperedSoftmaxConfig
 from seqboat.layers.sma import Form, SparseModularActivation
-from seqboat.ops.fused import silu
-from seqboat.ops.kernels.registry import SEAM
 from seqboat.ssm.diagonal import SSMConfig
 from seqboat.ssm.ema import EMA, EMAConfig
 
@@ -229,12 +226,12 @@ class SeqBoat(RecurrentMixer):
         padding = documents or (None if mask is None else Aligned(mask))
         before = SeqBoatState(None, None) if state is None else state
         ssm = self.ssm(self._open(x, mask), padding, before.ssm)
-        hidden, wanted = self._hide(ssm.y)
+        hidden = self._drop(F.silu(ssm.y))
         if self.causal and self.config.dropout:
-            sma = self.sma(hidden, padding, before.sma, dense=self.linear, wanted=wanted)
+            sma = self.sma(hidden, padding, before.sma, dense=self.linear)
             summed = self._drop(sma.y) + x
         else:
-            sma = self.sma(hidden, padding, before.sma, base=x, dense=self.linear, wanted=wanted)
+            sma = self.sma(hidden, padding, before.sma, base=x, dense=self.linear)
             summed = sma.y
         y = self._close(summed, x.dtype, mask)
         if mask is not None:
@@ -244,16 +241,6 @@ class SeqBoat(RecurrentMixer):
     def _open(self, x: Tensor, mask: Tensor | None) -> Tensor:
         # autocast may widen the output of a norm: states keep to the type of the inputs
         return self.norm(x, mask).to(x.dtype) if self.config.prenorm else x
-
-    def _hide(self, x: Tensor) -> tuple[Tensor, Routing | None]:
-        """The hidden tokens, and what the router says about them if one kernel computes both."""
-        rate = self.config.dropout if self.training else 0.0
-        if SEAM.open:
-            # a causal layer remembers keys and values in the type of its inputs
-            found = self.sma.router.route_hidden(x, rate, narrow=not self.causal)
-            if found is not None:
-                return found
-        return (F.dropout(F.silu(x), rate) if rate else silu(x)), None
 
     def _drop(self, x: Tensor) -> Tensor:
         rate = self.config.dropout

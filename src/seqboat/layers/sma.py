@@ -27,10 +27,6 @@ from seqboat.layers.packing import Gathered, Packed, PackedModule, Routing, pack
 from seqboat.layers.policy import Override, Policy, overridden
 from seqboat.layers.routers import ROUTERS, Router, RouterConfig, TemperedSoftmax
 from seqboat.layers.watch import Watch
-from seqboat.ops.fused import combine, gather, is_plain, take
-from seqboat.ops.kernels.layer import kernel_scatter
-from seqboat.ops.kernels.registry import SEAM
-from seqboat.ops.transforms import transformed, vectorized
 
 Combine = Literal["sum", "average"]
 Form = Literal["gated", "paper"]
@@ -178,7 +174,6 @@ class SparseModularActivation(RecurrentMixer):
         cu_seqlens: Tensor | None = None,
         base: Tensor | None = None,
         dense: nn.Linear | None = None,
-        wanted: Routing | None = None,
     ) -> MixerOutput:
         """Run the modules: y = base + dense(x) + sum_i c^i f_i(x).
 
@@ -190,7 +185,6 @@ class SparseModularActivation(RecurrentMixer):
             cu_seqlens: where packed documents begin; without a base or a dense layer.
             base: (batch, time, d_model), what the outputs are added to; zeros by default.
             dense: a layer that every token passes through, added as well; none by default.
-            wanted: what the router says about x, if that is known already.
         """
         if base is None and dense is None:
             return super().forward(x, mask, state, cu_seqlens=cu_seqlens)
@@ -200,7 +194,7 @@ class SparseModularActivation(RecurrentMixer):
             raise ValueError("with a base or a dense layer, mask must be None or Aligned (or Documents)")
         self.check(x, mask, state)
         documents = mask if isinstance(mask, Documents) else None
-        return self.mix(x, None if mask is None else mask.mask, state, base, dense, documents, wanted)
+        return self.mix(x, None if mask is None else mask.mask, state, base, dense, documents)
 
     def mix_documents(self, x: Tensor, documents: Documents, state: Any) -> MixerOutput:
         return self.mix(x, documents.mask, state, documents=documents)
@@ -213,15 +207,11 @@ class SparseModularActivation(RecurrentMixer):
         base: Tensor | None = None,
         dense: nn.Linear | None = None,
         documents: Documents | None = None,
-        wanted: Routing | None = None,
     ) -> MixerOutput:
         before, seen, spent = (None, None, None) if state is None else state
         if documents is not None and seen is not None and spent is not None:
             seen, spent = documents.of_first(seen), documents.of_first(spent)
-        routing = self.policy(x, mask, seen, spent, documents, wanted)
-        if transformed() and vectorized(routing.active):
-            require(documents is None, "vmap cannot run over packed documents: use a batch dimension instead")
-            return self._mix_masked(x, routing, state, base, dense)
+        routing = self.policy(x, mask, seen, spent, documents)
         gathered = pack_modules(routing.active, seen, documents)
         weights = self._weights(routing).flatten().index_select(0, gathered.entry)
         if self.form == "gated":
@@ -232,10 +222,7 @@ class SparseModularActivation(RecurrentMixer):
         # one module that is active, as it was before: nothing to notice
         if watched and (len(self.units) > 1 or not gathered.flat.shape[0] or self.watch.inactive[0]):
             self.watch.notice(gathered.counts)
-        if SEAM.open:
-            x, packed = gather(x, gathered.flat, dense is not None and is_plain(dense))
-        else:
-            packed = take(x.reshape(-1, self.d_model), gathered.flat)
+        packed = x.reshape(-1, self.d_model).index_select(0, gathered.flat)
         tokens = [packed] if len(self.units) == 1 else packed.split(gathered.counts)
         outputs, after = [], []
         for i, (name, unit) in enumerate(self.units.items()):
@@ -281,13 +268,11 @@ class SparseModularActivation(RecurrentMixer):
         weights: Tensor,
     ) -> Tensor:
         """base + dense(x), and the weighted outputs of the modules at their tokens."""
-        plain = self.combine == "sum" and not self.straight_through and self.form == "paper"
-        if SEAM.open and len(self.units) == 1 and plain:
-            joined = kernel_scatter(dense, base, x, out, routing.active, routing.probs)
-            if joined is not None:
-                return joined
         out = out * weights[:, None].to(out.dtype)
-        return combine(dense, torch.zeros_like(x) if base is None else base, x, gathered.flat, out)
+        summed = torch.zeros_like(x) if base is None else base
+        summed = summed if dense is None else dense(x) + summed
+        added = summed.reshape(-1, self.d_model).index_add(0, gathered.flat, out.to(summed.dtype))
+        return added.view(x.shape)
 
     @staticmethod
     def _run_documents(
@@ -298,28 +283,6 @@ class SparseModularActivation(RecurrentMixer):
             state = documents.enter(state, unit.make_state(1, tokens.dtype, tokens.device))
         out, after = unit(tokens, packed._replace(documents=None), state)
         return out, documents.leave(after)
-
-    def _mix_masked(
-        self,
-        x: Tensor,
-        routing: Routing,
-        state: SMAState | None,
-        base: Tensor | None,
-        dense: nn.Linear | None,
-    ) -> MixerOutput:
-        """As `mix`, without packing: every module sees all tokens and a mask, as vmap needs; returns no state."""
-        require(state is None, "vmap cannot carry a state through a layer: call it without one")
-        y = torch.zeros_like(x) if base is None else base
-        y = y if dense is None else y + dense(x)
-        weights = self._weights(routing)
-        for i, (name, unit) in enumerate(self.units.items()):
-            if isinstance(unit, PackedModule):
-                require(not unit.weighs, "vmap needs form='paper'")
-                out = unit.masked(x, routing.active[..., i])
-            else:
-                out = self._run(name, unit, x.reshape(-1, self.d_model)).view(x.shape)
-            y = y + (out * weights[..., i : i + 1].to(out.dtype)).to(y.dtype)
-        return MixerOutput(y, None, routing)
 
     def _run(self, name: str, unit: nn.Module, tokens: Tensor, packed: Packed | None = None) -> Tensor:
         """The output of a module without a state."""

@@ -12,16 +12,11 @@ In causal layers chunks are counted inside each bucket. Chunks of the whole sort
 shift with every later token, but what a token sees must not depend on what follows. The state keeps all keys and
 values.
 
-`reversible` splits the channels into two streams, y_1 = x_1 + attention(x_2), y_2 = x_2 + ffn(y_1). The backward pass
-then recovers the inputs of both blocks from the output, so the layer keeps nothing else; no gradient flows through
-the state that it returns.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -38,7 +33,6 @@ from seqboat.mixers.block import Block, BlockConfig, head_width, join_heads, spl
 from seqboat.mixers.cache import Cache, append, extend
 from seqboat.ops.functions import HIDDEN
 from seqboat.ops.precision import widen
-from seqboat.ops.transforms import differentiates_again, transformed
 
 SELF = -1e5
 """Score of a token with itself: negligible next to any other key, but above hidden ones."""
@@ -64,8 +58,6 @@ class ReformerConfig(BlockConfig):
     """Buckets per round: an even number, or one for all tokens."""
     chunk_size: int = 64
     """Tokens per chunk."""
-    reversible: bool = False
-    """Whether channels form two streams, so that activations need not be kept for the backward pass."""
     prenorm: bool = True
     """Whether the norms come before the blocks instead of after them."""
 
@@ -74,11 +66,6 @@ class ReformerConfig(BlockConfig):
         for name in ("hashes", "buckets", "chunk_size"):
             check_positive(name, getattr(self, name))
         require(self.buckets == 1 or self.buckets % 2 == 0, f"buckets must be even or 1, got {self.buckets}")
-        if self.reversible:
-            require(self.prenorm, "reversible layers need prenorm: a norm after the sum cannot be undone")
-            require(
-                self.norm != "batch", "reversible layers compute twice, which would update norm 'batch' twice"
-            )
 
     def build(self, d_model: int) -> Reformer:
         return Reformer(d_model, self)
@@ -120,14 +107,10 @@ class Reformer(RecurrentMixer):
         super().__init__()
         config = fill_in(ReformerConfig, config, options, self, d_model)
         self.config, self.d_model, self.causal = config, d_model, config.causal
-        width = d_model
-        if config.reversible:
-            require(d_model % 2 == 0, f"d_model must be even for two streams, got {d_model}")
-            width = d_model // 2
-        self.heads, self.d_head = config.heads, head_width(width, config.heads)
-        self.block = Block(width, config)
-        self.shared = nn.Linear(width, width, bias=False)
-        self.value = nn.Linear(width, width, bias=False)
+        self.heads, self.d_head = config.heads, head_width(d_model, config.heads)
+        self.block = Block(d_model, config)
+        self.shared = nn.Linear(d_model, d_model, bias=False)
+        self.value = nn.Linear(d_model, d_model, bias=False)
         shape = self.heads, self.d_head, config.hashes, config.buckets // 2
         self.register_buffer("rotations", torch.randn(shape))
         self.reset_parameters()
@@ -140,35 +123,9 @@ class Reformer(RecurrentMixer):
         return make_norm(self.config.norm, self.d_model) if self.config.prenorm else None
 
     def mix(self, x: Tensor, mask: Tensor | None, state: ReformerState | None) -> MixerOutput:
-        if not self.config.reversible:
-            attended, after = self._attend_all(self.block.open(x, mask), mask, state)
-            y = self.block.close(x, attended, mask)
-        elif (
-            state is None and torch.is_grad_enabled() and not (torch.compiler.is_compiling() or transformed())
-        ):
-            y, *parts = _Reversible.apply(self, x, mask, *self.parameters())
-            after = ReformerState(*parts) if self.causal else None
-        else:
-            y, after = self._couple(x, mask, state)
-        return MixerOutput(zero_padding(y, mask), after)
-
-    def _couple(
-        self, x: Tensor, mask: Tensor | None, state: ReformerState | None
-    ) -> tuple[Tensor, ReformerState | None]:
-        """Both streams (batch, time, d_model) after this layer."""
-        one, two = x.chunk(2, dim=-1)
-        added, after = self._attention_branch(two, mask, state)
-        one = one + added
-        return torch.cat([one, two + self._ffn_branch(one, mask)], dim=-1), after
-
-    def _attention_branch(
-        self, x: Tensor, mask: Tensor | None, state: ReformerState | None = None
-    ) -> tuple[Tensor, ReformerState | None]:
         attended, after = self._attend_all(self.block.open(x, mask), mask, state)
-        return self.block.drop(self.block.out(attended)).to(x.dtype), after
-
-    def _ffn_branch(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        return self.block.drop(self.block.ffn(self.block.ffn_norm(x, mask))).to(x.dtype)
+        y = self.block.close(x, attended, mask)
+        return MixerOutput(zero_padding(y, mask), after)
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Shared queries and keys, and values, (batch, heads, time, d_head)."""
@@ -305,14 +262,8 @@ class Reformer(RecurrentMixer):
     def advance(
         self, x: Tensor, state: ReformerState, mask: Tensor | None = None, inplace: bool = False
     ) -> MixerOutput:
-        if not self.config.reversible:
-            attended, after = self._attend_step(self.block.open(x, mask), state, mask, inplace)
-            y = self.block.close(x, attended, mask)
-        else:
-            one, two = x.chunk(2, dim=-1)
-            attended, after = self._attend_step(self.block.open(two, mask), state, mask, inplace)
-            one = one + self.block.drop(self.block.out(attended))
-            y = torch.cat([one, two + self._ffn_branch(one, mask)], dim=-1)
+        attended, after = self._attend_step(self.block.open(x, mask), state, mask, inplace)
+        y = self.block.close(x, attended, mask)
         return MixerOutput(keep_rows(mask, y), after)
 
     def _attend_step(
@@ -373,80 +324,3 @@ def _extend(
         held.keys.shape[2],
     )
     return ReformerState(held.keys, held.values, codes.keys, held.total)
-
-
-class _Reversible(torch.autograd.Function):
-    """A reversible layer that keeps only its output and computes its blocks again in the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, layer: Reformer, x: Tensor, mask: Tensor | None, *parameters: Tensor) -> Any:
-        ctx.layer = layer
-        ctx.modes = _modes(x)
-        one, two = x.chunk(2, dim=-1)
-        ctx.noise = [_noise(x)]
-        added, after = layer._attention_branch(two, mask)
-        one = one + added
-        ctx.noise.append(_noise(x))
-        y = zero_padding(torch.cat([one, two + layer._ffn_branch(one, mask)], dim=-1), mask)
-        ctx.save_for_backward(y, mask)
-        if after is None:
-            return (y,)
-        ctx.mark_non_differentiable(*after)
-        return (y, *after)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor, *_grads: Any) -> Any:
-        if differentiates_again():
-            raise RuntimeError(
-                "a reversible layer supports only first derivatives: build it with reversible=False"
-            )
-        layer: Reformer = ctx.layer
-        y, mask = ctx.saved_tensors
-        one, two = y.chunk(2, dim=-1)
-        grad_one, grad_two = zero_padding(grad, mask).chunk(2, dim=-1)
-        parameters = list(layer.parameters())
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
-
-        def again(
-            branch: Callable[[Tensor], Tensor], x: Tensor, above: Tensor, noise: Any
-        ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-            """Run a block again: its output, and gradients of its input and of what is trained."""
-            x = x.detach().requires_grad_()
-            with torch.enable_grad(), ctx.modes(), _replay(noise, x):
-                out = branch(x)
-            first, *rest = torch.autograd.grad(out, [x, *trained], above, allow_unused=True)
-            return out.detach(), first, list(rest)
-
-        out, through, by_ffn = again(lambda s: layer._ffn_branch(s, mask), one, grad_two, ctx.noise[1])
-        two = zero_padding(two - out, mask)
-        grad_one = grad_one + through
-        _out, through, by_attention = again(
-            lambda s: layer._attention_branch(s, mask)[0], two, grad_one, ctx.noise[0]
-        )
-        summed = iter(
-            a if b is None else b if a is None else a + b for a, b in zip(by_ffn, by_attention, strict=True)
-        )
-        grads = (next(summed) if parameter.requires_grad else None for parameter in parameters)
-        return None, torch.cat([grad_one, grad_two + through], dim=-1), None, *grads
-
-
-def _modes(x: Tensor) -> Callable[[], torch.autocast]:
-    """Makes contexts with the present settings of autocast."""
-    kind = x.device.type
-    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-    return lambda: torch.autocast(kind, dtype=dtype, enabled=enabled)
-
-
-def _noise(x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The states of the random number generators."""
-    return torch.get_rng_state(), torch.cuda.get_rng_state(x.device) if x.is_cuda else None
-
-
-@contextmanager
-def _replay(noise: tuple[Tensor, Tensor | None], x: Tensor) -> Iterator[None]:
-    """Draw the random numbers that followed these states again."""
-    with torch.random.fork_rng([x.device] if x.is_cuda else []):
-        torch.set_rng_state(noise[0])
-        if noise[1] is not None:
-            torch.cuda.set_rng_state(noise[1], x.device)
-        yield

@@ -262,7 +262,9 @@ class SharedKernel(Kernel):
         y, state = x * graph.weight(kernel.skip, "skip"), Memory()
         for direction in range(kernel.directions):
             out, states = inner.read(blocks, powers, reverse=direction == 1)
-            y = y + out @ graph.weight(kernel.channels_matrix(direction, enter.dtype).t(), "leave")
+            real, imaginary = kernel.leave_matrix(direction, enter.dtype).unflatten(1, (-1, 2)).unbind(-1)
+            leave = torch.stack([real, imaginary, imaginary, -real], dim=-1).flatten(1)
+            y = y + out @ graph.weight(leave.t(), "leave")
             if lengths is not None:
                 final = inner.final(blocks, powers, states, lengths).reshape(0, kernel.d_state // 2, 8)
                 joined = final @ graph.weight(Channels.state_matrix(), "join")

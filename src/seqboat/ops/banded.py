@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqboat.ops.band import NEIGHBORS, Band, BandScores, Neighbors, TableGradient, confine
-from seqboat.ops.functions import ATTENTIONS, HIDDEN, draw_seed, drop, dropout_mask, weigh_back
+from seqboat.ops.band import NEIGHBORS, BandScores, Neighbors, TableGradient, confine
+from seqboat.ops.functions import ATTENTIONS, draw_seed, drop, weigh_back
 from seqboat.ops.kernels.registry import SEAM, Implementation, attempt, pick
 from seqboat.ops.precision import widen
-from seqboat.ops.transforms import differentiates_again, gradients_of, transformed
 
 INPUTS = f"Tensor q, Tensor k, Tensor v, {NEIGHBORS}, float dropout, int seed"
 
@@ -26,7 +25,7 @@ def _banded(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     near = Neighbors(*fields)
     with torch.autocast(q.device.type, enabled=False):
         found = _pick("attention", q, v, near, dropout)
-        if found is not None and not found.differentiable:
+        if found is not None:
             out = attempt("attention", found, q, k, v, near)
             if out is not None:
                 return out
@@ -144,47 +143,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     out, *tensors, table = ctx.saved_tensors
-    if differentiates_again():
-        return gradients_of(plain_banded, (*tensors, table, *ctx.rest), [grad])
     dq, dk, dv, dtable = _banded_backward(grad.contiguous(), out, *tensors, table, *ctx.rest)
     return dq, dk, dv, None, None, dtable if table is not None else None, *(None,) * 6
 
 
 _banded.register_autograd(_differentiate, setup_context=_save)
-
-
-def plain_banded(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
-    """`banded` in ordinary operators, which autograd can differentiate any number of times."""
-    *neighbors, dropout, seed = rest
-    near, dtype = Neighbors(*neighbors), v.dtype
-    with torch.autocast(q.device.type, enabled=False):
-        q, k, v = widen(q), widen(k), widen(v)
-        band = Band(q, near.left, near.right)
-        block = torch.arange(band.blocks, device=q.device)[:, None] * band.size
-        query = block + torch.arange(band.size, device=q.device)
-        key = block + torch.arange(band.width, device=q.device) - band.before * band.size
-
-        def at(x: Tensor, places: Tensor) -> Tensor:
-            return x[places.clamp(0, max(band.tokens - 1, 0))]
-
-        def minus(x: Tensor) -> Tensor:
-            """(blocks, size, width): key minus query."""
-            return at(x, key)[:, None, :] - at(x, query)[:, :, None]
-
-        scores = torch.bmm(at(q, query), at(k, key).transpose(1, 2)) * near.scale
-        place = torch.arange(band.tokens, device=q.device)
-        if near.table is not None:
-            furthest = (near.table.shape[0] - 1) // 2
-            distance = minus(place if near.position is None else near.position)
-            scores = scores + near.table.to(q.dtype)[(distance + furthest).clamp(0, 2 * furthest)]
-        step = key[:, None, :] - query[:, :, None]
-        seen = (step >= -near.left) & (step <= near.right) & (minus(near.group) == 0)
-        seen = seen & ((key >= 0) & (key < band.tokens))[:, None, :]
-        weights = ATTENTIONS[near.attention].weights(torch.where(seen, scores, HIDDEN))
-        if dropout > 0:
-            masks = [dropout_mask(weights[begin:end], dropout, seed + begin) for begin, end in band.parts]
-            weights = weights * torch.cat(masks)
-        return torch.bmm(weights, at(v, key)).flatten(0, 1)[: band.tokens].to(dtype)
 
 
 def banded(q: Tensor, k: Tensor, v: Tensor, near: Neighbors, dropout: float = 0.0) -> Tensor:
@@ -196,11 +159,4 @@ def banded(q: Tensor, k: Tensor, v: Tensor, near: Neighbors, dropout: float = 0.
         near: which keys a token sees, and how they are scored.
         dropout: rate of attention dropout.
     """
-    run = plain_banded if transformed() else _banded
-    if run is _banded and not torch.compiler.is_compiling():
-        found = _pick("attention", q, v, near, dropout)
-        if found is not None and found.differentiable:
-            out = attempt("attention", found, q, k, v, near)
-            if out is not None:
-                return out
-    return run(q, k, v, *near, dropout, draw_seed(dropout))
+    return _banded(q, k, v, *near, dropout, draw_seed(dropout))

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from seqboat.ops.band import scores_at_once
 from seqboat.ops.banded import fake_gradients
-from seqboat.ops.functions import ATTENTIONS, HIDDEN, AttentionName, draw_seed, drop, dropout_mask, weigh_back
+from seqboat.ops.functions import ATTENTIONS, HIDDEN, AttentionName, draw_seed, drop, weigh_back
 from seqboat.ops.precision import wide_type, widen
-from seqboat.ops.transforms import differentiates_again, gradients_of, transformed
 
 INPUTS = """
     Tensor q, Tensor k, Tensor v, Tensor query_slot, Tensor key_slot, Tensor query_position, Tensor key_position,
@@ -125,27 +124,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     *tensors, table = ctx.saved_tensors
-    if differentiates_again():
-        return gradients_of(plain_dense, (*tensors, table, *ctx.rest), [grad])
     dq, dk, dv, dtable = _dense_backward(grad.contiguous(), *tensors, table, *ctx.rest)
     return dq, dk, dv, *(None,) * 5, dtable if table is not None else None, *(None,) * 4
 
 
 _dense.register_autograd(_differentiate, setup_context=_save)
-
-
-def plain_dense(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
-    """`dense` in ordinary operators, which autograd can differentiate any number of times."""
-    *fields, dropout, seed = rest
-    groups = _Groups(*fields)
-    with torch.autocast(q.device.type, enabled=False):
-        scores, _ = _score(slice(None), q, k, groups)
-        weights = ATTENTIONS[groups.attention].weights(scores)
-        if dropout > 0:
-            parts = _parts(q, k)
-            masks = [dropout_mask(weights[:, part], dropout, seed + part.start) for part in parts]
-            weights = weights * torch.cat(masks, dim=1)
-        return torch.bmm(weights, widen(v)).to(v.dtype)
 
 
 def dense(
@@ -183,5 +166,4 @@ def dense(
     groups = _Groups(
         query_slot, key_slot, query_position, key_position, scale.expand(q.shape[:2]), table, attention, causal
     )  # fmt: skip
-    run = plain_dense if transformed() else _dense
-    return run(q, k, v, *groups, dropout, draw_seed(dropout))
+    return _dense(q, k, v, *groups, dropout, draw_seed(dropout))

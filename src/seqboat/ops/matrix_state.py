@@ -14,8 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqboat.ops.precision import product
-
 
 def decays_between(log_decay: Tensor) -> Tensor:
     """(..., size, size): the decay of what token j wrote when token i reads it; zero if j is later.
@@ -30,13 +28,6 @@ def decays_between(log_decay: Tensor) -> Tensor:
     sums = log_decay[..., None].expand(*log_decay.shape, size).tril(-1).cumsum(dim=-2)
     later = torch.ones(size, size, dtype=torch.bool, device=log_decay.device).triu(1)
     return sums.masked_fill(later, -torch.inf).exp()
-
-
-def _bmm(a: Tensor, b: Tensor) -> Tensor:
-    """The product of (..., i, j) and (..., j, k) with the same leading dimensions, in the type of the factors."""
-    lead = a.shape[:-2]
-    flat = product(a.reshape(-1, *a.shape[-2:]), b.reshape(-1, *b.shape[-2:]))
-    return flat.view(*lead, *flat.shape[-2:])
 
 
 def _in_blocks(x: Tensor, size: int, dim: int) -> Tensor:
@@ -69,18 +60,18 @@ def gated_sum(
     by_head = log_decay.transpose(2, 3)  # (batch, blocks, heads, size)
     between = decays_between(by_head)
     since_start = by_head.cumsum(dim=-1).exp()
-    scores = _bmm(query, key.transpose(-1, -2))[:, :, None] * between
-    y = _bmm(scores, value.transpose(2, 3)).transpose(2, 3)
+    scores = torch.matmul(query, key.transpose(-1, -2))[:, :, None] * between
+    y = torch.matmul(scores, value.transpose(2, 3)).transpose(2, 3)
     # what each block adds to the state, and by how much the state decays meanwhile
     until_end = between[..., -1, :].transpose(2, 3)[..., None]
-    added = _bmm(key.transpose(-1, -2), (value * until_end).flatten(3)).unflatten(3, (heads, d_value))
+    added = torch.matmul(key.transpose(-1, -2), (value * until_end).flatten(3)).unflatten(3, (heads, d_value))
     decay = since_start[..., -1][:, :, None, :, None]
     state = torch.zeros_like(added[:, 0]) if start is None else start
     entering = []
     for more, less in zip(added.unbind(1), decay.unbind(1), strict=True):
         entering.append(state)
         state = torch.addcmul(more, less, state)
-    old = _bmm(query, torch.stack(entering, dim=1).flatten(3)).unflatten(3, (heads, d_value))
+    old = torch.matmul(query, torch.stack(entering, dim=1).flatten(3)).unflatten(3, (heads, d_value))
     y = torch.addcmul(y, old, since_start.transpose(2, 3)[..., None])
     return y.flatten(1, 2)[:, :time], state
 
@@ -127,7 +118,7 @@ def gated_delta(
     between = decays_between(log_decay)
     since_start = log_decay.cumsum(dim=-1).exp()
     turned = key.transpose(-1, -2)
-    system = _bmm(key * rate[..., None], turned) * between
+    system = torch.matmul(key * rate[..., None], turned) * between
     wanted = torch.cat([value * rate[..., None], key * (rate * since_start)[..., None]], dim=-1)
     solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
     fresh, reading = solved.split([d_value, key.shape[-1]], dim=-1)
@@ -137,13 +128,13 @@ def gated_delta(
     entering, corrections = [], []
     parts = (part.unbind(2) for part in (fresh, reading, writing, decay))
     for new, read, write, less in zip(*parts, strict=True):
-        correction = new - _bmm(read, state)
+        correction = new - torch.matmul(read, state)
         entering.append(state)
         corrections.append(correction)
-        state = torch.addcmul(_bmm(write, correction), less, state)
-    scores = _bmm(query, turned) * between
-    y = _bmm(scores, torch.stack(corrections, dim=2))
-    y = y + _bmm(query * since_start[..., None], torch.stack(entering, dim=2))
+        state = torch.addcmul(torch.matmul(write, correction), less, state)
+    scores = torch.matmul(query, turned) * between
+    y = torch.matmul(scores, torch.stack(corrections, dim=2))
+    y = y + torch.matmul(query * since_start[..., None], torch.stack(entering, dim=2))
     return y.flatten(2, 3)[:, :, :time], state
 
 

@@ -18,13 +18,11 @@ Complex states (S4D) travel as pairs of real numbers; only their carry from bloc
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from seqboat.ops.transforms import differentiates_again, gradients_of, transformed
 
 BLOCK = 64
 """Tokens per block; docs/performance.md has the measurement behind the number."""
@@ -247,9 +245,6 @@ def _save(ctx, inputs, output):  # type: ignore[no-untyped-def]
 
 def _backward(ctx, grad_outputs, grad_states):  # type: ignore[no-untyped-def]
     x, states, mix, enter, leave, decay, start = ctx.saved_tensors
-    if differentiates_again():
-        inputs = x, mix, enter, leave, decay, start, ctx.bidirectional
-        return gradients_of(_plain_block_scan, inputs, [grad_outputs, grad_states])
     if grad_outputs is None:
         grad_outputs = states.new_zeros(ctx.shape)
     grads = _block_scan_backward(
@@ -259,43 +254,6 @@ def _backward(ctx, grad_outputs, grad_states):  # type: ignore[no-untyped-def]
 
 
 _block_scan.register_autograd(_backward, setup_context=_save)
-
-
-def _plain_carry(u: Tensor, decay: Tensor, start: Tensor | None, reverse: bool = False) -> Tensor:
-    """The states that enter each block, as in `_carry`."""
-    state = torch.zeros_like(u[:, :1].sum(dim=1)) if start is None else start
-    states = []
-    for added in u.unbind(1)[::-1] if reverse else u.unbind(1):
-        states.append(state)
-        state = added + decay * state
-    if not states:
-        return u
-    return torch.stack(states[::-1] if reverse else states, dim=1)
-
-
-def _plain_block_scan(
-    x: Tensor,
-    mix: Tensor,
-    enter: Tensor,
-    leave: Tensor,
-    decay: Tensor,
-    start: Tensor | None,
-    bidirectional: bool,
-) -> tuple[Tensor, Tensor]:
-    """`_block_scan` in ordinary operators, which autograd can differentiate any number of times."""
-    batch, time, dim = x.shape
-    block = enter.shape[1]
-    blocks = -(-time // block)
-    inputs = to_channels(x, block)
-    u = as_states(by_block(torch.bmm(inputs, enter), batch, blocks), decay)
-    half = decay.shape[-1] // 2 if bidirectional else decay.shape[-1]
-    first = None if start is None else as_states(start, decay)
-    carried = [_plain_carry(u[..., :half], decay[:, :half], first)]
-    if bidirectional:
-        carried.append(_plain_carry(u[..., half:], decay[:, half:], None, reverse=True))
-    states = as_pairs(torch.cat(carried, dim=-1))
-    outputs = torch.bmm(inputs, mix) + torch.bmm(by_channel(states), leave)
-    return outputs.view(dim, batch, blocks * block)[:, :, :time].contiguous(), states.flatten(0, 1)
 
 
 def _powers(log_decay: Tensor, block: int) -> Tensor:
@@ -328,79 +286,6 @@ def _make_tables(drive: Tensor, read: Tensor, skip: Tensor, powers: Tensor) -> t
     return toeplitz(torch.cat([behind, center, ahead[:, 1:]], dim=-1)), enter, leave, decay
 
 
-def _plain_tables(
-    log_decay: Tensor, drive: Tensor, read: Tensor, skip: Tensor, block: int
-) -> tuple[Tensor, ...]:
-    return _make_tables(drive, read, skip, _powers(log_decay, block))
-
-
-class _Tables(torch.autograd.Function):
-    """The tables of a block, with a hand-written backward pass of few operations."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, log_decay: Tensor, drive: Tensor, read: Tensor, skip: Tensor, block: int
-    ) -> tuple[Tensor, ...]:
-        powers = _powers(log_decay, block)
-        ctx.save_for_backward(log_decay, drive, read, skip, powers)
-        ctx.block = block
-        return _make_tables(drive, read, skip, powers)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        log_decay, drive, read, skip, powers = ctx.saved_tensors
-        with torch.autocast(powers.device.type, enabled=False):
-            if differentiates_again():
-                return gradients_of(_plain_tables, (log_decay, drive, read, skip, ctx.block), grads)
-            return *_tables_backward(drive, read, powers, *grads), None
-
-
-def _tables_backward(
-    drive: Tensor, read: Tensor, powers: Tensor, dmix: Tensor, denter: Tensor, dleave: Tensor, ddecay: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of log_decay, drive, read and skip."""
-    block, both = powers.shape[-1] - 1, len(powers) == 2
-    dtaps = _sum_diagonals(dmix)
-    dkernel = torch.stack([dtaps[:, block - 1 :], dtaps[:, :block].flip(-1)][: len(powers)])
-    # bring all tables back to ascending powers, (directions, dim, states, block)
-    if both:
-        left, right = denter.chunk(2, dim=-1)
-        denter = torch.stack([left.flip(1), right])
-        left, right = dleave.chunk(2, dim=1)
-        dleave = torch.stack([left, right.flip(-1)])
-        ddecay = torch.stack(ddecay.chunk(2, dim=-1))
-    else:
-        denter, dleave, ddecay = denter.flip(1)[None], dleave[None], ddecay[None]
-    if powers.is_complex():
-        denter = torch.view_as_complex(denter.unflatten(-1, (-1, 2)).contiguous())
-        real, imaginary = dleave.unflatten(2, (-1, 2)).unbind(3)
-        dleave = torch.complex(real, -imaginary)
-        dkernel = torch.complex(dkernel, torch.zeros_like(dkernel))
-    drive, read, powers = drive.conj(), read.conj(), powers.conj()
-    # sums over the powers l, plain and times l
-    steps = torch.arange(block + 1, device=powers.device).to(powers.dtype)
-    weights = torch.stack([torch.ones_like(steps), steps], dim=-1)
-    low, high = weights[:-1], weights[1:]
-    entered = (powers[..., :-1] * denter.transpose(-1, -2)) @ low
-    left = (powers[..., 1:] * dleave) @ high
-    mixed = powers[..., :-1] @ (dkernel[..., None] * low)
-    ddrive = entered[..., 0] + read * mixed[..., 0]
-    dread = left[..., 0] + drive * mixed[..., 0]
-    dlog = drive * entered[..., 1] + read * left[..., 1] + read * drive * mixed[..., 1]
-    dlog = torch.addcmul(dlog, powers[..., -1], ddecay, value=block)
-    return dlog, ddrive, dread, dtaps[:, block - 1]
-
-
-def _sum_diagonals(x: Tensor) -> Tensor:
-    """The adjoint of `toeplitz`: (dim, C, C) to (dim, 2 C - 1).
-
-    >>> _sum_diagonals(torch.tensor([[[1.0, 2.0], [4.0, 8.0]]])).tolist()
-    [[4.0, 9.0, 2.0]]
-    """
-    dim, size, _ = x.shape
-    return torch.ops.aten.unfold_backward(x.flip(1), [dim, 2 * size - 1], 1, size, 1)
-
-
 def block_tables(log_decay: Tensor, drive: Tensor, read: Tensor, skip: Tensor, block: int) -> BlockTables:
     """Tables of a layer with states s_t = q * s_{t-1} + drive * x_t and output Re(read . s_t) + skip * x_t.
 
@@ -411,9 +296,8 @@ def block_tables(log_decay: Tensor, drive: Tensor, read: Tensor, skip: Tensor, b
         skip: (dim,).
         block: tokens per block.
     """
-    make = _plain_tables if transformed() else _Tables.apply
     with torch.autocast(log_decay.device.type, enabled=False):
-        return BlockTables(*make(log_decay, drive, read, skip, block))
+        return BlockTables(*_make_tables(drive, read, skip, _powers(log_decay, block)))
 
 
 def block_for(time: int, block: int) -> int:
@@ -431,9 +315,6 @@ def toeplitz(taps: Tensor) -> Tensor:
     [[[1.0, 2.0, 3.0], [8.0, 1.0, 2.0], [9.0, 8.0, 1.0]]]
     """
     size = (taps.shape[1] + 1) // 2
-    if transformed():  # vmap has no rule for the gradient of unfold
-        place = torch.arange(size, device=taps.device)
-        return taps[:, size - 1 + place - place[:, None]]
     return taps.unfold(1, size, 1).flip(1)
 
 
@@ -449,12 +330,12 @@ def scan(
         start: (batch, dim, states), the state before the first token.
 
     Returns:
-        y: (batch, time, dim), laid out channel by channel in memory.
+        y: (batch, time, dim).
         states: (batch * blocks, dim, states), the states that enter each block.
     """
-    run = _plain_block_scan if transformed() else _block_scan
-    y, states = run(x, *tables, start, bidirectional)
-    return y.permute(1, 2, 0), states
+    y, states = _block_scan(x, *tables, start, bidirectional)
+    # token by token again, by one transpose: everything after the scan works token by token
+    return y.flatten(1).t().contiguous().view(x.shape), states
 
 
 def final_state(

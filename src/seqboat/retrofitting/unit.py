@@ -15,7 +15,6 @@ from seqboat.layers.budget import Steering
 from seqboat.layers.packing import Packed, Routing, pack
 from seqboat.layers.routers import Router, SigmoidRouter
 from seqboat.layers.steering import follow, rate_loss
-from seqboat.ops.fused import take
 from seqboat.retrofitting.slots import Slots, describe, find_slots, slot_mask, take_slots
 
 Kind = Literal["tokens", "sequence", "block"]
@@ -237,7 +236,7 @@ class SparseUnit(nn.Module):
         flat = x.reshape(-1, x.shape[-1])
         idle = torch.ones(flat.shape[0], dtype=torch.bool, device=x.device).index_fill(0, packed.flat, False)
         place = idle.nonzero_static(size=flat.shape[0] - y.shape[0]).squeeze(1)
-        parts = torch.cat([y, self.skipped(take(flat, place)).to(y.dtype)])
+        parts = torch.cat([y, self.skipped(flat.index_select(0, place)).to(y.dtype)])
         return torch.empty_like(parts).index_copy(0, torch.cat([packed.flat, place]), parts).view(x.shape)
 
     @property

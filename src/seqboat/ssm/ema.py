@@ -16,8 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from seqboat.core.settings import fill_in
-from seqboat.ops.kernels.function import run_kernel
-from seqboat.ops.kernels.registry import SEAM
 from seqboat.ops.scan import BLOCK
 from seqboat.ssm.diagonal import Coefficients, DiagonalSSM, Method, SSMConfig
 
@@ -113,10 +111,9 @@ class EMA(DiagonalSSM):
 
     def coefficients(self) -> Coefficients:
         delta, alpha, beta, gamma = self._wide_parameters()
-        inputs = delta, alpha, beta, gamma, 1 / math.sqrt(self.d_state)
-        if SEAM.open or delta.device.type != "cpu":
-            return Coefficients(*run_kernel("coefficients", make_coefficients, *inputs))
-        return Coefficients(*make_coefficients(*inputs))
+        return Coefficients(
+            log_decay(delta, alpha), torch.sigmoid(delta) * beta, gamma * (1 / math.sqrt(self.d_state))
+        )
 
     def step_coefficients(self) -> tuple[Tensor, Tensor, Tensor]:
         delta, alpha, beta, gamma = (part[0] for part in self._wide_parameters())
@@ -127,13 +124,6 @@ class EMA(DiagonalSSM):
     def _wide_parameters(self) -> list[Tensor]:
         parameters = (self.delta, self.alpha, self.beta, self.gamma)
         return [part if part.dtype == torch.float64 else part.float() for part in parameters]
-
-
-def make_coefficients(
-    delta: Tensor, alpha: Tensor, beta: Tensor, gamma: Tensor, factor: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Logarithm of the decay, drive and read."""
-    return log_decay(delta, alpha), torch.sigmoid(delta) * beta, gamma * factor
 
 
 def log_decay(delta: Tensor, alpha: Tensor) -> Tensor:

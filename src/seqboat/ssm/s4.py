@@ -30,7 +30,6 @@ from seqboat.core.checks import check_positive, check_steps, require
 from seqboat.core.mixer import keep_rows
 from seqboat.core.nn import fft_convolve
 from seqboat.core.settings import fill_in
-from seqboat.ops.precision import product
 from seqboat.ssm.diagonal import (
     Roles,
     SSMConfig,
@@ -236,7 +235,7 @@ def _squares(matrix: Tensor, count: int) -> list[Tensor]:
     """The matrix to the powers 1, 2, 4, ... 2^(count - 1)."""
     powers = [matrix]
     for _ in range(count - 1):
-        powers.append(product(powers[-1], powers[-1]))
+        powers.append(torch.bmm(powers[-1], powers[-1]))
     return powers
 
 
@@ -251,7 +250,7 @@ def _kernel(system: System, power: Tensor, size: int) -> Tensor:
     dt, poles, p, b, c = system
     # C~ = C (1 - Abar^size): what the taps after the last one would add
     row = _read_row(c)
-    row = row - product(power, row.permute(1, 2, 0)).permute(2, 0, 1)
+    row = row - torch.bmm(power, row.permute(1, 2, 0)).permute(2, 0, 1)
     c = 0.5 * complex_like(row, poles).conj()
     angle = torch.arange(size // 2 + 1, dtype=torch.float64, device=dt.device) * (-math.pi / size)
     cos, sin = angle.cos().to(dt.dtype), angle.sin().to(dt.dtype)
@@ -266,7 +265,7 @@ def _kernel(system: System, power: Tensor, size: int) -> Tensor:
     products = torch.cat([c * b, c * p, (p.conj() * b)[None], (p.conj() * p)[None]])  # (rows, dim, pairs)
     weights = torch.stack([products.real, (products * poles.conj()).real]).permute(2, 0, 1, 3)
     dim, _, rows, pairs = weights.shape
-    sums = product(weights.reshape(dim, 2 * rows, pairs), table).view(dim, 2, rows, 2, -1)
+    sums = torch.bmm(weights.reshape(dim, 2 * rows, pairs), table).view(dim, 2, rows, 2, -1)
     first, second = (torch.complex(part[:, :, 0], part[:, :, 1]) for part in sums.unbind(1))
     # (rows, dim, frequencies), without the phase exp(-i angle)
     cauchy = -(torch.complex(torch.zeros_like(sin), sin) * first + cos * second).transpose(0, 1)
@@ -295,12 +294,12 @@ def _driven(x: Tensor, lengths: Tensor, drive: Tensor, powers: list[Tensor]) -> 
     x = F.pad(x, (0, 0, pieces * PIECE - time, 0))
     enter = drive[:, None]
     for power in powers[: PIECE.bit_length() - 1]:
-        enter = torch.cat([product(enter, power), enter], dim=1)  # older tokens first
+        enter = torch.cat([torch.bmm(enter, power), enter], dim=1)  # older tokens first
     inputs = x.view(batch, pieces, PIECE, dim).permute(3, 1, 0, 2)  # (dim, pieces, batch, tokens)
-    entered = product(inputs.reshape(dim, pieces * batch, PIECE), enter)
+    entered = torch.bmm(inputs.reshape(dim, pieces * batch, PIECE), enter)
     state = x.new_zeros(dim, batch, drive.shape[1])
     for piece in entered.unflatten(1, (pieces, batch)).unbind(1):
-        state = piece + product(state, powers[PIECE.bit_length() - 1])
+        state = piece + torch.bmm(state, powers[PIECE.bit_length() - 1])
     return state
 
 
@@ -314,13 +313,13 @@ def _undriven(start: Tensor, time: int, row: Tensor, powers: list[Tensor]) -> Te
         powers: of the matrix, up to PIECE at least.
     """
     dim, batch, _ = start.shape
-    leave = product(powers[0], row[..., None])  # (dim, states, tokens)
+    leave = torch.bmm(powers[0], row[..., None])  # (dim, states, tokens)
     for power in powers[: PIECE.bit_length() - 1]:
-        leave = torch.cat([leave, product(power, leave)], dim=2)
+        leave = torch.cat([leave, torch.bmm(power, leave)], dim=2)
     pieces = []
     for _ in range(0, time, PIECE):
-        pieces.append(product(start, leave))
-        start = product(start, powers[PIECE.bit_length() - 1])
+        pieces.append(torch.bmm(start, leave))
+        start = torch.bmm(start, powers[PIECE.bit_length() - 1])
     outputs = torch.cat(pieces, dim=2) if pieces else start.new_zeros(dim, batch, 0)
     return outputs[..., :time].permute(1, 2, 0)
 
@@ -329,5 +328,5 @@ def _decayed(start: Tensor, lengths: Tensor, powers: list[Tensor]) -> Tensor:
     """An initial state (dim, batch, states) after `lengths` tokens: the bits of a length say which powers."""
     for bit, power in enumerate(powers):
         taken = ((lengths >> bit) & 1).bool()[:, None]
-        start = torch.where(taken, product(start, power), start)
+        start = torch.where(taken, torch.bmm(start, power), start)
     return start

@@ -21,9 +21,6 @@ from torch import Tensor, nn
 from seqboat.core.checks import check_positive, check_steps, require
 from seqboat.core.mixer import keep_rows
 from seqboat.core.settings import fill_in
-from seqboat.ops.kernels.registry import SEAM
-from seqboat.ops.kernels.scan import kernel_scan, scan_fits
-from seqboat.ops.precision import product
 from seqboat.ssm.diagonal import (
     Roles,
     SSMConfig,
@@ -147,24 +144,18 @@ class S5(StateSpace):
     def _enter(self, x: Tensor, drive: Tensor) -> Tensor:
         """(..., d_model) real to (..., pairs) complex."""
         matrix = self.enter_matrix(drive)
-        rows = product(x.reshape(1, x.shape[:-1].numel(), self.d_model), matrix[None])[0]
-        return torch.view_as_complex(rows.view(*x.shape[:-1], self.d_state // 2, 2))
+        return torch.view_as_complex((x @ matrix).unflatten(-1, (self.d_state // 2, 2)))
 
     def _leave(self, states: Tensor, direction: int) -> Tensor:
         """2 Re(C s): (..., pairs) complex to (..., d_model) real."""
         matrix = self.leave_matrix(direction, states.real.dtype)
-        rows = real_like(states).reshape(1, states.shape[:-1].numel(), self.d_state)
-        return product(rows, matrix.t()[None])[0].view(*states.shape[:-1], self.d_model)
+        return real_like(states) @ matrix.t()
 
     def read(self, x: Tensor, mask: Tensor | None, state: S5State | None) -> tuple[Tensor, S5State | None]:
         batch, time, _ = x.shape
-        log_q, drive = self.log_coefficients()
+        q, drive = self.coefficients()
         skipped = self.skip.to(x.dtype) * x
-        if (SEAM.open or x.device.type != "cpu") and scan_fits(x, states=2):
-            found = self._read_by_kernel(x, log_q, drive, mask, state)
-            if found is not None:
-                return found[0] + skipped, found[1]
-        q, entered = torch.exp(log_q), self._enter(x, drive)
+        entered = self._enter(x, drive)
         if not self.causal:
             ahead, behind = parallel_scan(entered, q), parallel_scan(entered.flip(1), q).flip(1)
             return self._leave(ahead, 0) + self._leave(behind, 1) + skipped, None
@@ -176,55 +167,6 @@ class S5(StateSpace):
         index = lengths[:, None, None].expand(-1, 1, len(q))
         after = torch.cat([before, states], dim=1).gather(1, index)[:, 0]
         return self._leave(states, 0) + skipped, S5State(real_like(after))
-
-    def _read_by_kernel(
-        self, x: Tensor, log_q: Tensor, drive: Tensor, mask: Tensor | None, state: S5State | None
-    ) -> tuple[Tensor, S5State | None] | None:
-        """As `read`, without the skip, by a kernel of the diagonal scan; None if it failed.
-
-        A channel of the scan has a real input and a real output, a state of S5 complex ones. So each state is four
-        channels: two that the real part of its input enters and two for the imaginary part, of which one returns the
-        real part of its state and one the imaginary part.
-        """
-        pairs = len(log_q)
-        enter = self.enter_matrix(drive).repeat_interleave(2, dim=1)
-        rows = product(x.reshape(1, x.shape[:-1].numel(), self.d_model), enter[None])[0]
-        channels = rows.view(*x.shape[:-1], 4 * pairs)
-        log_decay = log_q.repeat_interleave(4).view(1, -1, 1)
-        read = log_decay.new_tensor([1, -1j, 1, -1j]).repeat(pairs).view(1, -1, 1)
-        rest = torch.ones_like(read), read, channels.new_zeros(4 * pairs)
-        start = None
-        if state is not None:
-            # the state before the first token comes with the real part
-            begin = state.states.view(-1, pairs, 1, 1, 2)
-            begin = torch.cat([begin, torch.zeros_like(begin)], dim=2)
-            start = begin.expand(-1, -1, -1, 2, -1).reshape(-1, 4 * pairs, 2)
-        y = None
-        for direction in range(self.directions):
-            tokens = channels.flip(1) if direction else channels
-            found = kernel_scan(tokens, log_decay, *rest, start, mask if self.causal else None)
-            if found is None:
-                return None
-            states = found[0].flip(1) if direction else found[0]
-            out = self._leave_channels(states, direction)
-            y = out if y is None else y + out
-        assert y is not None
-        if not self.causal:
-            return y, None
-        assert found is not None and found[1] is not None
-        final = torch.view_as_complex(found[1].unflatten(1, (pairs, 2, 2)).contiguous())[..., 0]
-        return y, S5State(real_like(final[..., 0] + 1j * final[..., 1]))
-
-    def channels_matrix(self, direction: int, dtype: torch.dtype) -> Tensor:
-        """(d_model, 4 pairs) real: 2 Re(C s) of states as four channels each (`_read_by_kernel`)."""
-        real, imaginary = self.leave_matrix(direction, dtype).unflatten(1, (-1, 2)).unbind(-1)
-        return torch.stack([real, imaginary, imaginary, -real], dim=-1).flatten(1)
-
-    def _leave_channels(self, states: Tensor, direction: int) -> Tensor:
-        """2 Re(C s) of what the channels of `_read_by_kernel` return."""
-        matrix = self.channels_matrix(direction, states.dtype)
-        rows = states.reshape(1, states.shape[:-1].numel(), states.shape[-1])
-        return product(rows, matrix.t()[None])[0].view(*states.shape[:-1], self.d_model)
 
     def make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> S5State:
         return S5State(torch.zeros(batch, self.d_state, dtype=at_least_float32(dtype), device=device))

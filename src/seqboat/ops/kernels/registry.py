@@ -44,17 +44,6 @@ OPERATIONS = {
     "scan_backward": "its gradients",
     "attention": "banded attention on packed tokens",
     "attention_backward": "its gradients",
-    "gates": "queries, keys, values and gates from their projection",
-    "gates_backward": "their gradients",
-    "coefficients": "decay, drive and read of MD-EMA from its parameters",
-    "coefficients_backward": "their gradients",
-    "norm": "norm of SiLU",
-    "norm_backward": "its gradients",
-    "route": "SiLU, dropout and the decisions of the paper's router",
-    "route_backward": "its gradients",
-    "gather": "active tokens of a batch as one packed array",
-    "scatter": "residual sum, with packed outputs added at the places of their tokens",
-    "scatter_backward": "its gradients",
 }
 """Heavy operations and what they compute."""
 
@@ -73,8 +62,6 @@ class Implementation:
     automatic: bool = False
     """whether "auto" may take it; experimental kernels have to be chosen by name"""
     experimental: bool = False
-    differentiable: bool = False
-    """whether autograd differentiates what it computes; otherwise the backward pass is an operation by itself"""
 
 
 @dataclass
@@ -154,16 +141,6 @@ IMPLEMENTATIONS["scan_backward"] = [_triton("scan:triton_scan_backward", _refuse
 IMPLEMENTATIONS["attention"] = [
     _triton("triton_band_launch:attention", _refuse_attention),
 ]
-for _operation, _function in (
-    ("gates", "pointwise_launch:open_gates"),
-    ("coefficients", "pointwise_launch:ema_coefficients"),
-    ("norm", "pointwise_launch:norm"),
-    ("route", "pointwise_launch:route"),
-    ("scatter", "pointwise_launch:scatter"),
-):
-    for _suffix in ("", "_backward"):
-        _where = f"triton_{_function}{_suffix}"
-        IMPLEMENTATIONS[f"{_operation}{_suffix}"] = [_triton(_where)]
 IMPLEMENTATIONS["attention_backward"] = [_triton("triton_band_launch:attention_backward", _refuse_attention)]
 
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from seqboat.ops.kernels.registry import attempt, pick
 from seqboat.ops.scan import BLOCK, block_for, block_tables, final_state, scan
-from seqboat.ops.transforms import differentiates_again, gradients_of, transformed
 
 
 def kernel_scan(
@@ -37,7 +36,7 @@ def kernel_scan(
         y: (batch, time, dim), zeros on padding.
         final: (batch, dim, states), the state after the last real token; None for two directions.
     """
-    found = None if not may_scan() else _pick("scan", x, log_decay)
+    found = None if torch.compiler.is_compiling() else _pick("scan", x, log_decay)
     if found is None:
         return None
     lengths = None if mask is None else mask.sum(dim=1)
@@ -46,18 +45,6 @@ def kernel_scan(
         return None
     y, final = result
     return y, final if len(log_decay) == 1 else None
-
-
-def may_scan() -> bool:
-    """Whether calls like this one may run in a kernel at all."""
-    return not (transformed() or torch.compiler.is_compiling())
-
-
-def scan_fits(x: Tensor, states: int) -> bool:
-    """Whether a kernel computes a scan of x with this many real numbers per channel in its state."""
-    if not may_scan():
-        return False
-    return pick("scan", device=x.device, dtype=x.dtype, states=states) is not None
 
 
 def _pick(operation: str, x: Tensor, log_decay: Tensor) -> Any:
@@ -142,8 +129,6 @@ def _differentiate(ctx: Any, grad: Tensor | None, grad_final: Tensor | None) -> 
     x, log_decay, *_, start, _ = tensors
     if grad is None and grad_final is None:
         return (None,) * 8
-    if differentiates_again():
-        return gradients_of(torch_scan, (*tensors, ctx.activate), [grad, grad_final])
     wanted = torch.zeros_like(x) if grad is None else grad
     found = _pick("scan_backward", x, log_decay)
     if found is not None:
