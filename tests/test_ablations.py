@@ -17,6 +17,7 @@ from seqboat.mixers import MIXERS
 from seqboat.mixers.carry import carry_over
 from seqboat.mixers.mega import MegaConfig
 from seqboat.recipes import ABLATIONS, find_recipe
+from seqboat.recipes.base import with_mixer
 from seqboat.ssm.s4d import S4DConfig
 from seqboat.training.settings_io import from_dict, to_dict
 
@@ -95,7 +96,7 @@ def test_mega_has_the_widths_of_its_seqboat() -> None:
 
 def test_a_row_takes_another_mixer() -> None:
     other = SeqBoatConfig(init="paper", norm="rms")
-    assert ABLATIONS["ablations.image.local"](mixer=other).model.mixer == other
+    assert with_mixer(ABLATIONS["ablations.image.local"](), other).model.mixer == other
 
 
 def test_ablations_change_any_seqboat() -> None:

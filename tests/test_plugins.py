@@ -20,6 +20,7 @@ from seqboat.bench.setting import LayerSetting, configure, parse_candidate
 from seqboat.cli.main import main
 from seqboat.predict import Predictor
 from seqboat.recipes import find_recipe
+from seqboat.recipes.base import with_mixer
 from seqboat.run import Run
 from seqboat.training.settings_io import from_dict, override, to_dict
 
@@ -150,7 +151,7 @@ def test_python_finds_installed_plugins(installed: None) -> None:
         "causal": True,
         "expansion": 3,
     }
-    assert to_dict(find_recipe("brackets")(mixer="s4d"))["model"]["mixer"].get("plugin") is None
+    assert to_dict(with_mixer(find_recipe("brackets")(), "s4d"))["model"]["mixer"].get("plugin") is None
     made = configure(parse_candidate("running-mean:expansion=4"), LayerSetting(causal=True))
     assert made.expansion == 4 and made.causal
 

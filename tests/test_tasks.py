@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import glob
 import io
 import json
@@ -36,7 +35,6 @@ from seqboat.tasks import (
     ImageTaskConfig,
     ListOpsTaskConfig,
     LMTextTaskConfig,
-    MemorizeTaskConfig,
     NeedleTaskConfig,
     RecallTaskConfig,
     RegressTaskConfig,
@@ -166,7 +164,6 @@ def build(name: str, root: Path, user_files: Path) -> Task:
         "recall": lambda: RecallTaskConfig(train_size=20, eval_size=5),
         "copy": lambda: CopyTaskConfig(train_size=20, eval_size=5),
         "needle": lambda: NeedleTaskConfig(train_size=20, eval_size=5),
-        "memorize": lambda: MemorizeTaskConfig(train_size=20, eval_size=5),
         "classify": lambda: ClassifyTaskConfig(train=str(user_files / "rows.csv")),
         "regress": lambda: RegressTaskConfig(train=str(user_files / "numbers.csv")),
         "tag": lambda: TagTaskConfig(train=str(user_files / "tags.jsonl")),
@@ -661,24 +658,6 @@ def test_noise_stands_between_pairs_and_is_never_asked_for() -> None:
         RecallTaskConfig(noise=2)
     with pytest.raises(ValueError, match="vocab must be at least 13 for 4 different keys, got 12"):
         RecallTaskConfig(pairs=4, vocab=12, noise=0.1)
-
-
-def test_memorized_pairs_are_the_same_in_all_examples() -> None:
-    config = MemorizeTaskConfig(length=31, vocab=20)
-    pairs: dict[int, int] = {}
-    for split in SPLITS:
-        dataset = config.build().dataset(split)
-        for i in range(20):
-            inputs, targets, *_ = dataset[i]
-            assert isinstance(targets, np.ndarray)
-            for key, value in zip(inputs[0:30:2].tolist(), targets[1:30:2].tolist(), strict=True):
-                assert pairs.setdefault(key, value) == value
-            assert not inputs[1:30:2].any() and (targets[0::2] == IGNORE).all()
-    assert sorted(pairs) == list(range(1, 10)) and sorted(pairs.values()) == list(range(10, 19))
-    other = dataclasses.replace(config, seed=1).build().dataset("val")[0].target
-    assert np.asarray(other).tolist() != np.asarray(targets).tolist()
-    with pytest.raises(ValueError, match="length must be at least 2"):
-        MemorizeTaskConfig(length=1)
 
 
 def test_copy_wants_the_tokens_in_order() -> None:

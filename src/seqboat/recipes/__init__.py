@@ -2,8 +2,7 @@
 
 RECIPES has SeqBoat on every task, `rows.ROWS` the other models of tables 1 to 3, ABLATIONS the rows of the ablations.
 
-A variant is a call with another mixer, `lra.image(mixer="mega")` or `lra.image(mixer=MegaConfig(...))`, or a changed
-copy, `lra.image().replace(seed=1)`.
+A variant is a changed copy: `lra.image().replace(seed=1)`, or `with_mixer(lra.image(), "mega")`.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from seqboat.plugins import load_plugins
 from seqboat.recipes import diagnostics, enwik8, lra, speech
 from seqboat.recipes import own as your_data
 from seqboat.recipes.ablations import ABLATIONS
-from seqboat.recipes.base import Recipe
+from seqboat.recipes.base import Recipe, with_mixer
 from seqboat.recipes.rows import ROW_RECIPES, ROWS, SMALL_ROWS, Row
 
 RECIPES: dict[str, Recipe] = {
@@ -34,18 +33,16 @@ RECIPES: dict[str, Recipe] = {
     "speech-small": speech.speech_small,
     "enwik8": enwik8.enwik8,
     "enwik8-small": enwik8.enwik8_small,
-    "enwik8-medium": enwik8.enwik8_medium,
     "demo": diagnostics.demo,
     "recall": diagnostics.recall,
     "copy": diagnostics.copy,
     "needle": diagnostics.needle,
-    "memorize": diagnostics.memorize,
     "classify": your_data.classify,
     "regress": your_data.regress,
     "tag": your_data.tag,
     "lm": your_data.lm,
 }
-"""Every recipe by the name that commands use; each can be given another mixer."""
+"""Every recipe by the name that commands use."""
 
 
 def find_recipe(name: str) -> Recipe:
@@ -79,4 +76,5 @@ __all__ = [
     "Recipe",
     "Row",
     "find_recipe",
+    "with_mixer",
 ]

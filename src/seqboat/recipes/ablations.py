@@ -32,7 +32,7 @@ from seqboat.layers.variants import (
 from seqboat.mixers.carry import carry_over
 from seqboat.mixers.mega import MegaConfig
 from seqboat.recipes import lra
-from seqboat.recipes.base import MixerChoice, Recipe, choose
+from seqboat.recipes.base import Recipe
 from seqboat.ssm.s4d import S4DConfig
 from seqboat.training.config import RunConfig
 
@@ -83,12 +83,12 @@ def _as_published(variant: Any, base: Any) -> Any:
 def _recipe(task: str, form: type, about: str) -> Recipe:
     base = TASKS[task]
 
-    def recipe(mixer: MixerChoice = None) -> RunConfig:
+    def recipe() -> RunConfig:
         given = base().model.mixer
         own = carry_over(given, form).mixer
         if not task.endswith("-small"):
             own = _as_published(own, given)
-        return base(mixer=choose(mixer, own))
+        return base().replace(model={"mixer": own})
 
     recipe.__doc__ = f"{about} On the recipe lra.{task}."
     return recipe

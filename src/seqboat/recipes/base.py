@@ -1,41 +1,30 @@
-"""What recipes share: the choice of a mixer, and what follows from it."""
+"""What recipes share: another mixer, and what follows from it."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
 
-from seqboat.mixers import MIXERS
-from seqboat.mixers.carry import carry_over
 from seqboat.models.backbone import MixerConfig
-from seqboat.plugins import load_plugins
 from seqboat.training.config import RunConfig
-from seqboat.training.settings_io import unknown_message
+from seqboat.training.settings_io import from_dict
 
-Recipe = Callable[..., RunConfig]
-MixerChoice = MixerConfig | str | None
-"""The mixer of a recipe: a configuration, a name in MIXERS, or None for the recipe's own."""
+Recipe = Callable[[], RunConfig]
+"""Takes no arguments: a variant is a function that changes the result of another."""
 
 logger = logging.getLogger("seqboat.recipes")
 
 
-def choose(mixer: MixerChoice, own: MixerConfig) -> MixerConfig:
-    """The mixer to use: a name keeps the settings of the recipe's own mixer and logs those it has no place for."""
-    if mixer is None:
-        return own
-    if not isinstance(mixer, str):
-        return mixer
-    if mixer not in MIXERS:
-        load_plugins()
-    if mixer not in MIXERS:
-        raise ValueError(unknown_message("mixer", mixer, MIXERS))
-    carried = carry_over(own, mixer)
-    if line := carried.report():
-        logger.warning(line)
-    chosen: MixerConfig = carried.mixer
-    return chosen
+def with_mixer(config: RunConfig, mixer: MixerConfig | str) -> RunConfig:
+    """The same with another mixer; if only the new one's state grows with the text, segments are read one by one.
 
-
-def without_growth(config: RunConfig, mixer: MixerChoice) -> RunConfig:
-    """The recipe with this choice of a mixer; if its state would grow with the text, segments are read one by one."""
-    return config.by_segments() if mixer is not None and config.carries_growing_state() else config
+    Args:
+        config: of a recipe.
+        mixer: a configuration, or a name in MIXERS: it keeps the settings of the mixer before, and those that it has
+            no place for are logged.
+    """
+    if isinstance(mixer, str):
+        return from_dict({"model": {"mixer": mixer}}, config, logger.warning)
+    changed = config.replace(model={"mixer": mixer})
+    grows = changed.carries_growing_state() and not config.carries_growing_state()
+    return changed.by_segments() if grows else changed

@@ -6,10 +6,8 @@ from seqboat.layers.gau import GAUConfig
 from seqboat.layers.routers import TemperedSoftmaxConfig
 from seqboat.layers.seqboat import SeqBoatConfig
 from seqboat.models.backbone import BackboneConfig
-from seqboat.recipes.base import MixerChoice, choose
 from seqboat.ssm.ema import EMAConfig
 from seqboat.tasks.copy import CopyTaskConfig
-from seqboat.tasks.memorize import MemorizeTaskConfig
 from seqboat.tasks.needle import NeedleTaskConfig
 from seqboat.tasks.recall import RecallTaskConfig
 from seqboat.tasks.short_listops import ShortListOpsTaskConfig
@@ -18,21 +16,16 @@ from seqboat.training.config import EvaluationConfig, RunConfig, TrainingConfig
 from seqboat.training.optim import OptimizerConfig, ScheduleConfig
 
 
-def _diagnostic(task: TaskConfig, mixer: MixerChoice) -> RunConfig:
+def _diagnostic(task: TaskConfig) -> RunConfig:
     """Two layers of width 64, 1,500 steps."""
-    mixer = choose(
-        mixer,
-        SeqBoatConfig(
-            init="paper",
-            ssm=EMAConfig(d_state=4),
-            router=TemperedSoftmaxConfig(temperature_scale=1.0),
-            gau=GAUConfig(
-                d_z=32, d_v=64, attention="softmax", window=64, positions="original", max_positions=64
-            ),
-            causal=True,
-            norm="layer",
-            prenorm=True,
-        ),
+    mixer = SeqBoatConfig(
+        init="paper",
+        ssm=EMAConfig(d_state=4),
+        router=TemperedSoftmaxConfig(temperature_scale=1.0),
+        gau=GAUConfig(d_z=32, d_v=64, attention="softmax", window=64, positions="original", max_positions=64),
+        causal=True,
+        norm="layer",
+        prenorm=True,
     )
     return RunConfig(
         task=task,
@@ -44,40 +37,32 @@ def _diagnostic(task: TaskConfig, mixer: MixerChoice) -> RunConfig:
     )
 
 
-def recall(mixer: MixerChoice = None) -> RunConfig:
+def recall() -> RunConfig:
     """Multi-query associative recall: 8 pairs of key and value in 64 tokens; two layers of width 64."""
-    return _diagnostic(RecallTaskConfig(), mixer)
+    return _diagnostic(RecallTaskConfig())
 
 
-def copy(mixer: MixerChoice = None) -> RunConfig:
+def copy() -> RunConfig:
     """Selective copying: 8 tokens among 56 places; two layers of width 64."""
-    return _diagnostic(CopyTaskConfig(), mixer)
+    return _diagnostic(CopyTaskConfig())
 
 
-def needle(mixer: MixerChoice = None) -> RunConfig:
+def needle() -> RunConfig:
     """A needle in a haystack of 128 bytes: the number that was given for a key; two layers of width 64."""
-    return _diagnostic(NeedleTaskConfig(), mixer)
+    return _diagnostic(NeedleTaskConfig())
 
 
-def memorize(mixer: MixerChoice = None) -> RunConfig:
-    """Memorization: 63 pairs of key and value that are the same in all examples; two layers of width 64."""
-    return _diagnostic(MemorizeTaskConfig(), mixer)
-
-
-def demo(mixer: MixerChoice = None) -> RunConfig:
+def demo() -> RunConfig:
     """Short ListOps expressions, learned in about four minutes on two cores; three layers of width 64.
 
     Router temperature and learning rate are the paper's for ListOps.
     """
-    mixer = choose(
-        mixer,
-        SeqBoatConfig(
-            init="paper",
-            # half the default block: most expressions are shorter
-            ssm=EMAConfig(d_state=8, block=32),
-            router=TemperedSoftmaxConfig(temperature_scale=0.3),
-            gau=GAUConfig(d_z=32, window=64, positions="original", max_positions=100),
-        ),
+    mixer = SeqBoatConfig(
+        init="paper",
+        # half the default block: most expressions are shorter
+        ssm=EMAConfig(d_state=8, block=32),
+        router=TemperedSoftmaxConfig(temperature_scale=0.3),
+        gau=GAUConfig(d_z=32, window=64, positions="original", max_positions=100),
     )
     return RunConfig(
         task=ShortListOpsTaskConfig(),

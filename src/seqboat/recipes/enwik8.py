@@ -5,22 +5,17 @@ What the table leaves open comes from the published script; docs/differences.md 
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import cast
-
-from seqboat.layers.budget import BudgetConfig
 from seqboat.layers.gau import GAUConfig
 from seqboat.layers.routers import TemperedSoftmaxConfig
 from seqboat.layers.seqboat import SeqBoatConfig
 from seqboat.models.backbone import BackboneConfig
-from seqboat.recipes.base import MixerChoice, choose, without_growth
 from seqboat.ssm.ema import EMAConfig
 from seqboat.tasks.enwik8 import Enwik8TaskConfig
 from seqboat.training.config import EvaluationConfig, RunConfig, TrainingConfig
 from seqboat.training.optim import OptimizerConfig, ScheduleConfig
 
 
-def enwik8(mixer: MixerChoice = None) -> RunConfig:
+def enwik8() -> RunConfig:
     """enwik8, 8 sequences of 8,192 bytes, 400,000 steps; 39M parameters.
 
     Evaluation reads windows of 8,192 bytes and scores the last 1,192 of each, so that every byte has at least 7,000
@@ -29,18 +24,15 @@ def enwik8(mixer: MixerChoice = None) -> RunConfig:
     return RunConfig(
         task=Enwik8TaskConfig(segment=8192, context=7000, window=8192),
         model=BackboneConfig(
-            mixer=choose(
-                mixer,
-                SeqBoatConfig(
-                    init="paper",
-                    ssm=EMAConfig(d_state=16, truncation=2048),
-                    router=TemperedSoftmaxConfig(temperature_scale=1.0),
-                    gau=GAUConfig(d_z=128, d_v=1232, attention="softmax", window=1024, positions="rotary"),
-                    causal=True,
-                    norm="layer",
-                    prenorm=True,
-                    dropout=0.15,
-                ),
+            mixer=SeqBoatConfig(
+                init="paper",
+                ssm=EMAConfig(d_state=16, truncation=2048),
+                router=TemperedSoftmaxConfig(temperature_scale=1.0),
+                gau=GAUConfig(d_z=128, d_v=1232, attention="softmax", window=1024, positions="rotary"),
+                causal=True,
+                norm="layer",
+                prenorm=True,
+                dropout=0.15,
             ),
             d_model=616,
             num_layers=14,
@@ -55,27 +47,24 @@ def enwik8(mixer: MixerChoice = None) -> RunConfig:
     )
 
 
-def enwik8_small(mixer: MixerChoice = None) -> RunConfig:
+def enwik8_small() -> RunConfig:
     """enwik8 with 512-byte segments of contiguous text and a carried state.
 
     Cut: 3 layers of width 128 instead of 14 of 616, segments of 512 bytes instead of 8,192 (but the state is carried
     from one to the next), working memory 128 instead of 1,024, 14 million bytes read instead of 26 billion, no
     dropout; evaluation during training on the first 256 kB of the validation text.
     """
-    config = RunConfig(
+    return RunConfig(
         task=Enwik8TaskConfig(segment=512),
         model=BackboneConfig(
-            mixer=choose(
-                mixer,
-                SeqBoatConfig(
-                    init="paper",
-                    ssm=EMAConfig(d_state=8),
-                    router=TemperedSoftmaxConfig(temperature_scale=1.0),
-                    gau=GAUConfig(d_z=32, d_v=256, attention="softmax", window=128, positions="rotary"),
-                    causal=True,
-                    norm="layer",
-                    prenorm=True,
-                ),
+            mixer=SeqBoatConfig(
+                init="paper",
+                ssm=EMAConfig(d_state=8),
+                router=TemperedSoftmaxConfig(temperature_scale=1.0),
+                gau=GAUConfig(d_z=32, d_v=256, attention="softmax", window=128, positions="rotary"),
+                causal=True,
+                norm="layer",
+                prenorm=True,
             ),
             d_model=128,
             num_layers=3,
@@ -86,39 +75,3 @@ def enwik8_small(mixer: MixerChoice = None) -> RunConfig:
         training=TrainingConfig(batch_size=16, carry_state=True, log_every=20, save_every=300),
         evaluation=EvaluationConfig(every=300, batch_size=16, limit=512),
     )
-    return without_growth(config, mixer)
-
-
-def enwik8_medium(mixer: MixerChoice = None) -> RunConfig:
-    """enwik8 for an hour on one core: 1.0M parameters, and 2.8M in tables of n-grams, which cost no time.
-
-    Cut: 5 layers of width 160 instead of 14 of 616, segments of 384 bytes instead of 8,192, working memory 128
-    instead of 1,024, 25 million bytes read instead of 26 billion, no dropout; evaluation during training on the
-    first 192 kB of the validation text. Added: every byte also reads the embeddings of the last 2, 3, 4 and 5 bytes.
-    Changed: routers start active, and each layer attends from a quarter of the bytes; left to themselves at this
-    learning rate, routers stop attending within 100 steps. Segments come from random places; only evaluation carries
-    the state.
-    """
-    small = enwik8_small()
-    own = cast(SeqBoatConfig, small.model.mixer)
-    wide = replace(
-        own,
-        init="scaled",
-        gau=replace(own.gau, d_z=48, d_v=320),
-        budget=BudgetConfig(target=0.25),
-    )
-    config = small.replace(
-        task={"segment": 384},
-        model={
-            "mixer": choose(mixer, wide),
-            "d_model": 160,
-            "num_layers": 5,
-            "ngrams": (2, 3, 4, 5),
-            "ngram_buckets": 4352,
-        },
-        optimizer={"name": "adamw", "lr": 0.007, "clip": 1.0},
-        schedule={"steps": 8000, "warmup_steps": 100},
-        training={"batch_size": 8, "carry_segments": 1, "save_every": 200, "log_every": 50},
-        evaluation={"every": 2000},
-    )
-    return without_growth(config, mixer)

@@ -15,7 +15,6 @@ from seqboat.layers.gau import GAUConfig
 from seqboat.layers.routers import TemperedSoftmaxConfig
 from seqboat.layers.seqboat import SeqBoatConfig
 from seqboat.models.backbone import BackboneConfig
-from seqboat.recipes.base import MixerChoice, choose
 from seqboat.ssm.ema import EMAConfig
 from seqboat.ssm.s4d import S4DConfig
 from seqboat.tasks.image import ImageTaskConfig
@@ -31,7 +30,6 @@ from seqboat.training.optim import OptimizerConfig, ScheduleConfig
 def _run(
     task: TaskConfig,
     mixer: SeqBoatConfig,
-    choice: MixerChoice,
     *,
     layers: int,
     width: int,
@@ -48,7 +46,7 @@ def _run(
     return RunConfig(
         task=task,
         model=BackboneConfig(
-            mixer=choose(choice, mixer),
+            mixer=mixer,
             d_model=width,
             num_layers=layers,
             dropout=mixer.dropout,
@@ -63,7 +61,7 @@ def _run(
     )
 
 
-def listops(mixer: MixerChoice = None) -> RunConfig:
+def listops() -> RunConfig:
     """ListOps, up to 2,000 tokens: 60 epochs of 96,000 expressions."""
     own = SeqBoatConfig(
         init="paper",
@@ -79,7 +77,6 @@ def listops(mixer: MixerChoice = None) -> RunConfig:
     return _run(
         ListOpsTaskConfig(),
         own,
-        mixer,
         layers=6,
         width=80,
         lr=0.004,
@@ -91,7 +88,7 @@ def listops(mixer: MixerChoice = None) -> RunConfig:
     )
 
 
-def text(mixer: MixerChoice = None) -> RunConfig:
+def text() -> RunConfig:
     """Text, 4,096 bytes: 50 epochs of 25,000 reviews, validated on the test reviews as published."""
     own = SeqBoatConfig(
         init="paper",
@@ -107,7 +104,6 @@ def text(mixer: MixerChoice = None) -> RunConfig:
     return _run(
         TextTaskConfig(max_length=4096),
         own,
-        mixer,
         layers=4,
         width=128,
         lr=0.004,
@@ -119,7 +115,7 @@ def text(mixer: MixerChoice = None) -> RunConfig:
     )
 
 
-def retrieval(mixer: MixerChoice = None) -> RunConfig:
+def retrieval() -> RunConfig:
     """Retrieval, two documents of 4,000 bytes: 40 epochs of 147,086 pairs, in micro-batches of 8."""
     own = SeqBoatConfig(
         init="paper",
@@ -135,7 +131,6 @@ def retrieval(mixer: MixerChoice = None) -> RunConfig:
     return _run(
         RetrievalTaskConfig(max_length=4000),
         own,
-        mixer,
         layers=6,
         width=128,
         lr=0.003,
@@ -148,7 +143,7 @@ def retrieval(mixer: MixerChoice = None) -> RunConfig:
     )
 
 
-def image(mixer: MixerChoice = None) -> RunConfig:
+def image() -> RunConfig:
     """Image, gray CIFAR-10 as 1,024 pixels: 200 epochs of 45,000 images."""
     own = SeqBoatConfig(
         init="paper",
@@ -163,7 +158,6 @@ def image(mixer: MixerChoice = None) -> RunConfig:
     return _run(
         ImageTaskConfig(),
         own,
-        mixer,
         layers=8,
         width=160,
         lr=0.01,
@@ -176,12 +170,11 @@ def image(mixer: MixerChoice = None) -> RunConfig:
     )
 
 
-def pathfinder(mixer: MixerChoice = None) -> RunConfig:
+def pathfinder() -> RunConfig:
     """Pathfinder, 32 x 32 pixels: 200 epochs of 160,000 images."""
     return _run(
         PathfinderTaskConfig(),
         pathfinder_mixer(window=256, max_positions=1024),
-        mixer,
         layers=6,
         width=128,
         lr=0.01,
@@ -194,7 +187,7 @@ def pathfinder(mixer: MixerChoice = None) -> RunConfig:
     )
 
 
-def pathx(mixer: MixerChoice = None) -> RunConfig:
+def pathx() -> RunConfig:
     """Path-X, 128 x 128 pixels: 100 epochs of 160,000 images.
 
     Batch norm sees micro-batches of 16 images, and the warm-up is quadratic, both as published.
@@ -202,7 +195,6 @@ def pathx(mixer: MixerChoice = None) -> RunConfig:
     config = _run(
         PathXTaskConfig(),
         pathfinder_mixer(window=512, max_positions=128 * 128),
-        mixer,
         layers=6,
         width=128,
         lr=0.01,
@@ -257,7 +249,7 @@ def _small(
     )
 
 
-def listops_small(mixer: MixerChoice = None) -> RunConfig:
+def listops_small() -> RunConfig:
     """ListOps with expressions of up to 128 tokens.
 
     Cut: expressions of 10 to 128 tokens and depth at most 5 instead of 500 to 2,000 and depth 10, 30,000 of them
@@ -268,7 +260,7 @@ def listops_small(mixer: MixerChoice = None) -> RunConfig:
     return _small(
         full,
         ListOpsTaskConfig(store="listops-small", max_length=128, train_size=30_000),
-        model={"mixer": choose(mixer, narrow), "d_model": 64, "num_layers": 4, "dropout": 0.0},
+        model={"mixer": narrow, "d_model": 64, "num_layers": 4, "dropout": 0.0},
         lr=0.003,
         schedule={"steps": 4600, "warmup_steps": 460},
         training={"batch_size": 32, "bucketing": True, "save_every": 460},
@@ -276,7 +268,7 @@ def listops_small(mixer: MixerChoice = None) -> RunConfig:
     )
 
 
-def text_small(mixer: MixerChoice = None) -> RunConfig:
+def text_small() -> RunConfig:
     """Text with reviews cut to 512 bytes.
 
     Cut: 512 bytes instead of 4,096, 2 layers of width 64 instead of 4 of 128, 4 epochs instead of 50, working memory
@@ -287,14 +279,14 @@ def text_small(mixer: MixerChoice = None) -> RunConfig:
     return _small(
         full,
         TextTaskConfig(max_length=512, holdout=2500, eval_size=12_500),
-        model={"mixer": choose(mixer, narrow), "d_model": 64, "num_layers": 2},
+        model={"mixer": narrow, "d_model": 64, "num_layers": 2},
         schedule={"steps": 2800, "warmup_steps": 280},
         training={"batch_size": 32, "bucketing": True, "save_every": 280},
         evaluation={"every": 280, "batch_size": 64},
     )
 
 
-def retrieval_small(mixer: MixerChoice = None) -> RunConfig:
+def retrieval_small() -> RunConfig:
     """Retrieval with documents cut to 256 bytes.
 
     Cut: two documents of 256 bytes (title and the beginning of the abstract) instead of 4,000, 2 layers of width 64
@@ -309,7 +301,7 @@ def retrieval_small(mixer: MixerChoice = None) -> RunConfig:
     return _small(
         full,
         RetrievalTaskConfig(max_length=256, eval_size=2500),
-        model={"mixer": choose(mixer, narrow), "d_model": 64, "num_layers": 2, "dropout": 0.0},
+        model={"mixer": narrow, "d_model": 64, "num_layers": 2, "dropout": 0.0},
         lr=0.01,
         schedule={"steps": 2600, "warmup_steps": 130},
         training={"batch_size": 32, "save_every": 260},
@@ -317,7 +309,7 @@ def retrieval_small(mixer: MixerChoice = None) -> RunConfig:
     )
 
 
-def image_small(mixer: MixerChoice = None) -> RunConfig:
+def image_small() -> RunConfig:
     """Image at 16 x 16 pixels.
 
     Cut: squares of four pixels are averaged (256 tokens instead of 1,024), 4 layers of width 64 instead of 8 of 160,
@@ -328,14 +320,14 @@ def image_small(mixer: MixerChoice = None) -> RunConfig:
     return _small(
         full,
         ImageTaskConfig(pool=2, eval_size=5000),
-        model={"mixer": choose(mixer, narrow), "d_model": 64, "num_layers": 4},
+        model={"mixer": narrow, "d_model": 64, "num_layers": 4},
         schedule={"steps": 1800, "warmup_steps": 180},
         training={"save_every": 300},
         evaluation={"every": 300, "batch_size": 100},
     )
 
 
-def pathfinder_small(mixer: MixerChoice = None) -> RunConfig:
+def pathfinder_small() -> RunConfig:
     """Pathfinder at 16 x 16 pixels.
 
     Cut: images of 16 x 16 pixels with curves of 4 dashes instead of 32 x 32 with 14, 4 layers of width 64 instead of
@@ -346,14 +338,14 @@ def pathfinder_small(mixer: MixerChoice = None) -> RunConfig:
     return _small(
         full,
         PathfinderTaskConfig(size=16),
-        model={"mixer": choose(mixer, narrow), "d_model": 64, "num_layers": 4},
+        model={"mixer": narrow, "d_model": 64, "num_layers": 4},
         schedule={"steps": 2000, "warmup_steps": 200},
         training={"batch_size": 50, "save_every": 250},
         evaluation={"every": 250, "batch_size": 100},
     )
 
 
-def pathx_small(mixer: MixerChoice = None) -> RunConfig:
+def pathx_small() -> RunConfig:
     """Path-X at 32 x 32 pixels: the curves of Pathfinder's small variant in sequences four times as long.
 
     Cut: images of 32 x 32 pixels with curves of 4 dashes instead of 128 x 128 with 14, 2 layers of width 64 instead
@@ -367,7 +359,7 @@ def pathx_small(mixer: MixerChoice = None) -> RunConfig:
         full,
         PathXTaskConfig(size=32),
         model={
-            "mixer": choose(mixer, replace(narrow, ssm=S4DConfig(d_state=32))),
+            "mixer": replace(narrow, ssm=S4DConfig(d_state=32)),
             "d_model": 64,
             "num_layers": 2,
         },

@@ -11,7 +11,6 @@ from seqboat.layers.seqboat import SeqBoatConfig
 from seqboat.models.backbone import BackboneConfig
 from seqboat.own.task import ClassifyTaskConfig, RegressTaskConfig, TagTaskConfig
 from seqboat.own.text import LMTextTaskConfig
-from seqboat.recipes.base import MixerChoice, choose, without_growth
 from seqboat.ssm.ema import EMAConfig
 from seqboat.training.config import EvaluationConfig, RunConfig, TrainingConfig
 from seqboat.training.optim import OptimizerConfig, ScheduleConfig
@@ -41,7 +40,7 @@ def for_rows(config: RunConfig, rows: int) -> RunConfig:
     )
 
 
-def classify(mixer: MixerChoice = None) -> RunConfig:
+def classify() -> RunConfig:
     """A class for each text of a table (--data.train FILE): one layer of width 64, texts of up to 2,048 bytes.
 
     The model reads bytes and, in addition, n-grams of 4 and 6 bytes.
@@ -49,15 +48,12 @@ def classify(mixer: MixerChoice = None) -> RunConfig:
     return RunConfig(
         task=ClassifyTaskConfig(max_length=2048),
         model=BackboneConfig(
-            mixer=choose(
-                mixer,
-                SeqBoatConfig(
-                    ssm=EMAConfig(d_state=8),
-                    router=TemperedSoftmaxConfig(temperature_scale=0.3),
-                    gau=GAUConfig(d_z=32, d_v=64, window=64, positions="compressed", max_positions=2048),
-                    norm="scale",
-                    dropout=0.1,
-                ),
+            mixer=SeqBoatConfig(
+                ssm=EMAConfig(d_state=8),
+                router=TemperedSoftmaxConfig(temperature_scale=0.3),
+                gau=GAUConfig(d_z=32, d_v=64, window=64, positions="compressed", max_positions=2048),
+                norm="scale",
+                dropout=0.1,
             ),
             d_model=64,
             num_layers=1,
@@ -73,32 +69,29 @@ def classify(mixer: MixerChoice = None) -> RunConfig:
     )
 
 
-def regress(mixer: MixerChoice = None) -> RunConfig:
+def regress() -> RunConfig:
     """A number for each text of a table (--data.train FILE): the model of `classify`."""
-    return replace(classify(mixer), task=RegressTaskConfig(max_length=2048))
+    return replace(classify(), task=RegressTaskConfig(max_length=2048))
 
 
-def tag(mixer: MixerChoice = None) -> RunConfig:
+def tag() -> RunConfig:
     """A tag for each byte of texts (--data.train FILE): the model of `classify`, with answers for every token."""
-    return replace(classify(mixer), task=TagTaskConfig(max_length=2048))
+    return replace(classify(), task=TagTaskConfig(max_length=2048))
 
 
-def lm(mixer: MixerChoice = None) -> RunConfig:
+def lm() -> RunConfig:
     """The next byte of text files (--data.text FILES): three layers of width 128; evaluation carries the state."""
-    config = RunConfig(
+    return RunConfig(
         task=LMTextTaskConfig(segment=512),
         model=BackboneConfig(
-            mixer=choose(
-                mixer,
-                SeqBoatConfig(
-                    ssm=EMAConfig(d_state=8),
-                    router=TemperedSoftmaxConfig(temperature_scale=1.0),
-                    gau=GAUConfig(d_z=32, d_v=256, window=128, positions="rotary"),
-                    causal=True,
-                    norm="layer",
-                    prenorm=True,
-                    dropout=0.1,
-                ),
+            mixer=SeqBoatConfig(
+                ssm=EMAConfig(d_state=8),
+                router=TemperedSoftmaxConfig(temperature_scale=1.0),
+                gau=GAUConfig(d_z=32, d_v=256, window=128, positions="rotary"),
+                causal=True,
+                norm="layer",
+                prenorm=True,
+                dropout=0.1,
             ),
             d_model=128,
             num_layers=3,
@@ -110,4 +103,3 @@ def lm(mixer: MixerChoice = None) -> RunConfig:
         training=TrainingConfig(batch_size=8, carry_state=True, carry_segments=1, save_every=200),
         evaluation=EvaluationConfig(every=200, batch_size=8, limit=512),
     )
-    return without_growth(config, mixer)

@@ -9,14 +9,13 @@ from seqboat.layers.gau import GAUConfig
 from seqboat.layers.routers import TemperedSoftmaxConfig
 from seqboat.layers.seqboat import SeqBoatConfig
 from seqboat.models.backbone import BackboneConfig
-from seqboat.recipes.base import MixerChoice, choose
 from seqboat.ssm.ema import EMAConfig
 from seqboat.tasks.speech import SpeechTaskConfig
 from seqboat.training.config import EvaluationConfig, RunConfig, TrainingConfig
 from seqboat.training.optim import OptimizerConfig, ScheduleConfig
 
 
-def speech(mixer: MixerChoice = None) -> RunConfig:
+def speech() -> RunConfig:
     """Speech Commands, 16,000 samples: 200 epochs of about 24,500 clips; 293K parameters.
 
     The paper's 293K are all parameters but the tables of relative positions. Ours have 257 compressed distances per
@@ -25,23 +24,20 @@ def speech(mixer: MixerChoice = None) -> RunConfig:
     return RunConfig(
         task=SpeechTaskConfig(),
         model=BackboneConfig(
-            mixer=choose(
-                mixer,
-                SeqBoatConfig(
-                    init="paper",
-                    ssm=EMAConfig(d_state=16, truncation=4000),
-                    router=TemperedSoftmaxConfig(temperature_scale=1.0),
-                    gau=GAUConfig(
-                        d_z=30,
-                        d_v=120,
-                        attention="relu2",
-                        window=256,
-                        positions="compressed",
-                        max_positions=16_000,
-                    ),
-                    norm="batch",
-                    prenorm=True,
+            mixer=SeqBoatConfig(
+                init="paper",
+                ssm=EMAConfig(d_state=16, truncation=4000),
+                router=TemperedSoftmaxConfig(temperature_scale=1.0),
+                gau=GAUConfig(
+                    d_z=30,
+                    d_v=120,
+                    attention="relu2",
+                    window=256,
+                    positions="compressed",
+                    max_positions=16_000,
                 ),
+                norm="batch",
+                prenorm=True,
             ),
             d_model=60,
             num_layers=8,
@@ -56,7 +52,7 @@ def speech(mixer: MixerChoice = None) -> RunConfig:
     )
 
 
-def speech_small(mixer: MixerChoice = None) -> RunConfig:
+def speech_small() -> RunConfig:
     """Speech Commands at 2,000 averaged samples.
 
     Cut: averages of eight samples, 22,000 clips seen instead of 5 million, 4 layers of width 48 instead of 8 of
@@ -66,23 +62,20 @@ def speech_small(mixer: MixerChoice = None) -> RunConfig:
     return RunConfig(
         task=SpeechTaskConfig(pool=8, parts="speaker"),
         model=BackboneConfig(
-            mixer=choose(
-                mixer,
-                SeqBoatConfig(
-                    init="paper",
-                    ssm=EMAConfig(d_state=16),
-                    router=TemperedSoftmaxConfig(temperature_scale=1.0),
-                    gau=GAUConfig(
-                        d_z=24,
-                        d_v=96,
-                        attention="relu2",
-                        window=64,
-                        positions="compressed",
-                        max_positions=2000,
-                    ),
-                    norm="batch",
-                    prenorm=True,
+            mixer=SeqBoatConfig(
+                init="paper",
+                ssm=EMAConfig(d_state=16),
+                router=TemperedSoftmaxConfig(temperature_scale=1.0),
+                gau=GAUConfig(
+                    d_z=24,
+                    d_v=96,
+                    attention="relu2",
+                    window=64,
+                    positions="compressed",
+                    max_positions=2000,
                 ),
+                norm="batch",
+                prenorm=True,
             ),
             d_model=48,
             num_layers=4,

@@ -7,7 +7,6 @@ from seqboat.tasks.copy import CopyTaskConfig
 from seqboat.tasks.enwik8 import Enwik8TaskConfig
 from seqboat.tasks.image import ImageTaskConfig
 from seqboat.tasks.listops import ListOpsTaskConfig
-from seqboat.tasks.memorize import MemorizeTaskConfig
 from seqboat.tasks.needle import NeedleTaskConfig
 from seqboat.tasks.pathfinder import PathfinderTaskConfig, PathXTaskConfig
 from seqboat.tasks.recall import RecallTaskConfig
@@ -30,7 +29,6 @@ TASKS = {
     "recall": RecallTaskConfig,
     "copy": CopyTaskConfig,
     "needle": NeedleTaskConfig,
-    "memorize": MemorizeTaskConfig,
     "classify": ClassifyTaskConfig,
     "regress": RegressTaskConfig,
     "tag": TagTaskConfig,
@@ -53,7 +51,6 @@ __all__ = [
     "LMTextTaskConfig",
     "ListOpsTaskConfig",
     "Loss",
-    "MemorizeTaskConfig",
     "NeedleTaskConfig",
     "PathXTaskConfig",
     "PathfinderTaskConfig",

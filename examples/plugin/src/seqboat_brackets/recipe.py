@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from seqboat import BackboneConfig
-from seqboat.recipes.base import MixerChoice, choose
 from seqboat.training.config import EvaluationConfig, RunConfig, TrainingConfig
 from seqboat.training.optim import OptimizerConfig, ScheduleConfig
 from seqboat_brackets.mixer import RunningMeanConfig
 from seqboat_brackets.task import BracketsTaskConfig
 
 
-def brackets(mixer: MixerChoice = None) -> RunConfig:
+def brackets() -> RunConfig:
     """Balanced brackets: two layers of width 32, 200 steps."""
     return RunConfig(
         task=BracketsTaskConfig(),
         model=BackboneConfig(
-            mixer=choose(mixer, RunningMeanConfig(causal=True)),
+            mixer=RunningMeanConfig(causal=True),
             d_model=32,
             num_layers=2,
         ),

@@ -14,7 +14,7 @@ from typing import Any
 
 from seqboat.mixers.carry import carry_over
 from seqboat.recipes import enwik8, lra, speech
-from seqboat.recipes.base import MixerChoice, Recipe, choose, without_growth
+from seqboat.recipes.base import Recipe, with_mixer
 from seqboat.recipes.rows import attention, language, mega, ssm
 from seqboat.recipes.rows.base import Row, Settings, make_row
 from seqboat.training.config import RunConfig
@@ -45,9 +45,9 @@ PAPER = "table 4 of the paper and the published scripts"
 def _full(base: Recipe) -> Recipe:
     """SeqBoat-full in a recipe of SeqBoat."""
 
-    def recipe(mixer: MixerChoice = None) -> RunConfig:
+    def recipe() -> RunConfig:
         own = carry_over(base().model.mixer, "seqboat-full").mixer
-        return base(mixer=choose(mixer, own))
+        return base().replace(model={"mixer": own})
 
     recipe.__doc__ = f"SeqBoat-full, without a working memory. {(base.__doc__ or '').strip()}"
     return recipe
@@ -56,8 +56,8 @@ def _full(base: Recipe) -> Recipe:
 def _contiguous(base: Recipe) -> Recipe:
     """The recipe of enwik8 with short segments of contiguous text."""
 
-    def recipe(mixer: MixerChoice = None) -> RunConfig:
-        config = base(mixer=mixer)
+    def recipe() -> RunConfig:
+        config = base()
         task: Any = config.task
         # the state is the context
         task = replace(task, segment=language.SEGMENT, context=0, window=None)
@@ -186,18 +186,18 @@ def _small(name: str, row: str) -> Recipe:
     base = SMALL[name]
     table, which = table_of(name)
 
-    def recipe(mixer: MixerChoice = None) -> RunConfig:
+    def recipe() -> RunConfig:
         config = base()
         own: Any = carry_over(config.model.mixer, row).mixer
         if row.startswith("mega"):
             given: Any = ROWS[table][row].recipes[which]().model.mixer
             own = replace(own, attention=given.attention, positions=given.positions)
-        config = config.replace(model={"mixer": choose(mixer, own)})
+        config = with_mixer(config, own)
         if row in STATE_SPACES:
             config = config.replace(optimizer={"ssm_lr": min(0.001, config.optimizer.lr)})
         elif row != "seqboat-full":  # the recipe's rate is that of its kernel, which other mixers do not have
             config = config.replace(optimizer={"ssm_lr": None})
-        return without_growth(config, row)
+        return config
 
     recipe.__doc__ = f"{small_rows(table)[row]} in the recipe {name}, with its settings."
     return recipe

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from seqboat.models.backbone import MixerConfig
-from seqboat.recipes.base import MixerChoice, Recipe, choose
+from seqboat.recipes.base import Recipe
 from seqboat.training.config import RunConfig
 from seqboat.training.optim import OptimizerConfig, ScheduleConfig
 
@@ -54,7 +54,7 @@ class Row(NamedTuple):
     source: str
     """where its settings were found, and which of them are ours"""
     recipes: Mapping[str, Recipe]
-    """by task; each takes another mixer, as every recipe does"""
+    """by task"""
 
 
 def make_row(title: str, source: str, bases: Mapping[str, Recipe], settings: Mapping[str, Settings]) -> Row:
@@ -64,9 +64,9 @@ def make_row(title: str, source: str, bases: Mapping[str, Recipe], settings: Map
 
 
 def _recipe(title: str, task: str, base: Recipe, settings: Settings) -> Recipe:
-    def recipe(mixer: MixerChoice = None) -> RunConfig:
+    def recipe() -> RunConfig:
         config = settings.apply(base())
-        return config.replace(model={"mixer": choose(mixer, settings.mixer)})
+        return config.replace(model={"mixer": settings.mixer})
 
     layers = f"{settings.num_layers} layer{'s' * (settings.num_layers > 1)}"
     recipe.__doc__ = (
