@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
-import threading
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from seqboat.data.files import InUse, Lock, digest_of, replacing, write_json, write_text
+from seqboat.data.files import InUse, Lock, digest_of, making_folder, replacing, write_json, write_text
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -72,84 +73,128 @@ def test_two_runs_in_one_folder(tmp_path: Path) -> None:
         pass
 
 
-def other_machine(folder: Path) -> Path:
-    """A lock that a process on another machine wrote."""
-    path = folder / "lock"
-    path.write_text(
-        json.dumps({"pid": 1, "host": "elsewhere.example", "machine": "m", "since": "2026-01-01T00:00:00"})
-    )
-    return path
-
-
-def test_a_living_lock_of_another_machine_is_respected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Lock, "HEARTBEAT", 0.2)
-    path = other_machine(tmp_path)
-    beat = threading.Timer(0.2, os.utime, (path,))
-    beat.start()
-    message = (
-        r"pid 1 on 'elsewhere.example' since 2026-01-01.*remove .*lock to take over if that process is dead"
-    )
-    with pytest.raises(ValueError, match=message):
-        Lock(tmp_path).acquire()
-    beat.join()
-    path.unlink()
-    with Lock(tmp_path):
-        pass
-
-
-def test_a_dead_lock_of_another_machine_is_taken_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A container that was killed and starts again elsewhere, under another host name."""
-    monkeypatch.setattr(Lock, "HEARTBEAT", 0.05)
-    other_machine(tmp_path)
-    with Lock(tmp_path) as lock:
-        before = lock.path.stat().st_mtime_ns
-        ends = time.monotonic() + 60
-        while lock.path.stat().st_mtime_ns == before and time.monotonic() < ends:
-            time.sleep(0.01)
-        assert lock.path.stat().st_mtime_ns > before  # it beats
-        lock.check()
-    # on the same machine a dead process needs no waiting, whatever its host name was
-    line = json.loads(Lock._line())
-    (tmp_path / "lock").write_text(json.dumps({**line, "host": "former-name"}))
-    monkeypatch.setattr(Lock, "_beats", lambda self: pytest.fail("waited for a heartbeat"))
-    with Lock(tmp_path):
-        pass
-
-
-def test_a_lock_that_was_taken_over_is_noticed(tmp_path: Path) -> None:
-    with Lock(tmp_path) as lock:
-        other_machine(tmp_path)
-        with pytest.raises(ValueError, match=r"in use by another run \(pid 1 on 'elsewhere.example'"):
-            lock.check()
-
-
-def test_a_lock_file_that_its_holder_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = Lock(tmp_path, ".name.lock", "busy"), Lock(tmp_path, ".name.lock", "busy")
+def test_a_lock_file_that_was_removed_is_noticed(tmp_path: Path) -> None:
+    """Whoever removes the file lets a second writer in: the first one stops before it writes again."""
+    first, second = Lock(tmp_path), Lock(tmp_path)
     first.acquire()
-    with pytest.raises(InUse, match="busy"):
-        second.acquire()
-    first.release(remove=True)
-    assert not list(tmp_path.iterdir())
-    # the file vanishes between opening and locking: the lock must be on the file that others will open
-    stat, calls = os.stat, list[Path]()
-
-    def vanish(path: Path) -> os.stat_result:
-        if not calls:
-            calls.append(path)
-            second.path.unlink()
-        return stat(path)
-
-    monkeypatch.setattr(os, "stat", vanish)
+    first.check()
+    first.path.unlink()
+    with pytest.raises(InUse, match="in use by another run"):
+        first.check()
     second.acquire()
-    monkeypatch.undo()
-    script = (
-        "import sys; from pathlib import Path; from seqboat.data.files import Lock; "
-        "Lock(Path(sys.argv[1]), '.name.lock').acquire()"
-    )
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True)
-    assert done.returncode == 1 and "InUse" in done.stderr
+    with pytest.raises(InUse, match=rf"pid {os.getpid()} on"):
+        first.check()
+    first.release(remove=True)
+    second.check()
     second.release(remove=True)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_killed_holder_leaves_no_lock(tmp_path: Path) -> None:
+    """Nor does a process that it forked, as the loader's workers are."""
+    script = (
+        "import os, sys, time; from pathlib import Path; from seqboat.data.files import Lock; "
+        "Lock(Path(sys.argv[1])).acquire(); child = os.fork(); "
+        "(print(child, flush=True), os.kill(os.getpid(), 9)) if child else (os.close(1), time.sleep(60))"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert done.returncode == -signal.SIGKILL
+    try:
+        with Lock(tmp_path):
+            pass
+    finally:
+        os.kill(int(done.stdout), signal.SIGKILL)
+
+
+def make_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def make_link(path: Path) -> None:
+    path.symlink_to("elsewhere")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no pipes and devices in folders")
+@pytest.mark.parametrize(
+    ("kind", "make"),
+    [("a pipe", make_pipe), ("a link", make_link), ("a folder", Path.mkdir), ("a device", None)],
+)
+def test_only_regular_files_are_replaced(
+    kind: str, make: Callable[[Path], None] | None, tmp_path: Path
+) -> None:
+    path = tmp_path / "out" if make else Path(os.devnull)
+    if make:
+        make(path)
+    before = os.lstat(path)
+    with (
+        pytest.raises(ValueError, match=rf"^--out {path} is {kind}: it must be a file"),
+        replacing(path, flag="--out"),
+    ):
+        raise AssertionError("not reached")
+    assert os.lstat(path)[:3] == before[:3]
+
+
+def test_an_input_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "in").write_text("rows")
+    os.link(tmp_path / "in", tmp_path / "same")
+    for name in ("in", "same"):
+        with (
+            pytest.raises(ValueError, match="is the input itself: name another file"),
+            replacing(tmp_path / name, [tmp_path / "in"]) as stage,
+        ):
+            stage.write_text("answers")
+    assert (tmp_path / "in").read_text() == "rows"
+    with (
+        pytest.raises(ValueError, match="the folder .*nowhere does not exist"),
+        replacing(tmp_path / "nowhere" / "out"),
+    ):
+        pass
+
+
+def test_names_of_stages_cannot_be_foreseen(tmp_path: Path) -> None:
+    names = set[str]()
+    for _ in range(3):
+        with replacing(tmp_path / "file") as stage:
+            assert stage.lstat().st_size == 0 and not stage.is_symlink()
+            names.add(stage.name)
+        with making_folder(tmp_path / f"folder-{len(names)}") as folder:
+            names.add(folder.name)
+    assert len(names) == 6 and not any(str(os.getpid()) in name for name in names)
+
+
+def test_a_folder_appears_whole_and_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed = list[str]()
+    sync = os.fsync
+
+    def spy(handle: int) -> None:
+        flushed.append(os.path.basename(os.readlink(f"/proc/self/fd/{handle}")))
+        sync(handle)
+
+    if sys.platform == "linux":
+        monkeypatch.setattr(os, "fsync", spy)
+    with making_folder(tmp_path / "new") as stage:
+        (stage / "inner").mkdir()
+        (stage / "inner" / "file").write_text("text")
+        assert not (tmp_path / "new").exists()
+    assert (tmp_path / "new" / "inner" / "file").read_text() == "text"
+    if sys.platform == "linux":
+        assert flushed == ["file", "inner", stage.name, tmp_path.name]
+    with pytest.raises(ValueError, match="new already exists"), making_folder(tmp_path / "new"):
+        pass
+    with pytest.raises(KeyboardInterrupt), making_folder(tmp_path / "other"):
+        raise KeyboardInterrupt
+    assert [entry.name for entry in tmp_path.iterdir()] == ["new"]
+
+
+def test_a_full_disk_is_named_with_the_file(tmp_path: Path) -> None:
+    with (
+        pytest.raises(OSError, match=r"No space left on device: '.*answers.csv'"),
+        replacing(tmp_path / "answers.csv"),
+    ):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with (
+        pytest.raises(OSError, match=r"No space left on device: '.*exported'"),
+        making_folder(tmp_path / "exported"),
+    ):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert not list(tmp_path.iterdir())

@@ -55,7 +55,7 @@ from seqboat.training.settings_io import override, split_arguments, to_dict
 
 MODELS = Path(__file__).parent / "models"
 """Where models that come with the package are."""
-PACKED = ("config", "classes", "labels", "facts", "versions")
+PACKED = ("config", "classes", "labels", "facts", "data", "versions")
 """What a packed checkpoint keeps of its state: what it takes to use the model."""
 ATTEMPTS = 20
 """How often to look for a checkpoint while a training run keeps replacing them."""
@@ -227,6 +227,8 @@ class Run:
         state = self.checkpoint.state
         with naming(self.checkpoint.path / STATE):
             task = override(self.config, self.fields).build_task()
+        # other data that was named on purpose may differ
+        task.expected = None if self.fields else state.get("data")
         if facts := state.get("facts"):
             task.facts = SavedFacts(facts, self.checkpoint.path / STATE)
         elif labels := state.get("labels"):

@@ -81,6 +81,7 @@ def load_examples(
     source = Run(run, which, fields)
     task = source.task
     task.check_split(split)
+    task.check_data(split)
     dataset = task.dataset(split) if reading is None else cut_text(task.text(split), reading)
     return Examples(source.model, source.config, task, draw_subset(dataset, limit), source.step)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ def run(options: argparse.Namespace) -> int:
     import torch
 
     from seqboat.core.checks import check_output, require
+    from seqboat.data.files import write_json
     from seqboat.doctor.examine import bench, check_contract, examine
     from seqboat.doctor.machine import anonymous, describe_machine, slow_types, time_products
 
@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
             "bench_length": options.length,
             "wrong": [*wrong, *broken],
         }
-        options.json.write_text(json.dumps(anonymous(record), indent=2) + "\n", encoding="utf-8")
+        write_json(options.json, anonymous(record), indent=2)
     for name in [*wrong, *broken]:
         print(f"seqboat doctor: {name} is wrong on this machine", file=sys.stderr)
     if not wrong and not broken:

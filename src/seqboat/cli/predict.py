@@ -88,7 +88,7 @@ def run(options: argparse.Namespace) -> int:
         write(sys.stdout, kind, counted(), columns)
     else:
         with (
-            replacing(Path(options.out)) as partial,
+            replacing(Path(options.out), [options.file or ""], "--out") as partial,
             open(partial, "w", newline="", encoding="utf-8") as file,
         ):
             write(file, kind, counted(), columns)

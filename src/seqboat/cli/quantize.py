@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,6 +43,7 @@ def run(options: argparse.Namespace) -> int:
     import torch
 
     from seqboat.core.checks import require
+    from seqboat.data.files import making_folder
     from seqboat.inference.int8 import is_quantized, quantize
     from seqboat.run import Run
 
@@ -80,8 +79,7 @@ def run(options: argparse.Namespace) -> int:
         )
     else:
         lines.append("| score | not measured |")
-    stage = folder.absolute().with_name(f".{folder.name}-{os.getpid()}")
-    try:
+    with making_folder(folder) as stage:
         source.pack(stage, torch.int8)
         after = sum(path.stat().st_size for path in stage.rglob("*.safetensors"))
         lines.append(f"| weights | {after:,} bytes; before {before:,} |")
@@ -95,11 +93,6 @@ def run(options: argparse.Namespace) -> int:
             *lines,
         ]
         (stage / "README.md").write_text("\n".join(card) + "\n", encoding="utf-8")
-        if folder.exists():
-            folder.rmdir()
-        os.rename(stage, folder)
-    finally:
-        shutil.rmtree(stage, ignore_errors=True)
     print("\n".join(line.strip("| ").replace(" | ", ": ") for line in lines))
     return 0
 

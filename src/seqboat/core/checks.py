@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import reprlib
-from collections.abc import Iterator
+import stat
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -79,11 +80,31 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     require(value in choices, f"{name} must be one of {', '.join(choices)}; got {short(value)}")
 
 
-def check_output(name: str, path: Path) -> None:
-    """Refuse a file that could not be written, before work is done for it."""
-    require(not path.is_dir(), f"{name} {path} is a folder: it must be a file")
-    require(path.parent.is_dir(), f"{name} {path}: the folder {path.parent} does not exist")
-    require(os.access(path.parent, os.W_OK), f"{name} {path}: the folder {path.parent} cannot be written to")
+def check_output(name: str, path: Path, inputs: Iterable[Path | str] = ()) -> None:
+    """Refuse a file that could not be written or should not be replaced, before work is done for it.
+
+    Args:
+        name: of the setting that holds the path, for messages; may be empty.
+        path: to write to: nothing yet, or a regular file.
+        inputs: files that are read for it.
+    """
+    what = f"{name} {path}".strip()
+    require(path.parent.is_dir(), f"{what}: the folder {path.parent} does not exist")
+    require(os.access(path.parent, os.W_OK), f"{what}: the folder {path.parent} cannot be written to")
+    if not os.path.lexists(path):
+        return
+    mode = os.lstat(path).st_mode
+    kinds = {
+        "a folder": stat.S_ISDIR,
+        "a link": stat.S_ISLNK,
+        "a pipe": stat.S_ISFIFO,
+        "a socket": stat.S_ISSOCK,
+    }
+    kind = next((kind for kind, test in kinds.items() if test(mode)), "a device")
+    require(stat.S_ISREG(mode), f"{what} is {kind}: it must be a file")
+    for source in inputs:
+        same = os.path.exists(source) and os.path.samefile(path, source)
+        require(not same, f"{what} is the input itself: name another file")
 
 
 def check_sequence(x: Tensor, d_model: int) -> None:

@@ -9,19 +9,24 @@ never half of it, even after a crash.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import io
 import json
 import os
+import secrets
+import shutil
 import socket
 import stat
-import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
+
+from seqboat.core.checks import check_output
 
 try:
     import fcntl
@@ -89,17 +94,71 @@ def flush_folder(folder: Path) -> None:
         os.close(handle)
 
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of a disk or a quota without room, which come without the name of a file."""
+
+
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A temporary path to write to: flushed and renamed to `path` when the block ends, removed if it fails."""
-    stage = path.with_name(f".{path.name}-{os.getpid()}")
+def naming_full_disk(path: Path) -> Iterator[None]:
+    """A block that writes to a file, which a full disk's error then names."""
     try:
-        yield stage
-        flush_file(stage)
+        yield
+    except OSError as error:
+        if error.errno in FULL and error.filename is None:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
+
+
+def _stage_of(path: Path) -> Path:
+    """A name beside this one that nobody can foresee."""
+    return path.with_name(f".{path.name[:100]}-{secrets.token_hex(8)}")
+
+
+@contextmanager
+def replacing(path: Path, inputs: Iterable[Path | str] = (), flag: str = "") -> Iterator[Path]:
+    """A temporary path to write to: flushed and renamed to `path` when the block ends, removed if it fails.
+
+    What is there already must be a regular file, and none of the inputs (`check_output`).
+    """
+    check_output(flag, path, inputs)
+    stage = _stage_of(path)
+    try:
+        with naming_full_disk(path):
+            # made here, so that a link of this name is not followed
+            os.close(os.open(stage, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+            yield stage
+            flush_file(stage)
         os.replace(stage, path)
     finally:
         stage.unlink(missing_ok=True)
     flush_folder(path.parent)
+
+
+@contextmanager
+def making_folder(folder: Path) -> Iterator[Path]:
+    """A temporary folder to fill: flushed and renamed to `folder` when the block ends, removed if it fails.
+
+    Raises:
+        ValueError: if there is something at `folder` that is not an empty folder.
+    """
+    if folder.is_symlink() or (folder.exists() and (not folder.is_dir() or any(folder.iterdir()))):
+        raise ValueError(f"{folder} already exists: name a new folder")
+    folder = folder.absolute()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    stage = _stage_of(folder)
+    try:
+        with naming_full_disk(folder):
+            stage.mkdir()
+            yield stage
+            for entry in sorted(stage.rglob("*"), reverse=True):
+                flush_folder(entry) if entry.is_dir() else flush_file(entry)
+            flush_folder(stage)
+        if os.name == "nt" and folder.exists():
+            folder.rmdir()  # Windows does not replace an empty folder
+        os.rename(stage, folder)
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+    flush_folder(folder.parent)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -117,17 +176,6 @@ def write_json(path: Path, content: object, *, indent: int = 1, sort_keys: bool 
     write_text(path, text + "\n")
 
 
-def _machine() -> str:
-    """An id of this machine since its last boot; empty if the system has none.
-
-    Containers on one machine share it, whatever their host names.
-    """
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
-
-
 class InUse(ValueError):
     """A folder that another process works in."""
 
@@ -135,29 +183,20 @@ class InUse(ValueError):
 class Lock:
     """Keeps other processes out of a folder while this one lives; the lock of a dead process is taken over.
 
-    On one machine the operating system knows whether the holder is alive. A holder on another machine, or in a moved
-    container, touches the lock file every HEARTBEAT seconds, and counts as dead after PATIENCE missed heartbeats.
+    The operating system holds the lock; on a network file system it depends on the server whether that reaches other
+    machines.
+
+    Args:
+        folder: to lock.
+        name: of the lock file in it, which says who holds the lock.
+        busy: how the error message begins.
     """
 
-    HEARTBEAT = 5.0
-    """Seconds between two touches of the lock file."""
-    PATIENCE = 3
-    """Heartbeats to wait for a holder on another machine."""
-
-    _held: set[Path] = set()  # noqa: RUF012 - shared on purpose: record locks do not exclude their own process
-
     def __init__(self, folder: Path, name: str = "lock", busy: str | None = None) -> None:
-        """
-        Args:
-            folder: to lock.
-            name: of the lock file in it.
-            busy: how the error message begins.
-        """
         self.path = folder.resolve() / name
         self.busy = busy or f"{self.path.parent} is in use by another run"
-        self._file: Any = None
-        self._own = ""
-        self._released = threading.Event()
+        self._lock = FileLock(self.path)
+        self._file: tuple[int, int] | None = None
 
     def acquire(self) -> None:
         """Take the lock.
@@ -165,100 +204,47 @@ class Lock:
         Raises:
             InUse: if another process holds it; the message names that process.
         """
-        if self.path in self._held:
-            # not even opened: closing any handle of the file would release this process's lock
-            raise self._refusal(self._line())
-        file = self._open()
-        file.seek(0)
-        holder = file.read().strip()
-        # a system lock may not reach other machines
-        if holder and not self._is_local(holder) and self._beats():
-            file.close()
-            raise self._refusal(holder)
-        self._own = self._line()
-        file.truncate(0)
-        file.write(self._own + "\n")
-        file.flush()
-        self._file = file
-        self._held.add(self.path)
-        self._released = threading.Event()
-        threading.Thread(target=self._beat, args=(self._released,), daemon=True).start()
-
-    def _beat(self, released: threading.Event) -> None:
-        while not released.wait(self.HEARTBEAT):
-            with suppress(OSError):
-                os.utime(self.path)
-
-    def _beats(self) -> bool:
-        """Whether another process touches the lock file."""
-        seen, ends = os.stat(self.path).st_mtime_ns, time.monotonic() + self.PATIENCE * self.HEARTBEAT
-        while time.monotonic() < ends:
-            time.sleep(self.HEARTBEAT / 10)
-            if os.stat(self.path).st_mtime_ns != seen:
-                return True
-        return False
+        try:
+            self._lock.acquire(blocking=False)
+        except Timeout:
+            raise self._refusal() from None
+        since = datetime.now(UTC).isoformat(timespec="seconds")
+        self._write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": since}) + "\n")
+        self._file = self._there()
 
     def check(self) -> None:
-        """Raise if another process has taken over the lock, for example while this one was suspended.
+        """Raise if the lock file was removed or replaced, so that another process may have taken the lock.
 
         Raises:
             InUse: naming that process.
         """
-        # through the open handle: closing another one would release the lock
-        self._file.seek(0)
-        holder = self._file.read().strip()
-        if holder != self._own:
-            raise self._refusal(holder or "unknown")
+        if self._file is None or self._there() != self._file:
+            raise self._refusal()
 
-    def _open(self) -> Any:
-        """The lock file, open and locked."""
-        while True:
-            file = open(self.path, "a+", encoding="utf-8")  # noqa: SIM115 - open as long as it is held
-            try:
-                if fcntl is not None:
-                    # a record lock, not flock: workers of the data loader do not inherit it
-                    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # the holder may have removed the file in the meantime: then this locked a deleted file
-                if os.path.samestat(os.fstat(file.fileno()), os.stat(self.path)):
-                    return file
-            except FileNotFoundError:
-                pass
-            except OSError:
-                file.seek(0)
-                holder = file.read().strip()
-                file.close()
-                raise self._refusal(holder or "unknown") from None
-            file.close()
+    def _there(self) -> tuple[int, int] | None:
+        """Which file has the name of the lock."""
+        with suppress(OSError):
+            found = os.stat(self.path)
+            return found.st_dev, found.st_ino
+        return None
 
-    @staticmethod
-    def _line() -> str:
-        since = datetime.now(UTC).isoformat(timespec="seconds")
-        owner = {"pid": os.getpid(), "host": socket.gethostname(), "machine": _machine(), "since": since}
-        return json.dumps(owner)
+    def _write(self, text: str) -> None:
+        # for people alone: Windows does not let a locked file be written to
+        with suppress(OSError):
+            self.path.write_text(text, encoding="utf-8")
 
-    def _refusal(self, holder: str) -> InUse:
+    def _refusal(self) -> InUse:
         try:
-            owner = json.loads(holder)
+            owner = read_json(self.path)
             known = (
                 f"pid {int(owner['pid'])} on {owner['host']!r} since {owner.get('since', 'an unknown time')}"
             )
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             known = "an unknown process"
         return InUse(
             f"{self.busy} ({known}); choose another folder, or remove {self.path} to take over if that process is "
             "dead"
         )
-
-    @staticmethod
-    def _is_local(holder: str) -> bool:
-        """Whether the system lock, which this process now has, also excludes the process that wrote this line."""
-        try:
-            owner = json.loads(holder)
-            if owner.get("machine"):
-                return bool(owner["machine"] == _machine())
-            return bool(owner["host"] == socket.gethostname())
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            return False
 
     def release(self, *, remove: bool = False) -> None:
         """Release the lock.
@@ -266,14 +252,12 @@ class Lock:
         Args:
             remove: whether to remove the file too.
         """
-        if self._file is not None:
-            self._released.set()
-            self._file.truncate(0)
+        if self._file is not None and self._there() == self._file:
+            self._write("")
             if remove:
                 self.path.unlink(missing_ok=True)
-            self._file.close()
-            self._file = None
-            self._held.discard(self.path)
+        self._file = None
+        self._lock.release()
 
     def __enter__(self) -> Lock:
         self.acquire()

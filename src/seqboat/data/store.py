@@ -9,11 +9,14 @@ A folder under its final name is always complete: it is filled under another nam
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 import shutil
 import struct
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, BinaryIO, NamedTuple, Protocol, Self
@@ -349,6 +352,15 @@ class ArrayStore:
                 got == entry["sha256"],
                 f"{path} is damaged: sha256 is {got}, expected {entry['sha256']}; prepare it again",
             )
+
+    @cached_property
+    def digest(self) -> str:
+        """The hash of what was prepared, wherever it lies and whenever it was made."""
+        manifest = self.manifest
+        arrays = {n: [e["sha256"], e["dtype"], e["shape"]] for n, e in manifest["arrays"].items()}
+        extra = {key: value for key, value in manifest["extra"].items() if key != "stamp"}
+        text = json.dumps([arrays, manifest["counts"], extra], sort_keys=True)
+        return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
     @property
     def bytes(self) -> int:

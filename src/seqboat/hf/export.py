@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -12,6 +10,7 @@ from torch import nn
 from transformers import GenerationConfig
 
 from seqboat.core.checks import require
+from seqboat.data.files import making_folder
 from seqboat.hf.configuration import SeqBoatModelConfig
 from seqboat.hf.heads import SeqBoatForSequenceClassification, SeqBoatForTokenClassification
 from seqboat.hf.model import SeqBoatForCausalLM, SeqBoatPreTrainedModel
@@ -98,9 +97,7 @@ def export_run(run: Path | str, folder: Path | str, which: str = "best") -> Expo
         raise ValueError(f"{run} cannot be exported (task {name}): {error}") from error
     if isinstance(model, SeqBoatForCausalLM):
         model.generation_config = GenerationConfig(pad_token_id=PAD, use_cache=True)
-    stage = folder.absolute().with_name(f".{folder.name}-{os.getpid()}")
-    stage.mkdir(parents=True)
-    try:
+    with making_folder(folder) as stage:
         model.save_pretrained(stage)
         if kind == "bytes":
             lm = isinstance(model, SeqBoatForCausalLM)
@@ -111,9 +108,6 @@ def export_run(run: Path | str, folder: Path | str, which: str = "best") -> Expo
             tokens.tokenizer.save_pretrained(stage)
         card = model_card(model, config, checkpoint, kind)
         (stage / "README.md").write_text(card, encoding="utf-8")
-        os.rename(stage, folder)
-    finally:
-        shutil.rmtree(stage, ignore_errors=True)
     return Exported(model, folder, kind)
 
 

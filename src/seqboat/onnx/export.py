@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +19,7 @@ import torch
 from torch import nn
 
 from seqboat.core.checks import check_choice, require
-from seqboat.data.files import digest_of, write_json
+from seqboat.data.files import digest_of, making_folder, write_json
 from seqboat.inference.int8 import is_quantized, quantize
 from seqboat.models.heads import LanguageModel
 from seqboat.onnx.graph import DEFAULT_OPSET
@@ -76,9 +74,7 @@ def export_run(
     for form in forms:
         check_choice("form", form, FORMS)
     facts = describe(run, model)
-    stage = folder.absolute().with_name(f".{folder.name}-{os.getpid()}")
-    try:
-        stage.mkdir()
+    with making_folder(folder) as stage:
         listed, notes, about = {}, {}, facts
         for form in forms:
             path = stage / f"{form}.onnx"
@@ -87,11 +83,6 @@ def export_run(
                 notes[path.name] = verify(path, model)
             listed[path.name] = {"bytes": path.stat().st_size, "sha256": digest_of(path)}
         write_json(stage / "model.json", {**about, "form": list(forms), "opset": opset, "files": listed})
-        if folder.exists():
-            folder.rmdir()
-        os.rename(stage, folder)
-    finally:
-        shutil.rmtree(stage, ignore_errors=True)
     return Exported(folder, tuple(folder / name for name in listed), model, notes)
 
 

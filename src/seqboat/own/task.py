@@ -398,6 +398,13 @@ class OwnTask(Task):
         require(len(numbers) > 0, f"{config.train} has no rows for the split {split}")
         return self._dataset(config.train, numbers)
 
+    def fingerprint(self, split: Split) -> dict[str, Any]:
+        config = self.config
+        path = {"train": config.train, "val": config.val, "test": config.test or config.val}[split] or config.train
+        store = self._store(path)
+        rows = store.manifest["counts"]["rows"]
+        return {"source": Path(path).name, "rows": rows, "sha256": store.digest, "labels": self.facts.get("labels")}
+
     def summary(self, split: Split) -> DataSummary:
         found = describe(self, split)
         self._release()

@@ -127,6 +127,10 @@ class LMTextTask(LongTextTask):
     def dataset(self, split: Split) -> Dataset:
         return self.segments(split)
 
+    def fingerprint(self, split: Split) -> dict[str, Any]:
+        store = self.store
+        return {"source": self.config.text[0], "rows": store.manifest["counts"]["files"], "sha256": store.digest}
+
     def summary(self, split: Split) -> DataSummary:
         files = find_files(self.config.text)
         sizes: dict[str, int] = {name: len(self.text(name)) for name in dict.fromkeys(("train", split))}

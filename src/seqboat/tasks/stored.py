@@ -162,6 +162,11 @@ class StoredTask(Task):
     def origin(self) -> dict[str, Any]:
         return {key: self.store.manifest[key] for key in ("source", "counts")}
 
+    def fingerprint(self, split: Split) -> dict[str, Any]:
+        counts = self.store.manifest["counts"]
+        rows = counts.get(split, sum(counts.values()))
+        return {"source": self.store_name, "rows": rows, "sha256": self.store.digest}
+
     def dataset(self, split: Split) -> Dataset:
         self.check_split(split)
         size = self.config.train_size if split == "train" else self.config.eval_size

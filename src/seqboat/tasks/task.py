@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from seqboat.core.checks import check_choice, check_positive, require
+from seqboat.core.checks import check_choice, check_positive, require, short
 from seqboat.data.store import Skips
 from seqboat.data.tables import is_table, read_records
 from seqboat.own.summary import DataSummary
@@ -199,6 +199,8 @@ class Task(ABC):
     """Length of the longest possible sequence."""
     fixed_length: bool = False
     """Whether all examples have max_length tokens, so that bucketing and padding are unnecessary."""
+    expected: Mapping[str, Any] | None = None
+    """Fingerprints of the data that a model was trained with, by split; None takes any data."""
     skips: Skips | None = None
     """Skipped records, for tasks that read the user's files."""
     token_names: tuple[str, ...] | None = None
@@ -224,6 +226,22 @@ class Task(ABC):
     def origin(self) -> dict[str, Any] | None:
         """Source and split sizes of the prepared data; None if the task needs no preparation."""
         return None
+
+    def fingerprint(self, split: Split) -> dict[str, Any] | None:
+        """What tells the data of a split from any other, as plain values: "source", "rows", "sha256" and "labels".
+
+        None if the configuration alone decides about the data.
+        """
+        return None
+
+    def check_data(self, split: Split) -> None:
+        """Refuse data that is not what a model was trained and selected with."""
+        known = (self.expected or {}).get(split)
+        if known is not None and (change := data_change(known, self.fingerprint(split))):
+            raise ValueError(
+                f"the data of the split {split} are not those of the run: {change}; restore them, or name others "
+                "to use (--data.FIELD)"
+            )
 
     def summary(self, split: Split) -> DataSummary | None:
         """What the user's own files hold, for training and this held-out split; None for other data."""
@@ -497,6 +515,24 @@ def _flatten(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 def ratio(total: Tensor, count: Tensor) -> Tensor:
     """A metric as `Task.score` gives it: a sum and a count."""
     return torch.stack([total.double(), count.double()])
+
+
+def data_change(known: Mapping[str, Any], found: Mapping[str, Any] | None) -> str | None:
+    """What differs between two fingerprints, in words; None if nothing does.
+
+    >>> data_change({"source": "a.csv", "rows": 3, "sha256": "x"}, {"source": "a.csv", "rows": 2, "sha256": "y"})
+    'a.csv has 2 rows, it had 3'
+    """
+    found = found or {}
+    source = found.get("source", known.get("source"))
+    old, new = known.get("labels"), found.get("labels")
+    if old and new and old != new:
+        gone, come = [x for x in old if x not in new], [x for x in new if x not in old]
+        change = f"without {short(gone[0])}" if gone else f"with {short(come[0])}" if come else "in another order"
+        return f"{source} has other classes: {len(new)} {change}, there were {len(old)}"
+    if known.get("rows") != found.get("rows"):
+        return f"{source} has {found.get('rows')} rows, it had {known.get('rows')}"
+    return None if known.get("sha256") == found.get("sha256") else f"the content of {source} has changed"
 
 
 class Subset(Dataset):

@@ -179,6 +179,7 @@ def evaluate(
         observe: called with the numbers of the examples of every batch, the batch, and the logits.
     """
     task.check_split(split)
+    task.check_data(split)
     if reading is None:
         dataset = task.dataset(split)
     else:

@@ -29,7 +29,7 @@ from torch import nn
 from seqboat.core.checks import short
 from seqboat.data.files import Lock, write_text
 from seqboat.ops.kernels.registry import kernels, record
-from seqboat.tasks.task import Split
+from seqboat.tasks.task import SPLITS, Split, data_change
 from seqboat.training import checkpoint as ck
 from seqboat.training.config import RunConfig
 from seqboat.training.diagnosis import watch_routers
@@ -226,9 +226,24 @@ class Trainer:
         self.started = self.worked_from = 0.0
         self.about: dict[str, Any] = {}
         """what was told about the data before the first step"""
+        self.prints = self._fingerprints()
         self.resumed = resume and self.load()
         if world.first:
             self.describe()
+
+    def _fingerprints(self) -> dict[str, Any]:
+        """What tells the data of this run from any other; all processes must have the same."""
+        prints = {split: self.task.fingerprint(split) for split in ("train", self.config.evaluation.split)}
+        with contextlib.suppress(OSError, ValueError):
+            # a test split may come later
+            prints["test"] = self.task.fingerprint("test")
+        for rank, other in enumerate(self.world.gather([prints])):
+            for split, known in prints.items():
+                if known and (change := data_change(known, other.get(split))):
+                    raise ValueError(
+                        f"rank {rank} of {self.world.size} has other data than rank {self.world.rank}: {change}"
+                    )
+        return {split: found for split, found in prints.items() if found}
 
     def _check_batches(self) -> None:
         """Refuse batches that cannot be divided among processes and micro-batches."""
@@ -285,6 +300,7 @@ class Trainer:
             "versions": versions(),
             "kernels": {name: found["chosen"] for name, found in kernels().items()},
             "commit": commit(),
+            "fingerprints": self.prints,
             **self.about,
         }
         write_text(self.folder / "run.json", json.dumps(about, indent=1) + "\n")
@@ -297,6 +313,13 @@ class Trainer:
         other = difference(found.config(), self.config)
         if other is not None:
             raise ValueError(f"{found.path} has another configuration: {other}")
+        before = found.state.get("data", {})
+        for split in sorted(before, key=SPLITS.index):
+            if change := data_change(before[split], self.prints.get(split)):
+                raise ValueError(
+                    f"the data of the split {split} changed since {found.path} was written: {change}; restore "
+                    "them, or start another run (--out)"
+                )
         if found.state["versions"].get("torch") != torch.__version__:
             self.display.tell(
                 f"the checkpoint was written with torch {found.state['versions'].get('torch')}: "
@@ -346,6 +369,7 @@ class Trainer:
             "classes": self.task.classes,
             "labels": self.task.labels,
             "facts": self.task.facts,
+            "data": self.prints,
             "versions": versions(),
             "kernels": record(),
             "processes": self.world.size,
