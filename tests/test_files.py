@@ -145,7 +145,7 @@ def test_an_input_is_not_replaced(tmp_path: Path) -> None:
             stage.write_text("answers")
     assert (tmp_path / "in").read_text() == "rows"
     with (
-        pytest.raises(ValueError, match="the folder .*nowhere does not exist"),
+        pytest.raises(ValueError, match=r"the folder .*nowhere does not exist"),
         replacing(tmp_path / "nowhere" / "out"),
     ):
         pass

@@ -148,8 +148,11 @@ class Predictor:
             logits = output.logits[i]
             if task.kind == "tag":
                 logits = logits[: len(query.inputs)]
-            answer = task.answer(logits, query.text)
-            if rates is not None:
+            try:
+                answer = task.answer(logits, query.text)
+            except ValueError as error:
+                answer = {"error": str(error)}
+            if rates is not None and "error" not in answer:
                 answer["activation"] = rates[i]
             answers.append(answer)
         return answers

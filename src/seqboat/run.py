@@ -37,7 +37,7 @@ from seqboat.inference.int8 import expect_codes, quantize_tensors
 from seqboat.models.heads import Classifier, LanguageModel, Matcher, Tagger
 from seqboat.models.limits import build_within
 from seqboat.tasks.outcomes import Outcomes
-from seqboat.tasks.task import BYTES, Split, Task
+from seqboat.tasks.task import BYTES, Batch, Split, Task
 from seqboat.training.checkpoint import (
     MODEL,
     STATE,
@@ -48,7 +48,7 @@ from seqboat.training.checkpoint import (
     verify,
 )
 from seqboat.training.config import RunConfig
-from seqboat.training.evaluate import MODES, Streaming, Windows, evaluate
+from seqboat.training.evaluate import MODES, Streaming, Windows, check_outputs, evaluate
 from seqboat.training.parallel import World
 from seqboat.training.record import iterate_metrics
 from seqboat.training.settings_io import override, split_arguments, to_dict
@@ -323,6 +323,12 @@ class Run:
             usual = max(1, usual * task.max_length // reading.window)
         world = World(0, 1, device or torch.device("cpu"))
         outcomes = Outcomes(task)
+
+        def observe(numbers: Sequence[int], batch: Batch, logits: Tensor) -> None:
+            check_outputs(split, numbers, batch, logits)
+            if details:
+                outcomes.add(numbers, batch, logits)
+
         with nullcontext() if control is None else control(model):
             result = evaluate(
                 model.to(world.device),
@@ -334,7 +340,7 @@ class Run:
                 carry_state=config.training.carry_state,
                 reading=reading,
                 progress=progress,
-                observe=outcomes.add if details else None,
+                observe=observe,
             )
         read: dict[str, Any] = {}
         if reading is not None:

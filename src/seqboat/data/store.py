@@ -358,7 +358,8 @@ class ArrayStore:
         """The hash of what was prepared, wherever it lies and whenever it was made."""
         manifest = self.manifest
         arrays = {n: [e["sha256"], e["dtype"], e["shape"]] for n, e in manifest["arrays"].items()}
-        extra = {key: value for key, value in manifest["extra"].items() if key != "stamp"}
+        # not what the reader knew beforehand
+        extra = {k: v for k, v in manifest["extra"].items() if k not in ("stamp", "input")}
         text = json.dumps([arrays, manifest["counts"], extra], sort_keys=True)
         return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 

@@ -367,7 +367,15 @@ class NumberTarget(Target):
 
     def measure(self, store: ArrayStore, rows: NDArray[np.integer], path: str) -> Facts:
         numbers = np.asarray(store["numbers"][rows], np.float64)
-        return {"target_mean": float(numbers.mean()), "target_std": float(numbers.std()) or 1.0}
+        with np.errstate(over="ignore", invalid="ignore"):
+            mean, std = float(numbers.mean()), float(numbers.std())
+        largest = float(np.abs(numbers).max(initial=0))
+        require(
+            math.isfinite(mean) and math.isfinite(std),
+            f"{path}: {self.config.label_column} holds {largest:g}: a mean of such numbers is not finite; learn "
+            "smaller ones, such as their logarithms",
+        )
+        return {"target_mean": mean, "target_std": std or 1.0}
 
     def outputs(self, facts: Facts) -> int:
         return 1

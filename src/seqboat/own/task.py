@@ -46,6 +46,7 @@ from seqboat.tasks.task import (
     Subset,
     Task,
     Unlabeled,
+    check_finite,
     ratio,
 )
 
@@ -400,10 +401,17 @@ class OwnTask(Task):
 
     def fingerprint(self, split: Split) -> dict[str, Any]:
         config = self.config
-        path = {"train": config.train, "val": config.val, "test": config.test or config.val}[split] or config.train
+        path = {"train": config.train, "val": config.val, "test": config.test or config.val}[
+            split
+        ] or config.train
         store = self._store(path)
         rows = store.manifest["counts"]["rows"]
-        return {"source": Path(path).name, "rows": rows, "sha256": store.digest, "labels": self.facts.get("labels")}
+        return {
+            "source": Path(path).name,
+            "rows": rows,
+            "sha256": store.digest,
+            "labels": self.facts.get("labels"),
+        }
 
     def summary(self, split: Split) -> DataSummary:
         found = describe(self, split)
@@ -468,6 +476,7 @@ class OwnTask(Task):
         return self.target.summarize(super().summarize(totals))
 
     def answer(self, logits: Tensor, text: str | None = None) -> dict[str, Any]:
+        check_finite(logits)
         found = self.target.answer(_wide(logits), self.facts)
         return found if text is None else {"spans": find_spans(text, found["tags"])}
 

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -129,7 +129,11 @@ class LMTextTask(LongTextTask):
 
     def fingerprint(self, split: Split) -> dict[str, Any]:
         store = self.store
-        return {"source": self.config.text[0], "rows": store.manifest["counts"]["files"], "sha256": store.digest}
+        return {
+            "source": self.config.text[0],
+            "rows": store.manifest["counts"]["files"],
+            "sha256": store.digest,
+        }
 
     def summary(self, split: Split) -> DataSummary:
         files = find_files(self.config.text)

@@ -102,7 +102,10 @@ def longest(task: Task) -> int:
 
 def explain(examples: Examples) -> SampleTrace:
     """Trace the input through the model."""
-    return trace(examples.model, examples.task.kind, examples.batch([0]))[0]
+    found = trace(examples.model, examples.task.kind, examples.batch([0]))[0]
+    finite = np.isfinite(found.probs).all() and np.isfinite(found.logits).all()
+    require(bool(finite), "the model's output for this input is not finite (NaN or infinite)")
+    return found
 
 
 # as plain data

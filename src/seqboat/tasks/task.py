@@ -356,6 +356,7 @@ class Task(ABC):
             logits: (classes,), or (time, classes) for tags.
             text: that of the input, if `read_input` gave one.
         """
+        check_finite(logits)
         labels = self.labels or tuple(str(i) for i in range(logits.shape[-1]))
         probs = logits.double().softmax(dim=-1)
         if self.kind == "tag":
@@ -517,6 +518,11 @@ def ratio(total: Tensor, count: Tensor) -> Tensor:
     return torch.stack([total.double(), count.double()])
 
 
+def check_finite(logits: Tensor) -> None:
+    """Refuse an output that says nothing: softmax and argmax would make a class of it."""
+    require(bool(logits.isfinite().all()), "the model's output is not finite (NaN or infinite)")
+
+
 def data_change(known: Mapping[str, Any], found: Mapping[str, Any] | None) -> str | None:
     """What differs between two fingerprints, in words; None if nothing does.
 
@@ -528,7 +534,9 @@ def data_change(known: Mapping[str, Any], found: Mapping[str, Any] | None) -> st
     old, new = known.get("labels"), found.get("labels")
     if old and new and old != new:
         gone, come = [x for x in old if x not in new], [x for x in new if x not in old]
-        change = f"without {short(gone[0])}" if gone else f"with {short(come[0])}" if come else "in another order"
+        change = (
+            f"without {short(gone[0])}" if gone else f"with {short(come[0])}" if come else "in another order"
+        )
         return f"{source} has other classes: {len(new)} {change}, there were {len(old)}"
     if known.get("rows") != found.get("rows"):
         return f"{source} has {found.get('rows')} rows, it had {known.get('rows')}"

@@ -229,6 +229,18 @@ def evaluate(
     return Evaluation(task.summarize(totals), rates(routed), len(dataset))
 
 
+def check_outputs(split: Split, numbers: Sequence[int], batch: Batch, logits: Tensor) -> None:
+    """Refuse outputs of real tokens that are not finite, naming the example: they would count as answers."""
+    bad = ~logits.isfinite().all(dim=-1)
+    if bad.dim() > 1:
+        bad = (bad if batch.mask is None else bad & batch.mask).any(dim=1)
+    for place in bad.nonzero().flatten().tolist():
+        raise ValueError(
+            f"{split} example {numbers[place]}: the model's output is not finite (NaN or infinite): the run "
+            "diverged, or the input is too large"
+        )
+
+
 def first_rows(state: Any, count: int) -> Any:
     """The state of the first sequences."""
     return map_state(lambda rows: rows[:count], state)

@@ -553,6 +553,8 @@ class Trainer:
             self.progress = self.progress._replace(finished=True)
         if improved or done or stop or step % self.config.training.save_every == 0:
             self.save(best=improved)
+        if done and self.progress.best is None and self.progress.waited:
+            return self._outcome(EXIT_DIVERGED, f"no evaluation gave a finite {self.task.metric}")
         if done:
             last = step == self.config.schedule.steps
             return self._outcome(
@@ -599,6 +601,8 @@ class Trainer:
         sign = 1 if self.task.better == "higher" else -1
         improved = math.isfinite(value) and (best is None or sign * value > sign * best)
         self.progress = self.progress._replace(evaluation_due=False)
+        if not math.isfinite(value):
+            self.display.tell(f"step {self.progress.step}: {self.task.metric} is not finite: {value}")
         if improved:
             self.progress = self.progress._replace(best=value, best_step=self.progress.step, waited=0)
         else:
