@@ -26,8 +26,6 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from seqboat.core.checks import check_output
-
 try:
     import fcntl
 except ImportError:  # not a Unix: there is nothing to lock with
@@ -120,6 +118,8 @@ def replacing(path: Path, inputs: Iterable[Path | str] = (), flag: str = "") -> 
 
     What is there already must be a regular file, and none of the inputs (`check_output`).
     """
+    from seqboat.core.checks import check_output  # which needs torch, and this module must not
+
     check_output(flag, path, inputs)
     stage = _stage_of(path)
     try:
