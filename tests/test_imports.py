@@ -14,7 +14,7 @@ import seqboat
 PACKAGE = Path(seqboat.__file__).parent
 
 LIBRARY = set(
-    "core ops layers ssm mixers models text hf onnx export compat retrofitting inference version reference".split()  # noqa: SIM905
+    "core ops layers ssm mixers models text hf export compat retrofitting inference version reference".split()  # noqa: SIM905
 )
 """What a person imports; everything else is the lab around it."""
 KNOWN_SEAMS = {"data", "own", "run", "training", "tasks", "recipes", "console", "processor", "plugins"}

@@ -292,7 +292,8 @@ def test_runs_are_reported_explained_and_exported(
         assert main(["explain", run, *(part for word in text for part in ("--text", word))]) == 0
         said = {"label_table": "label|%", "number_table": "1", "span_lines": "tag|name on", "pair_table": "%"}
         assert re.search(rf"prediction: .*({said[name]})", capsys.readouterr().out)
-    check_onnx(kind, run, tmp_path / "onnx")
+    if kind is number_table:  # one export: each takes ten seconds
+        check_onnx(run, tmp_path / "onnx")
     hf = pytest.importorskip("seqboat.hf")
     transformers = pytest.importorskip("transformers")
     capsys.readouterr()
@@ -335,27 +336,21 @@ def test_runs_are_reported_explained_and_exported(
         assert answers[1]["spans"] == find_spans("Ann", tags[1][:3])
 
 
-def check_onnx(kind: Callable[[Path], list[str]], run: str, folder: Path) -> None:
+def check_onnx(run: str, folder: Path) -> None:
     """The run as ONNX: what the file says about it, and answers in its units. The command compares the scores."""
-    if find_spec("onnx") is None or find_spec("onnxruntime") is None:
+    if find_spec("onnxscript") is None or find_spec("onnxruntime") is None:
         return
-    from seqboat.onnx.session import OnnxModel
+    from seqboat.export.onnx import OnnxModel
 
     assert main(["export-onnx", run, "--out", str(folder), "--int8"]) == 0
     file, predictor = OnnxModel(folder / "sequence.onnx"), Predictor(run)
-    problems = {"number_table": "number", "label_table": "several labels"}
-    problem = problems.get(kind.__name__, "classes")
-    assert file.about["problem"] == problem and file.about["max_length"] == str(predictor.task.max_length)
-    assert ("input" in file.about) == (predictor.task.vocab is None)
-    assert json.loads(file.about.get("labels", "[]")) == list(
-        predictor.run.checkpoint.state.get("labels") or ()
-    )
-    if kind is number_table:
-        text = b"Ann met 1"
-        found = file.run({"tokens": np.array([list(text)]), "lengths": np.array([len(text)])})["logits"]
-        (answer,) = predictor.predict([text.decode()])
-        # int8 weights: the spread of the targets is 58
-        assert abs(float(found[0, 0]) - answer["value"]) < 2 and answer["value"] > 900
+    assert file.about["problem"] == "number" and "input" not in file.about
+    assert file.about["max_length"] == str(predictor.task.max_length)
+    text = b"Ann met 1"
+    found = file.run({"tokens": np.array([list(text)]), "lengths": np.array([len(text)])})["logits"]
+    (answer,) = predictor.predict([text.decode()])
+    # int8 weights: the spread of the targets is 58
+    assert abs(float(found[0, 0]) - answer["value"]) < 2 and answer["value"] > 900
 
 
 # targets

@@ -64,21 +64,13 @@ def make_exported_model(folder: Path) -> None:
     export_run(write_lm_run(folder / "lm"), folder / "exported")
 
 
-def make_onnx_files(folder: Path) -> None:
-    """The folder that docs/deploy.md loads."""
-    from seqboat.onnx.export import export_run
-    from seqboat.run import Run
-
-    export_run(Run(write_lm_run(folder / "lm")), folder / "exported")
-
-
 NEEDED: dict[str, Callable[[Path], None]] = {
     "analysis.md": make_listops_run,
-    "deploy.md": make_onnx_files,
     "huggingface.md": make_exported_model,
 }
 """What must be there before the blocks of a document can run."""
 ELSEWHERE = {
+    "deploy.md": "test_onnx.py",
     "README.md": "test_python_blocks_run",
     "language-model.md": "test_generate.py",
     "plugins.md": "test_plugins.py",
@@ -101,9 +93,6 @@ def test_python_blocks_of_documents_run(path: Path, tmp_path: Path, monkeypatch:
     text = "".join(blocks("python", path.read_text(encoding="utf-8")))
     if "transformers" in text:
         pytest.importorskip("transformers")
-    if "onnx" in text:
-        pytest.importorskip("onnx")
-        pytest.importorskip("onnxruntime")
     if path.name in NEEDED:
         NEEDED[path.name](tmp_path)
     run_code(text, path, tmp_path, monkeypatch)

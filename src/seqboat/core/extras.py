@@ -13,6 +13,7 @@ EXTRAS = {
     "transformers": ("transformers", "hf"),
     "onnx": ("onnx", "onnx"),
     "onnxruntime": ("onnxruntime", "onnx"),
+    "onnxscript": ("onnxscript", "onnx"),
 }
 """By the name to import: the library's name, and the extra that has it."""
 

@@ -1,0 +1,1 @@
+"""Models outside this package: ONNX files and int8 weights."""
