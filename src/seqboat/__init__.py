@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from seqboat.layers.losses import budget_loss, extra_loss
     from seqboat.layers.packing import Packed, PackedModule, Routing, compress, extract, pack
     from seqboat.layers.policy import override_activation, update_budgets
+    from seqboat.layers.price import AttentionPrice
     from seqboat.layers.routers import (
         ROUTERS,
         AlwaysActiveConfig,
@@ -58,6 +59,7 @@ _HOMES = {
     "S4D": "ssm.s4d",
     "AlwaysActiveConfig": "layers.routers",
     "AsTensor": "core.mixer",
+    "AttentionPrice": "layers.price",
     "Backbone": "models.backbone",
     "BackboneConfig": "models.backbone",
     "BudgetConfig": "layers.budget",
@@ -126,6 +128,7 @@ __all__ = [
     "SSMS",
     "AlwaysActiveConfig",
     "AsTensor",
+    "AttentionPrice",
     "Backbone",
     "BackboneConfig",
     "BudgetConfig",

@@ -129,6 +129,8 @@ class GAU(PackedModule):
         self.config, self.causal, self.d_model = config, causal, d_model
         self.d_z, self.d_v = config.d_z, config.d_v or 2 * d_model
         self.window, self.dropout = config.window, dropout
+        self.wide: int | None = None
+        """window in training, if it is not the configured one"""
         self.span = SPANS[config.span](config.window, causal)
         self.positions = POSITIONS[config.positions]
         self.function = ATTENTIONS[config.attention]
@@ -188,7 +190,8 @@ class GAU(PackedModule):
     def _scoring(self) -> Scoring:
         dropout = self.config.attention_dropout if self.training else 0.0
         table = None if self.bias is None else self.bias.table
-        return Scoring(self.config.attention, self.positions, table, self.scale, dropout, self.d_z)
+        wide = self.wide if self.training else None
+        return Scoring(self.config.attention, self.positions, table, self.scale, dropout, self.d_z, wide)
 
     def weigh_keys(
         self, query: Tensor, key: Tensor, value: Tensor, weight: Tensor

@@ -46,6 +46,27 @@ def gate(routing: Routing) -> Tensor:
     return torch.where(routing.active, torch.where(routing.probs < 0.5, 1.0, m), 0.0).to(m.dtype)
 
 
+class Recent:
+    """The decisions of the last forward passes in training, for whoever asked for them; a copy begins anew."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self.routings: list[Routing] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Recent:
+        return Recent()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Recent, ())
+
+    def add(self, routing: Routing) -> None:
+        self.routings = [*self.routings[-31:], routing]
+
+    def take(self) -> list[Routing]:
+        found, self.routings = self.routings, []
+        return found
+
+
 class SMAState(NamedTuple):
     """What sparsely activated modules remember."""
 
@@ -132,6 +153,7 @@ class SparseModularActivation(RecurrentMixer):
             self.router, tuple(named), budget or BudgetConfig(), revival or RevivalConfig(), self.causal
         )
         self.watch = Watch(tuple(named))
+        self.recent = Recent()
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -212,6 +234,8 @@ class SparseModularActivation(RecurrentMixer):
         if documents is not None and seen is not None and spent is not None:
             seen, spent = documents.of_first(seen), documents.of_first(spent)
         routing = self.policy(x, mask, seen, spent, documents)
+        if self.recent.on and self.training and torch.is_grad_enabled():
+            self.recent.add(routing)
         gathered = pack_modules(routing.active, seen, documents)
         weights = self._weights(routing).flatten().index_select(0, gathered.entry)
         if self.form == "gated":

@@ -53,6 +53,8 @@ class Scoring(NamedTuple):
     dropout: float = 0.0
     width: int | None = None
     """of queries and keys without the column of weights"""
+    wide: int | None = None
+    """another window, for whole sequences"""
 
 
 class Span(ABC):
@@ -253,6 +255,8 @@ class MemorySpan(Span):
         attention, positions, table, scale = scoring[:4]
         coordinate = positions.coordinate(position, None)
         left, right = self.left, self.right
+        if scoring.wide is not None and longest is not None:
+            left, right = scoring.wide // (1 if self.causal else 2), 0 if self.causal else scoring.wide // 2
         if longest is not None:
             left, right = (min(side, max(longest - 1, 1)) if side else 0 for side in (left, right))
         return Neighbors(group, coordinate, table, left, right, attention, scale)
