@@ -243,9 +243,8 @@ for kernel, kernel_class in SSMS.items():
 
 VARIANTS: dict[str, Sequence[dict[str, Any]]] = {
     "transformer": (
-        {"implementation": "plain", "positions": "rotary", "prenorm": True, "norm": "rms"},
+        {"positions": "rotary", "prenorm": True, "norm": "rms"},
         {"positions": "relative", "activation": "gelu"},
-        {"implementation": "plain", "positions": "relative"},
     ),
     "transformer-xl": ({"prenorm": True},),
     "adaptive-span": ({"prenorm": True},),

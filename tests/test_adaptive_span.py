@@ -51,14 +51,13 @@ def oracle(layer: AdaptiveSpan, x: Tensor) -> Tensor:
             rows = []
             for t in range(len(x)):
                 raised = []
-                for s in range(t + 1 if config.causal else len(x)):
-                    index = t - s if config.causal else t - s + config.max_span
-                    if abs(t - s) > config.max_span:
+                for s in range(t + 1):
+                    if t - s > config.max_span:
                         raised.append(torch.zeros((), dtype=x.dtype))
                         continue
-                    score = qh[t] @ (kh[s] + layer.distances[index]) / math.sqrt(layer.d_head)
+                    score = qh[t] @ (kh[s] + layer.distances[t - s]) / math.sqrt(layer.d_head)
                     mask = (
-                        (config.ramp + layer.config.max_span * layer.span_ratio[h] - abs(t - s)) / config.ramp
+                        (config.ramp + layer.config.max_span * layer.span_ratio[h] - (t - s)) / config.ramp
                     ).clamp(0, 1)
                     raised.append(mask * score.exp())
                 weights = torch.stack(raised) / sum(raised)
@@ -70,15 +69,13 @@ def oracle(layer: AdaptiveSpan, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("spans", [(0.2, 2.5), (9.0, 4.2)])
-@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
-def test_equals_its_equations(causal: bool, spans: tuple[float, float]) -> None:
-    layer = make(AdaptiveSpanConfig(heads=2, max_span=9, ramp=3, causal=causal), spans)
+def test_equals_its_equations(spans: tuple[float, float]) -> None:
+    layer = make(AdaptiveSpanConfig(heads=2, max_span=9, ramp=3), spans)
     check_against(layer, lambda x: oracle(layer, x), [37, 12, 1])
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
-def test_at_full_span_it_is_full_attention(causal: bool) -> None:
-    layer = make(AdaptiveSpanConfig(heads=2, max_span=20, ramp=4, causal=causal), (20.0, 20.0))
+def test_at_full_span_it_is_full_attention() -> None:
+    layer = make(AdaptiveSpanConfig(heads=2, max_span=20, ramp=4), (20.0, 20.0))
     x = torch.randn(1, 20, 6, dtype=torch.float64)
 
     def attend(branch: Tensor) -> Tensor:
@@ -86,8 +83,8 @@ def test_at_full_span_it_is_full_attention(causal: bool) -> None:
             part.unflatten(-1, (2, 3)).transpose(0, 1) for part in (branch @ layer.qkv.weight.T).chunk(3, -1)
         )
         distance = torch.arange(20)[:, None] - torch.arange(20)
-        hidden = distance < 0 if causal else torch.zeros_like(distance, dtype=torch.bool)
-        p = layer.distances[distance.clamp(min=0) if causal else distance + 20]
+        hidden = distance < 0
+        p = layer.distances[distance.clamp(min=0)]
         scores = (q @ k.transpose(1, 2) + torch.einsum("htd,tsd->hts", q, p)) / math.sqrt(3)
         weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1)
         return (weights @ v).transpose(0, 1).flatten(1)
@@ -96,7 +93,7 @@ def test_at_full_span_it_is_full_attention(causal: bool) -> None:
 
 
 def test_what_lies_beyond_all_spans_is_neither_seen_nor_remembered() -> None:
-    layer = make(AdaptiveSpanConfig(heads=2, max_span=100, ramp=3, causal=True), (1.0, 0.0))
+    layer = make(AdaptiveSpanConfig(heads=2, max_span=100, ramp=3), (1.0, 0.0))
     assert layer.reach() == 3
     x = torch.randn(1, 30, 6, dtype=torch.float64)
     changed = x.clone()
@@ -110,7 +107,7 @@ def test_what_lies_beyond_all_spans_is_neither_seen_nor_remembered() -> None:
 
 
 def test_spans_stay_in_their_range_and_keep_their_gradient() -> None:
-    layer = make(AdaptiveSpanConfig(heads=2, max_span=9, ramp=3, causal=True), (-4.0, 50.0)).train()
+    layer = make(AdaptiveSpanConfig(heads=2, max_span=9, ramp=3), (-4.0, 50.0)).train()
     assert layer.spans().tolist() == [0, 9] and layer.reach() == 9
     inside = make(layer.config, (0.0, 9.0))
     x = torch.randn(2, 12, 6, dtype=torch.float64)
@@ -146,7 +143,7 @@ def test_spans_neither_run_away_nor_stay_away() -> None:
 @pytest.mark.slow
 def test_compiled_layers_give_the_same(request: pytest.FixtureRequest) -> None:
     request.addfinalizer(torch._dynamo.reset)
-    layer = make(AdaptiveSpanConfig(heads=2, max_span=9, ramp=3, causal=True), (0.2, 2.5)).train()
+    layer = make(AdaptiveSpanConfig(heads=2, max_span=9, ramp=3), (0.2, 2.5)).train()
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     x = torch.randn(2, 12, 6, dtype=torch.float64)
     for spans in ((0.2, 2.5), (-1.0, 0.5), (12.0, -2.0)):
@@ -175,7 +172,7 @@ class Looks(TorchDispatchMode):
 
 
 def test_decoding_looks_at_spans_once() -> None:
-    layer = make(AdaptiveSpanConfig(heads=2, max_span=100, ramp=3, causal=True), (1.0, 0.0))
+    layer = make(AdaptiveSpanConfig(heads=2, max_span=100, ramp=3), (1.0, 0.0))
     x = torch.randn(1, 6, 6, dtype=torch.float64)
     with Looks() as looks:
         state = layer(x).state
@@ -196,9 +193,7 @@ def copy_back(cost: float, steps: int = 150) -> tuple[float, float]:
         The span afterwards, and the mean square error.
     """
     torch.manual_seed(0)
-    config = AdaptiveSpanConfig(
-        heads=1, max_span=64, ramp=8, first_span=14, span_weight=cost, causal=True, prenorm=True
-    )
+    config = AdaptiveSpanConfig(heads=1, max_span=64, ramp=8, first_span=14, span_weight=cost, prenorm=True)
     layer = AdaptiveSpan(4, config)
     with torch.no_grad():
         # every query is the same, and closer to that distance than to others
@@ -263,7 +258,7 @@ def test_training_pays_for_spans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def shared_stack(num_layers: int) -> Classifier:
-    mixer = dataclasses.replace(BASE, shared_distances=True, causal=False)
+    mixer = dataclasses.replace(BASE, shared_distances=True)
     torch.manual_seed(0)
     return Classifier(BackboneConfig(mixer=mixer, d_model=8, num_layers=num_layers, vocab=5), 2).double()
 

@@ -115,8 +115,8 @@ def test_candidates_follow_the_setting_and_their_own_fields() -> None:
         8,
         4,
     )
-    config = configure(parse_candidate("transformer:implementation=plain"), TINY)
-    assert (config.heads, config.implementation, config.causal) == (2, "plain", False)
+    config = configure(parse_candidate("transformer:activation=gelu"), TINY)
+    assert (config.heads, config.activation, config.causal) == (2, "gelu", False)
     assert configure(parse_candidate("mega-chunk"), replace(TINY, causal=True)).causal
     assert configure(parse_candidate("transformer-xl"), TINY).causal
     with pytest.raises(ValueError, match="Linformer has no causal form"):
@@ -167,7 +167,7 @@ def test_quartiles_and_turns() -> None:
 
 
 def test_rows_and_ratios() -> None:
-    names = ["seqboat", "published", "transformer:implementation=plain", "mega", "lower-bound"]
+    names = ["seqboat", "published", "transformer:activation=gelu", "mega", "lower-bound"]
     rows = run_layers([parse_candidate(name) for name in names], TINY, rounds=3, memory=False)
     assert [(row.mode, row.candidate) for row in rows] == [(mode, name) for mode in MODES for name in names]
     for row in rows:
@@ -184,9 +184,9 @@ def test_rows_and_ratios() -> None:
 
 def test_memory_is_measured_in_a_child() -> None:
     setting = replace(TINY, length=1024, batch=1)
-    found = find_memory(parse_candidate("transformer:implementation=plain"), setting, "training")
-    # two heads of 1024 x 1024 scores in float32: softmax, its gradient and one more at least
-    assert found > 2 * 2 * 1024**2 * 4
+    found = find_memory(parse_candidate("transformer:activation=gelu"), setting, "training")
+    # queries, keys, values and the hidden tokens of the feed-forward block, in float32
+    assert found > 7 * setting.d_model * 1024 * 4
 
 
 def test_what_does_not_fit_is_left_out_and_said(

@@ -79,7 +79,7 @@ def test_positions_keep_their_meaning() -> None:
     for name in ("transformer", "mega"):
         assert carry_over(rotary, name).mixer.positions == "rotary"
         assert carry_over(SeqBoatConfig(), name).mixer.positions == "rotary", "the bias is left out"
-    assert carry_over(TransformerConfig(positions="relative"), "seqboat").mixer.gau.positions == "original"
+    assert carry_over(MegaConfig(), "seqboat").mixer.gau.positions == "original"
     left = carry_over(TransformerConfig(positions="none"), "mega").report()
     assert left == "transformer -> mega: not carried over: positions=none"
 

@@ -1,4 +1,4 @@
-"""Luna against its equations by loops: one layer, a stack with its second stream, and the causal form."""
+"""Luna against its equations by loops: one layer, and a stack with its second stream."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from against import around, by_head, check_against, enlarge
-from seqboat.core.state import state_bytes
 from seqboat.mixers import Luna, LunaConfig
-from seqboat.mixers.linear import BLOCK, causal_product
 from seqboat.models.backbone import Backbone, BackboneConfig
 
 HEADS = 2
@@ -90,67 +87,16 @@ def test_the_second_stream_runs_through_a_stack(prenorm: bool) -> None:
         assert bool(parameter.grad.any()) != last, name
 
 
-def causal_oracle(layer: Luna, x: Tensor) -> Tensor:
-    """One sequence (time, dim), token by token."""
-    assert layer.second is not None
-    second, norm = layer.second, layer.second_norm
-    scale = 1 / math.sqrt(layer.d_head)
-
-    def attend(branch: Tensor) -> Tensor:
-        by = apply(layer.pack_query, norm(second) if norm is not None else second)
-        given = apply(layer.unpack, branch).split(6, dim=-1)
-        parts = (apply(layer.query, branch), apply(layer.pack, branch), by, given[0], given[-1])
-        heads = []
-        for q, c, p, k, v in zip(*(by_head(part, HEADS) for part in parts), strict=True):
-            rows = []
-            for t in range(len(x)):
-                w = [F.softplus(p @ c[j] * scale, beta=math.log(2.0)) for j in range(t + 1)]
-                packed = sum(torch.outer(k[j], w[j]) for j in range(t + 1)) / (t + 1)
-                weights = torch.softmax(q[t] * scale @ packed, dim=-1)
-                values = sum(torch.outer(w[j], v[j]) for j in range(t + 1)) / (t + 1)
-                rows.append(weights @ values)
-            heads.append(torch.stack(rows))
-        return torch.cat(heads, dim=-1)
-
-    return around(layer.block, x, attend)
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_causal_form_equals_its_equations(tied: bool) -> None:
-    layer = make(LunaConfig(heads=HEADS, length=3, tied=tied, causal=True, prenorm=tied))
-    check_against(layer, lambda x: causal_oracle(layer, x), [8, 3, 1])
-
-
-def test_causal_state_is_constant() -> None:
-    layer = make(LunaConfig(heads=HEADS, length=3, causal=True))
-    state = layer.init_state(2)
-    size = state_bytes(state)
-    for _ in range(3):
-        state = layer.step(torch.randn(2, 6, dtype=torch.float64), state).state
-        assert state_bytes(state) == size
-
-
 def test_dropout_only_in_training() -> None:
-    for causal in (False, True):
-        layer = Luna(8, LunaConfig(heads=2, length=3, dropout=0.5, causal=causal))
-        x = torch.randn(2, 5, 8)
-        assert not torch.equal(layer(x).y, layer(x).y)
-        layer.eval()
-        torch.testing.assert_close(layer(x).y, layer(x).y)
+    layer = Luna(8, LunaConfig(heads=2, length=3, dropout=0.5))
+    x = torch.randn(2, 5, 8)
+    assert not torch.equal(layer(x).y, layer(x).y)
+    layer.eval()
+    torch.testing.assert_close(layer(x).y, layer(x).y)
 
 
 def test_bad_settings_are_named() -> None:
     with pytest.raises(ValueError, match="length must be an integer >= 1, got 0"):
         LunaConfig(length=0)
-    with pytest.raises(ValueError, match="this Luna is bidirectional"):
-        Luna(8).init_state(1)
-
-
-def test_causal_products_over_several_blocks() -> None:
-    time = 2 * BLOCK + 5
-    q, k, v = torch.randn(3, 2, time, 4, dtype=torch.float64).unbind(0)
-    before = torch.randn(2, 4, 4, dtype=torch.float64)
-    y, after = causal_product(q, k, v, before)
-    sums = before[:, None] + torch.einsum("btm,btd->btmd", k, v).cumsum(dim=1)
-    torch.testing.assert_close(y, torch.einsum("btm,btmd->btd", q, sums))
-    torch.testing.assert_close(after, sums[:, -1])
+    with pytest.raises(ValueError, match="Luna has no causal form, it is bidirectional"):
+        LunaConfig(causal=True)

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from against import around, by_head, check_against, enlarge
 from seqboat import set_training_step
-from seqboat.core.state import state_bytes
 from seqboat.mixers import Performer, PerformerConfig
 from seqboat.mixers.performer import RELU_EPSILON, FeatureKernel, RandomFeatures, draw_features
 
@@ -39,9 +38,8 @@ def oracle(layer: Performer, x: Tensor) -> Tensor:
         for q, k, v in zip(*(by_head(p, layer.heads) for p in parts), strict=True):
             rows = []
             for t in range(len(x)):
-                last = t + 1 if layer.causal else len(x)
-                weights = torch.stack([phi(q[t]) @ phi(k[s]) for s in range(last)])
-                rows.append(weights / weights.sum() @ v[:last])
+                weights = torch.stack([phi(q[t]) @ phi(k[s]) for s in range(len(x))])
+                rows.append(weights / weights.sum() @ v)
             heads.append(torch.stack(rows))
         return torch.cat(heads, dim=-1)
 
@@ -49,9 +47,9 @@ def oracle(layer: Performer, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("kernel", ["softmax", "relu"])
-@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
-def test_equals_its_equations(causal: bool, kernel: FeatureKernel) -> None:
-    layer = make(PerformerConfig(heads=2, features=7, kernel=kernel, causal=causal, prenorm=causal))
+@pytest.mark.parametrize("prenorm", [False, True])
+def test_equals_its_equations(prenorm: bool, kernel: FeatureKernel) -> None:
+    layer = make(PerformerConfig(heads=2, features=7, kernel=kernel, prenorm=prenorm))
     check_against(layer, lambda x: oracle(layer, x), [9, 4, 1])
 
 
@@ -78,10 +76,10 @@ def test_error_falls_as_one_over_the_root_of_the_features() -> None:
     assert errors[-1] / errors[0] == pytest.approx(1 / 8, rel=0.3)
 
 
-def bare(causal: bool) -> Performer:
+def bare() -> Performer:
     """A layer in float32 whose output is what its heads attend to."""
     torch.manual_seed(0)
-    layer = Performer(16, PerformerConfig(heads=2, features=64, causal=causal)).eval()
+    layer = Performer(16, PerformerConfig(heads=2, features=64)).eval()
     layer.block.close = lambda x, attended, mask: attended  # type: ignore[method-assign]
     with torch.no_grad():
         layer.qkv.weight.normal_().mul_(0.5)
@@ -97,16 +95,13 @@ def by_logarithms(layer: Performer, x: Tensor) -> Tensor:
         dots = [part @ layer.features.features.T for part in (q, k)]
         logs = dots[0][:, :, None] + (dots[1] - k.square().sum(dim=-1, keepdim=True) / 2)[:, None]
         weights = logs.logsumexp(dim=-1)
-        if layer.causal:
-            weights = weights.masked_fill(torch.ones_like(weights[0]).triu(1).bool(), -torch.inf)
         heads.append(torch.softmax(weights, dim=-1) @ v * 8**0.25)
     return torch.cat(heads, dim=-1)
 
 
 @pytest.mark.parametrize("scale", [6.0, 12.0])
-@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
-def test_long_keys_are_seen(causal: bool, scale: float) -> None:
-    layer = bare(causal)
+def test_long_keys_are_seen(scale: float) -> None:
+    layer = bare()
     with torch.no_grad():
         layer.qkv.weight[16:32] *= scale
     x = torch.randn(2, 90, 16, requires_grad=True)
@@ -117,12 +112,8 @@ def test_long_keys_are_seen(causal: bool, scale: float) -> None:
     ).float().mean() > 0.5  # too small for float32
     y = layer(x, torch.arange(90) < torch.tensor(lengths)[:, None]).y
     wide = x.detach().double().requires_grad_()
-    state = layer.init_state(2) if causal else None
-    for t in range(70 if causal else 0):
-        own, state, _ = layer.step(x[:, t], state)
-        # logarithms of some thousands have errors of 2^-13 in float32; so below
-        torch.testing.assert_close(own, y[:, t], rtol=1e-2, atol=1e-2)
     rows = [by_logarithms(layer, wide[i : i + 1, :n]) for i, n in enumerate(lengths)]
+    # logarithms of some thousands have errors of 2^-13 in float32
     expected = torch.cat([F.pad(row, (0, 0, 0, 90 - row.shape[1])) for row in rows])
     torch.testing.assert_close(y.double(), expected, rtol=1e-2, atol=1e-2)
     assert y[0].any(dim=-1).all() and y[1, :70].any(dim=-1).all()
@@ -131,32 +122,16 @@ def test_long_keys_are_seen(causal: bool, scale: float) -> None:
     assert wanted.any() and (found.double() - wanted).norm() < 1e-2 * wanted.norm()
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
-def test_long_keys_that_are_alike_share_the_attention(causal: bool) -> None:
+def test_long_keys_that_are_alike_share_the_attention() -> None:
     """Where softmax attention is a mean, whatever the queries, so is its estimate."""
-    layer = bare(causal)
+    layer = bare()
     with torch.no_grad():
         layer.qkv.weight[16:32] = 0
         layer.qkv.bias[16:32] = 40
     x = torch.randn(2, 150, 16)
     value = by_head(layer.qkv(x), 3)[2]
-    total = value.cumsum(dim=1) / torch.arange(1, 151)[:, None] if causal else value.mean(dim=1, keepdim=True)
+    total = value.mean(dim=1, keepdim=True)
     torch.testing.assert_close(layer(x).y, total.expand_as(value), rtol=1e-4, atol=1e-4)
-
-
-@torch.no_grad()
-def test_keys_of_very_different_lengths_one_after_the_other() -> None:
-    layer = bare(causal=True)
-    x = torch.randn(1, 140, 16)
-    x *= torch.logspace(1, 0, 140)[:, None]  # the first ones nearly vanish beside the last ones
-    layer.qkv.weight[16:32] *= 3
-    y = layer(x).y
-    pieces = [layer(x[:, :50])]
-    pieces.append(layer(x[:, 50:], None, pieces[0].state))
-    torch.testing.assert_close(torch.cat([p.y for p in pieces], dim=1), y, rtol=1e-2, atol=1e-2)
-    assert y.any(dim=-1).all()
-    # logarithms of some thousands have errors of 2^-13 in float32
-    torch.testing.assert_close(y.double(), by_logarithms(layer, x.double()), rtol=1e-2, atol=1e-2)
 
 
 def test_features_are_orthogonal_in_groups_with_the_lengths_of_normal_vectors() -> None:
@@ -205,16 +180,6 @@ def test_layers_can_be_announced_before_their_weights_are_there() -> None:
     torch.testing.assert_close(other(x).y, layer(x).y)
 
 
-def test_state_is_constant_and_wide() -> None:
-    layer = Performer(6, PerformerConfig(heads=2, features=5, causal=True)).bfloat16()
-    state = layer.init_state(2)
-    assert state.sums.dtype == torch.float32
-    size = state_bytes(state)
-    for _ in range(3):
-        state = layer.step(torch.randn(2, 6).bfloat16(), state).state
-        assert state_bytes(state) == size
-
-
 def test_bad_settings_are_named() -> None:
     with pytest.raises(ValueError, match="kernel must be one of softmax, relu; got 'cosine'"):
         PerformerConfig(kernel="cosine")  # type: ignore[arg-type]
@@ -222,8 +187,8 @@ def test_bad_settings_are_named() -> None:
         PerformerConfig(features=0)
     with pytest.raises(ValueError, match="redraw must be an integer >= 1, got 0"):
         PerformerConfig(redraw=0)
-    with pytest.raises(ValueError, match="bidirectional"):
-        Performer(8).init_state(1)
+    with pytest.raises(ValueError, match="Performer has no causal form, it is bidirectional"):
+        PerformerConfig(causal=True)
 
 
 @pytest.mark.parametrize("kernel", ["softmax", "relu"])

@@ -13,7 +13,6 @@ from against import around, by_head, check_against, enlarge
 from seqboat.mixers import Reformer, ReformerConfig
 
 BASE = ReformerConfig(heads=2, hashes=3, buckets=4, chunk_size=3)
-both_directions = pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
 
 
 def make(config: ReformerConfig, d_model: int = 6) -> Reformer:
@@ -25,13 +24,9 @@ def make(config: ReformerConfig, d_model: int = 6) -> Reformer:
 def seen_from(layer: Reformer, buckets: list[int], i: int) -> set[int]:
     """The tokens that token i sees in one round of hashing."""
     size = layer.config.chunk_size
-    if layer.causal:
-        own = [j for j in range(len(buckets)) if buckets[j] == buckets[i]]
-    else:
-        own = sorted(range(len(buckets)), key=lambda j: (buckets[j], j))
-    chunk = {j: rank // size for rank, j in enumerate(own)}
-    near = {j for j in own if chunk[i] - chunk[j] in (0, 1)}
-    return {j for j in near if j <= i} if layer.causal else near
+    order = sorted(range(len(buckets)), key=lambda j: (buckets[j], j))
+    chunk = {j: rank // size for rank, j in enumerate(order)}
+    return {j for j in order if chunk[i] - chunk[j] in (0, 1)}
 
 
 def attend(layer: Reformer, branch: Tensor, everything: bool = False) -> Tensor:
@@ -42,7 +37,7 @@ def attend(layer: Reformer, branch: Tensor, everything: bool = False) -> Tensor:
     for h, (q, v) in enumerate(zip(by_head(shared, layer.heads), by_head(value, layer.heads), strict=True)):
         rows = []
         for i in range(len(branch)):
-            seen = set(range(i + 1 if layer.causal else len(branch)))
+            seen = set(range(len(branch)))
             if not everything:
                 seen = set().union(*(seen_from(layer, hashed.tolist(), i) for hashed in buckets[h]))
             others = sorted(seen - {i}) or [i]
@@ -55,16 +50,14 @@ def attend(layer: Reformer, branch: Tensor, everything: bool = False) -> Tensor:
     return torch.cat(heads, dim=-1)
 
 
-@both_directions
 @pytest.mark.parametrize("hashes", [1, 3])
-def test_equals_dense_attention_over_the_union_of_its_rounds(causal: bool, hashes: int) -> None:
-    layer = make(replace(BASE, causal=causal, hashes=hashes, prenorm=hashes == 3))
+def test_equals_dense_attention_over_the_union_of_its_rounds(hashes: int) -> None:
+    layer = make(replace(BASE, hashes=hashes, prenorm=hashes == 3))
     check_against(layer, lambda x: around(layer.block, x, lambda b: attend(layer, b)), [17, 6, 1])
 
 
-@both_directions
-def test_with_one_bucket_and_one_chunk_it_is_full_attention(causal: bool) -> None:
-    layer = make(replace(BASE, buckets=1, chunk_size=32, causal=causal))
+def test_with_one_bucket_and_one_chunk_it_is_full_attention() -> None:
+    layer = make(replace(BASE, buckets=1, chunk_size=32))
     x = torch.randn(1, 20, 6, dtype=torch.float64)
     expected = around(layer.block, x[0], lambda b: attend(layer, b, everything=True))
     torch.testing.assert_close(layer(x).y[0], expected)
@@ -91,8 +84,8 @@ def test_bad_settings_are_named() -> None:
         ReformerConfig(buckets=7)
     with pytest.raises(ValueError, match="hashes must be an integer >= 1, got 0"):
         ReformerConfig(hashes=0)
-    with pytest.raises(ValueError, match="this Reformer is bidirectional"):
-        Reformer(8).init_state(1)
+    with pytest.raises(ValueError, match="Reformer has no causal form, it is bidirectional"):
+        ReformerConfig(causal=True)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -119,7 +112,7 @@ def test_agrees_with_transformers() -> None:
     expected = expected[0] if expected.dim() == 3 else expected
     shared, value = layer._project(x)
     bucket = layer.hash(shared)
-    attended = layer._attend(shared, value, bucket, torch.tensor([24]))[0]
+    attended = layer._attend(shared, value, bucket, torch.tensor([24]))
     # theirs looks back from the first chunk to the last one; ours to nothing
     chunk = bucket[0, :, 0].argsort(dim=-1, stable=True).argsort(dim=-1) // 4
     ours = attended[0].transpose(0, 1)

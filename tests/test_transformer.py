@@ -22,17 +22,16 @@ CONFIGS = {
     "rotary": TransformerConfig(heads=2, positions="rotary", d_ff=7),
     "relative": TransformerConfig(heads=2, positions="relative", max_positions=6),
     "causal": TransformerConfig(heads=2, causal=True),
-    "causal-rotary": TransformerConfig(heads=3, causal=True, positions="rotary", prenorm=True),
     "causal-relative": TransformerConfig(heads=2, causal=True, positions="relative", max_positions=6),
+    "causal-rotary": TransformerConfig(heads=3, causal=True, positions="rotary", prenorm=True),
 }
 CAUSAL = [name for name in CONFIGS if name.startswith("causal")]
 
 
-def make(name: str, implementation: str, dtype: torch.dtype = torch.float64) -> Transformer:
+def make(name: str, dtype: torch.dtype = torch.float64) -> Transformer:
     """A layer with weights large enough that every part of it shows."""
     torch.manual_seed(1)
-    fields = {**CONFIGS[name].__dict__, "implementation": implementation}
-    layer = Transformer(12, TransformerConfig(**fields)).to(dtype)
+    layer = Transformer(12, CONFIGS[name]).to(dtype)
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.4)
@@ -77,10 +76,9 @@ def oracle(layer: Transformer, x: Tensor) -> Tensor:
     return layer.ffn_norm(y + ffn(y))
 
 
-@pytest.mark.parametrize("implementation", ["plain", "sdpa"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_equals_its_equations(name: str, implementation: str) -> None:
-    layer = make(name, implementation)
+def test_equals_its_equations(name: str) -> None:
+    layer = make(name)
     lengths = [9, 4, 1]
     x = torch.randn(3, 9, 12, dtype=torch.float64, requires_grad=True)
     mask = torch.arange(9) < torch.tensor(lengths)[:, None]
@@ -100,10 +98,9 @@ def test_equals_its_equations(name: str, implementation: str) -> None:
         torch.testing.assert_close(results[0][1][key], grad, msg=key)
 
 
-@pytest.mark.parametrize("implementation", ["plain", "sdpa"])
 @pytest.mark.parametrize("name", CAUSAL)
-def test_whole_is_pieces_is_steps(name: str, implementation: str) -> None:
-    layer = make(name, implementation)
+def test_whole_is_pieces_is_steps(name: str) -> None:
+    layer = make(name)
     x = torch.randn(3, 11, 12, dtype=torch.float64)
     mask = torch.rand(3, 11) < 0.7
     mask[2] = False
@@ -132,7 +129,7 @@ def test_whole_is_pieces_is_steps(name: str, implementation: str) -> None:
 
 
 def test_step_alone_grows_without_copies() -> None:
-    layer = make("causal", "sdpa", torch.float32)
+    layer = make("causal", torch.float32)
     state = layer.init_state(1)
     x = torch.randn(1, 40, 12)
     pointers = set()
@@ -146,11 +143,10 @@ def test_step_alone_grows_without_copies() -> None:
     torch.testing.assert_close(torch.stack(outputs, dim=1), layer(x).y, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("implementation", ["plain", "sdpa"])
 @pytest.mark.parametrize("time", [0, 1])
-@pytest.mark.parametrize("name", ["post", "causal-relative"])
-def test_short_sequences(name: str, time: int, implementation: str) -> None:
-    layer = make(name, implementation)
+@pytest.mark.parametrize("name", ["post", "causal-rotary", "causal-relative"])
+def test_short_sequences(name: str, time: int) -> None:
+    layer = make(name)
     x = torch.randn(2, time, 12, dtype=torch.float64)
     y = layer(x).y
     assert y.shape == x.shape
@@ -167,7 +163,7 @@ def test_dropout_only_in_training() -> None:
 
 
 def test_autocast_keeps_the_type_of_the_state() -> None:
-    layer = make("causal-rotary", "sdpa", torch.float32)
+    layer = make("causal-rotary", torch.float32)
     x = torch.randn(2, 6, 12)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         out = layer(x)
@@ -179,8 +175,10 @@ def test_autocast_keeps_the_type_of_the_state() -> None:
 def test_bad_settings_are_named() -> None:
     with pytest.raises(ValueError, match="multiple of heads = 8, got 10"):
         Transformer(10)
-    with pytest.raises(ValueError, match="implementation must be one of plain, sdpa; got 'flash'"):
-        TransformerConfig(implementation="flash")  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match="positions must be one of absolute, rotary, relative, none; got 'learned'"
+    ):
+        TransformerConfig(positions="learned")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="must be even"):
         Transformer(6, TransformerConfig(heads=2, positions="rotary"))
     with pytest.raises(ValueError, match="bidirectional"):

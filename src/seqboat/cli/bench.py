@@ -19,8 +19,7 @@ LAYERS = (
     "seqboat",
     "published",
     "mega-chunk",
-    "transformer:implementation=plain",
-    "transformer:implementation=sdpa",
+    "transformer",
     "lower-bound",
 )
 DECODERS = ("seqboat", "mega-chunk", "transformer")

@@ -1,28 +1,27 @@
 """Adaptive attention span (Sukhbaatar et al., 2019): every head learns how far it looks.
 
     m_z(x) = clamp((R + z - x) / R, 0, 1)                     the mask of a head with span z, at distance x
-    a_tr   = m_z(|t - r|) exp(s_tr) / sum_q m_z(|t - q|) exp(s_tq)
+    a_tr   = m_z(t - r) exp(s_tr) / sum_q m_z(t - q) exp(s_tq)
     s_tr   = q_t^T (k_r + p_{t-r}) / sqrt(d_head)             p: learned embeddings of distances
     loss   = ... + weight / heads * sum of z over all heads   `auxiliary_loss`, which training adds for every layer
 
 What is learned is z / max_span, as in the published code: a step then moves a span by about max_span * lr tokens.
 Only the distances that some head of the layer sees are computed and remembered, so time and memory follow the longest
-span of the layer (under torch.compile, where sizes have to be known, max_span). The paper's models look back only;
-the bidirectional form looks ahead as far as back.
+span of the layer (under torch.compile, where sizes have to be known, max_span). Heads look back only.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqboat.core.checks import check_positive, require
-from seqboat.core.mixer import MixerOutput, RecurrentMixer, keep_rows
+from seqboat.core.mixer import Direction, MixerOutput, RecurrentMixer, check_direction, keep_rows
 from seqboat.core.nn import init_linear
 from seqboat.core.padding import zero_padding
 from seqboat.core.settings import fill_in
@@ -34,13 +33,9 @@ from seqboat.ops.precision import widen
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveSpanConfig(BlockConfig):
-    """Adaptive Span: causal attention in which every head learns how far back it looks.
+    """Adaptive Span: causal attention in which every head learns how far back it looks."""
 
-    >>> from seqboat.mixers import AdaptiveSpanConfig
-    >>> layer = AdaptiveSpanConfig(causal=True).build(64)
-    >>> layer.name, layer.causal
-    ('AdaptiveSpan', True)
-    """
+    directions: ClassVar[tuple[Direction, ...]] = ("causal",)
 
     max_span: int = 8192
     """The largest distance that a head can see."""
@@ -53,8 +48,12 @@ class AdaptiveSpanConfig(BlockConfig):
     shared_distances: bool = False
     """Whether the layers of a model share the embeddings of distances, as in the published code."""
 
+    causal: bool = True
+    """Always true: heads look back only."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_direction(self, self.causal, "its heads look back only")
         check_positive("max_span", self.max_span)
         check_positive("ramp", self.ramp)
         require(
@@ -73,8 +72,6 @@ class _Bounded(torch.autograd.Function):
     The published code clamps its parameters after every step, which a compiled layer cannot do. With a plain clamp,
     spans that momentum carried out would never come back; if all gradients passed, they would run away.
     """
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(ratio: Tensor) -> Tensor:
@@ -99,24 +96,16 @@ class AdaptiveSpan(RecurrentMixer):
         d_model: width of the tokens.
         config: settings; the defaults if not given.
         options: individual settings as keywords, fields of `AdaptiveSpanConfig`.
-
-    Calling it with x of shape (batch, time, d_model) returns a `MixerOutput` whose y has the same shape.
-
-    >>> import torch
-    >>> from seqboat.mixers import AdaptiveSpan
-    >>> AdaptiveSpan(16, causal=True, heads=2, max_span=64)(torch.randn(2, 100, 16)).y.shape
-    torch.Size([2, 100, 16])
     """
 
     def __init__(self, d_model: int, config: AdaptiveSpanConfig | None = None, **options: Any) -> None:
         super().__init__()
         config = fill_in(AdaptiveSpanConfig, config, options, self, d_model)
-        self.config, self.d_model, self.causal = config, d_model, config.causal
+        self.config, self.d_model, self.causal = config, d_model, True
         self.heads, self.d_head = config.heads, head_width(d_model, config.heads)
         self.block = Block(d_model, config)
         self.qkv = nn.Linear(d_model, 3 * d_model, bias=False)
-        sides = 1 if config.causal else 2
-        self.distances = nn.Parameter(torch.empty(sides * config.max_span + 1, self.d_head))
+        self.distances = nn.Parameter(torch.empty(config.max_span + 1, self.d_head))
         self.span_ratio = nn.Parameter(torch.empty(self.heads))
         # the layer whose embeddings of distances this one uses, in a list so that it is no submodule
         self._owner: list[AdaptiveSpan] = []
@@ -172,25 +161,17 @@ class AdaptiveSpan(RecurrentMixer):
         reach = self.reach(fresh=state is None)
         counts = None if mask is None else mask.sum(dim=1)
         query, key, value = self._project(self.block.open(x, mask))
-        after = None
-        left = min(reach, max(time - 1, 0))
-        right = 0 if self.causal else left
-        total = torch.zeros((), dtype=torch.int64, device=x.device)
-        keys, values = (F.pad(part, (0, 0, left, 0)) for part in (key, value))
-        if self.causal:
-            empty = make_fifo(batch, self.heads, 0, self.d_head, x.dtype, x.device)
-            before = resize(empty if state is None else state, reach)
-            after, old_and_new, values_too = push(before, key, value, counts)
-            if state is not None:
-                left, total = reach, state.total[:, None]
-                keys, values = old_and_new.to(key.dtype), values_too.to(value.dtype)
-        position = torch.arange(keys.shape[2], device=x.device) - left
-        real = position >= -total
-        if mask is not None and not self.causal:
-            assert counts is not None
-            real = real & (position < counts[:, None])
-        real = real.expand(1, -1) if real.dim() == 1 else real
-        attended = self._attend(query, keys, values, real, left, right)
+        empty = make_fifo(batch, self.heads, 0, self.d_head, x.dtype, x.device)
+        before = resize(empty if state is None else state, reach)
+        after, old_and_new, values_too = push(before, key, value, counts)
+        if state is None:
+            left, total = min(reach, max(time - 1, 0)), torch.zeros(1, 1, dtype=torch.int64, device=x.device)
+            keys, values = (F.pad(part, (0, 0, left, 0)) for part in (key, value))
+        else:
+            left, total = reach, state.total[:, None]
+            keys, values = old_and_new.to(key.dtype), values_too.to(value.dtype)
+        real = torch.arange(keys.shape[2], device=x.device) - left >= -total
+        attended = self._attend(query, keys, values, real, left)
         y = self.block.close(x, join_heads(attended), mask)
         return MixerOutput(zero_padding(y, mask), after)
 
@@ -199,40 +180,37 @@ class AdaptiveSpan(RecurrentMixer):
         query, key, value = self.qkv(x).chunk(3, dim=-1)
         return tuple(split_heads(part, self.heads) for part in (query, key, value))  # type: ignore[return-value]
 
-    def _attend(
-        self, query: Tensor, keys: Tensor, values: Tensor, real: Tensor, left: int, right: int
-    ) -> Tensor:
+    def _attend(self, query: Tensor, keys: Tensor, values: Tensor, real: Tensor, left: int) -> Tensor:
         """Blocks of queries against what they can see.
 
         Args:
             query: (batch, heads, time, d_head).
             keys, values: (batch, heads, left + time, d_head): they begin `left` tokens before the queries.
             real: (batch or 1, left + time): whether there is such a key.
-            left, right: how many tokens before and after a query are seen.
+            left: how many tokens before a query are seen.
         """
         time = query.shape[2]
         # blocks of about half of what they see waste little
-        size = min(max(time, 1), max(16, min(128, (left + right) // 2)))
+        size = min(max(time, 1), max(16, min(128, left // 2)))
         groups = max(-(-time // size), 1)
-        width, pad = left + size + right, groups * size - time
+        width, pad = left + size, groups * size - time
         queries = F.pad(query, (0, 0, 0, pad)).unflatten(2, (groups, size)) * (1 / math.sqrt(self.d_head))
-        keys, values = (F.pad(part, (0, 0, 0, pad + right)) for part in (keys, values))
-        visible = F.pad(real, (0, pad + right)).unfold(1, width, size)[:, None, :, None]
+        keys, values = (F.pad(part, (0, 0, 0, pad)) for part in (keys, values))
+        visible = F.pad(real, (0, pad)).unfold(1, width, size)[:, None, :, None]
         place = torch.arange(size, device=query.device)[:, None]
         distance = place + left - torch.arange(width, device=query.device)  # query minus key
-        visible = visible & (distance <= left) & (distance >= -right)
-        falling = torch.arange(left + size - 1, -right - 1, -1, device=query.device)
+        visible = visible & (distance <= left) & (distance >= 0)
+        falling = torch.arange(left + size - 1, -1, -1, device=query.device)
         by_distance = queries @ self._embed(falling).to(query.dtype).T
         scores = queries @ keys.unfold(2, width, size) + relative_shift(by_distance)
-        weights = self._weigh(scores, visible, distance.abs())
+        weights = self._weigh(scores, visible, distance)
         attended = weights.to(values.dtype) @ values.unfold(2, width, size).transpose(-1, -2)
         return attended.flatten(2, 3)[:, :, :time]
 
     def _embed(self, distance: Tensor) -> Tensor:
         """Embeddings of distances from a query back to a key."""
-        side = self.config.max_span
         table = self._owner[0].distances if self._owner else self.distances
-        return table[distance.clamp(0 if self.causal else -side, side) + (0 if self.causal else side)]
+        return table[distance.clamp(0, self.config.max_span)]
 
     def _weigh(self, scores: Tensor, visible: Tensor, distance: Tensor) -> Tensor:
         """Masked weights of scores (batch, heads, ..., keys)."""
