@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import io
 import pickle
+import subprocess
+import sys
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
@@ -22,7 +24,7 @@ from seqboat.cli import import_published
 from seqboat.cli.main import main
 from seqboat.compat.checkpoints import read_checkpoint
 from seqboat.compat.runs import RECIPES, export_run, import_run
-from seqboat.data.published.pickles import PickledFile, Refused, StoredTensor
+from seqboat.data.pickles import load_pickle
 from seqboat.run import Run
 from seqboat.training.checkpoint import load_model_tensors
 
@@ -310,7 +312,7 @@ def save_pickle(path: Path, content: bytes, members: dict[str, bytes] | None = N
     """A file in the layout of torch.save with any pickle."""
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("archive/data.pkl", content)
-        for name, value in (members or {}).items():
+        for name, value in {"version": b"3\n", **(members or {})}.items():
             archive.writestr(f"archive/{name}", value)
     return path
 
@@ -328,88 +330,68 @@ def test_no_call_is_run(place: str, tmp_path: Path) -> None:
     ):
         content = {"args": argparse.Namespace(a=1), "model": {"a": torch.zeros(1)}, place: call}
         torch.save(content, tmp_path / "a.pt")
-        with pytest.raises(
-            Refused, match=r"a\.pt: the file asks for '(posix|nt|__builtin__|pathlib).*not on the list"
-        ):
-            PickledFile(tmp_path / "a.pt")
+        with pytest.raises(ValueError, match=r"a\.pt: the file asks for '(posix|nt|eval|getattr|pathlib)"):
+            load_pickle(tmp_path / "a.pt")
         assert not mark.exists()
 
 
 NAMES = [
     ("os", "system"),
-    ("builtins", "eval"),
     ("builtins", "getattr"),
     ("builtins", "__import__"),
-    ("subprocess", "Popen"),
-    ("torch", "load"),
     ("torch.hub", "load"),
     ("numpy", "load"),
     ("functools", "partial"),
-    ("operator", "attrgetter"),
-    ("seqboat.data.published.pickles", "PickledFile"),
-    ("argparse", "Namespace.__init__"),
-    ("collections", "OrderedDict.fromkeys"),
-    ("torch._utils", "_rebuild_tensor_v2.__globals__"),
+    ("seqboat.data.pickles", "load_pickle"),
     ("fairseq.data.dictionary", "Dictionary"),
 ]
 
 
 @pytest.mark.parametrize("names", NAMES, ids=".".join)
-@pytest.mark.parametrize("protocol", [2, 4])
-def test_names_outside_of_the_list(names: tuple[str, str], protocol: int, tmp_path: Path) -> None:
+def test_names_outside_of_the_list(names: tuple[str, str], tmp_path: Path) -> None:
     module, name = names
-    if protocol == 2:
-        content = b"\x80\x02c" + f"{module}\n{name}\n".encode() + b"."
-    else:
-        words = [bytes([0x8C, len(word)]) + word.encode() for word in names]
-        content = b"\x80\x04" + b"".join(words) + b"\x93."
-    file = save_pickle(tmp_path / "a.pt", content)
-    with pytest.raises(Refused, match=f"asks for '{module}.{name}'.*refused"):
-        PickledFile(file)
+    file = save_pickle(tmp_path / "a.pt", b"\x80\x02c" + f"{module}\n{name}\n".encode() + b".")
+    with pytest.raises(ValueError, match=f"asks for '({module}.)?{name}': refused"):
+        load_pickle(file)
 
 
-def reduce(name: str, arguments: bytes) -> bytes:
-    module, _, inner = name.rpartition(".")
-    return b"\x80\x02c" + f"{module}\n{inner}\n".encode() + arguments + b"R."
-
-
-BAD: list[tuple[bytes, str]] = [
-    # the types that a configuration mentions, and storages, are no functions
-    (reduce("builtins.dict", b")"), r"calls builtins\.dict: refused"),
-    (reduce("__builtin__.int", b"(U\x015t"), r"calls __builtin__\.int: refused"),
-    (reduce("torch.FloatStorage", b"(K\x05t"), r"calls torch\.FloatStorage: refused"),
-    # classes and functions of the list cannot be changed
-    (b"\x80\x02cargparse\nNamespace\n(N}U\x06__eq__K\x01stb.", "is damaged: TypeError"),
-    (b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(N}U\x05_callK\x01stb.", "sets '_call' of torch"),
-    (b"\x80\x02ccollections\nOrderedDict\n(N}U\x01aK\x01stb.", "is damaged: TypeError"),
-    # tensors without a storage, and numbers and bytes that are none
-    (
-        reduce("torch._utils._rebuild_tensor_v2", b"(K\x01K\x00))\x88Nt"),
-        "a tensor without a storage: refused",
-    ),
-    (reduce("numpy.core.multiarray.scalar", b"(K\x01U\x01at"), "a number of type None: refused"),
-    (reduce("_codecs.encode", b"(X\x01\x00\x00\x00aX\x04\x00\x00\x00zlibt"), "an unknown encoding: refused"),
-    # what is outside of the file
-    (b"\x80\x02U\x03urlQ.", "that is no storage: refused"),
-    (b"\x80\x02(U\x07storageK\x01U\x010U\x03cpuK\x05tQ.", "a storage of type 1: refused"),
-    (
-        b"\x80\x02(U\x07storagectorch\nFloatStorage\nU\x06../../U\x03cpuK\x05tQ.",
-        r"a storage called '\.\./\.\./'",
-    ),
-    # damaged
-    (b"\x80\x02", "is damaged: EOFError"),
-    (b"\x80\x02" + b"(" * 10, "is damaged"),
-    (b"\x80\x63.", "unsupported pickle protocol"),
-    (b"", "is damaged: EOFError"),
+BAD = [
+    b"",
+    b"\x80\x02",
+    b"\x80\x02" + b"(" * 10,
+    b"\x80\x63.",
+    # a class of the list cannot be changed
+    b"\x80\x02cargparse\nNamespace\n(N}U\x06__eq__K\x01stb.",
+    b"\x80\x02U\x03urlQ.",
+    b"\x80\x02(U\x07storagectorch\nFloatStorage\nU\x06../../U\x03cpuK\x05tQ.",
+    # a text and bytes of 4 GB that are not there
+    b"\x80\x02X\xff\xff\xff\xff.",
+    b"\x80\x04\x8e\xff\xff\xff\xff\x00\x00\x00\x00.",
 ]
 
 
-@pytest.mark.parametrize(("content", "message"), BAD, ids=range(len(BAD)))
-def test_bad_pickles(content: bytes, message: str, tmp_path: Path) -> None:
-    before = dict(vars(argparse.Namespace)), vars(OrderedDict).copy()
-    with pytest.raises(ValueError, match=rf"a\.pt.*{message}"):
-        PickledFile(save_pickle(tmp_path / "a.pt", content))
-    assert (dict(vars(argparse.Namespace)), vars(OrderedDict).copy()) == before
+@pytest.mark.parametrize("content", BAD, ids=range(len(BAD)))
+def test_bad_pickles(content: bytes, tmp_path: Path) -> None:
+    before = dict(vars(argparse.Namespace))
+    with pytest.raises(ValueError, match=r"a\.pt(: the file .* refused| is damaged)"):
+        load_pickle(save_pickle(tmp_path / "a.pt", content))
+    assert dict(vars(argparse.Namespace)) == before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs limits of memory")
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_nine_bytes_take_no_memory(wrapped: bool, tmp_path: Path) -> None:
+    """A pickle that announces 4 GB of text."""
+    path, content = tmp_path / "a.pt", b"\x80\x04\x8c\xff\x8e\xff\xff\xff\xff"
+    path.write_bytes(content) if not wrapped else save_pickle(path, b"\x80\x02X\xff\xff\xff\xff.")
+    code = (
+        "import resource, sys; from pathlib import Path; from seqboat.data.pickles import load_pickle\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "try: load_pickle(Path(sys.argv[1]))\n"
+        "except ValueError as error: print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 200 << 10  # kB
 
 
 def tensor_pickle(elements: int, shape: tuple[int, ...], stride: tuple[int, ...], offset: int = 0) -> bytes:
@@ -428,38 +410,29 @@ def tensor_pickle(elements: int, shape: tuple[int, ...], stride: tuple[int, ...]
 
 
 @pytest.mark.parametrize(
-    ("elements", "shape", "stride", "offset", "message"),
+    ("elements", "shape", "stride", "offset"),
     [
-        (4, (5,), (1,), 0, r"a tensor of shape \(5,\) in a storage of 4 numbers: refused"),
-        (4, (4,), (1,), 1, "in a storage of 4 numbers: refused"),
-        (4, (10**9,), (0,), 0, "in a storage of 4 numbers: refused"),
-        (4, (2, 2), (-1, 1), 0, "a tensor of shape"),
-        (4, (2**60,), (1,), 0, "a tensor of shape"),
-        (2**45, (4,), (1,), 0, r"archive/data/0 has 16 bytes, expected 140,737,488,355,328"),
-        (3, (3,), (1,), 0, r"archive/data/0 has 16 bytes, expected 12"),
+        (4, (5,), (1,), 0),
+        (4, (4,), (1,), 1),
+        (4, (10**9,), (0,), 0),
+        (4, (2, 2), (-1, 1), 0),
+        (4, (2**60,), (1,), 0),
     ],
 )
 def test_tensors_that_are_not_there(
-    elements: int, shape: tuple[int, ...], stride: tuple[int, ...], offset: int, message: str, tmp_path: Path
+    elements: int, shape: tuple[int, ...], stride: tuple[int, ...], offset: int, tmp_path: Path
 ) -> None:
     content = tensor_pickle(elements, shape, stride, offset)
     file = save_pickle(tmp_path / "a.pt", content, {"data/0": bytes(16)})
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"a\.pt( is damaged|: a tensor of shape)"):
         read_checkpoint(file)
 
 
-def test_a_whole_file_by_hand(tmp_path: Path) -> None:
-    """The writer of these tests writes what the reader accepts, and what torch reads."""
-    content = tensor_pickle(4, (2, 2), (1, 2))
-    numbers = np.arange(4, dtype="<f4").tobytes()
-    file = save_pickle(
-        tmp_path / "a.pt", content, {"data/0": numbers, "version": b"3\n", "byteorder": b"little"}
-    )
-    found = PickledFile(file)
-    assert isinstance(found.content["model"]["a"], StoredTensor)
-    assert found.tensors(found.content["model"])["a"].tolist() == [[0, 2], [1, 3]]
-    with torch.serialization.safe_globals([argparse.Namespace]):
-        assert torch.load(file, weights_only=True)["model"]["a"].tolist() == [[0, 2], [1, 3]]
+def test_files_that_unpack_to_more(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.pt", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", bytes(1 << 20))
+    with pytest.raises(ValueError, match=r"archive/data\.pkl is compressed: refused"):
+        load_pickle(tmp_path / "a.pt")
 
 
 def test_other_files(tmp_path: Path) -> None:
@@ -475,7 +448,7 @@ def test_other_files(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message):
             read_checkpoint(path)
     path.write_bytes(b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.")
-    with pytest.raises(ValueError, match=r"not a checkpoint in the zip format of PyTorch 1\.6"):
+    with pytest.raises(ValueError, match=r"is not a file of torch.save"):
         read_checkpoint(path)
     save_checkpoint(path, case, "slag_sc_raw_base")
     whole = path.read_bytes()
@@ -485,25 +458,9 @@ def test_other_files(tmp_path: Path) -> None:
             read_checkpoint(path)
     place = whole.index(case.params["classifier.0.weight"].numpy().tobytes())
     path.write_bytes(whole[:place] + b"\xff" + whole[place + 1 :])
-    with pytest.raises(ValueError, match="is damaged or truncated: Bad CRC-32"):
+    with pytest.raises(ValueError, match="is damaged"):
         read_checkpoint(path)
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data.pkl", bytes(1 << 20))
     with pytest.raises(ValueError, match="is compressed"):
         read_checkpoint(path)
-
-
-def test_nested_settings_are_bounded(tmp_path: Path) -> None:
-    deep: Any = 1
-    for _ in range(100):
-        deep = [deep]
-    wide: Any = [0]
-    for _ in range(40):
-        wide = [wide, wide]
-    model = {"a": torch.zeros(1)}
-    for value in (deep, wide):
-        torch.save({"model": model, "args": argparse.Namespace(arch="x", value=value)}, tmp_path / "a.pt")
-        with pytest.raises(
-            ValueError, match=r"the settings (are nested too deeply|hold more than 100,000 values)"
-        ):
-            read_checkpoint(tmp_path / "a.pt")

@@ -12,9 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from seqboat.cli.main import main
+from seqboat.data.fairseq import IndexedSequences, byte_symbols, label_symbols, read_dictionary
 from seqboat.data.prepare import prepare as prepare_data
-from seqboat.data.published.dictionary import byte_symbols, label_symbols, read_dictionary
-from seqboat.data.published.indexed import IndexedSequences
 from seqboat.data.store import ArrayStore
 from seqboat.run import Run
 from seqboat.tasks import enwik8

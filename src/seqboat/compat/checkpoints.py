@@ -1,7 +1,7 @@
 """Checkpoints of the published implementation, which are files of fairseq.
 
 A file holds the model's tensors (`model`) and the settings of its training (`args`, or `cfg` in later versions of
-fairseq). It is read by `data.published.pickles`, which runs nothing in it.
+fairseq). It is read by `data.pickles`, which runs nothing in it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from seqboat.core.checks import require, short
 from seqboat.data.files import replacing
-from seqboat.data.published.pickles import PickledFile, plain_settings
+from seqboat.data.pickles import load_pickle, load_tensors
 
 ARCHITECTURES = {
     "listop": "lra.listops",
@@ -66,8 +66,7 @@ class PublishedCheckpoint(NamedTuple):
 
 def read_checkpoint(path: Path) -> PublishedCheckpoint:
     """Read a checkpoint; a ValueError names the file and what is wrong with it."""
-    file = PickledFile(path)
-    content = file.content
+    content = load_pickle(path)
     require(isinstance(content, dict), f"{path} holds {type(content).__name__}, not a checkpoint")
     model = content.get("model")
     require(
@@ -78,7 +77,7 @@ def read_checkpoint(path: Path) -> PublishedCheckpoint:
     require(given is not None, f"{path} has neither 'args' nor 'cfg': it is not a checkpoint of fairseq")
     params = {
         name: value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
-        for name, value in file.tensors(model).items()
+        for name, value in load_tensors(path, model).items()
     }
     try:
         settings = plain_settings(given)
@@ -86,6 +85,19 @@ def read_checkpoint(path: Path) -> PublishedCheckpoint:
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     return PublishedCheckpoint(params, config, settings, _steps(content), notes)
+
+
+def plain_settings(value: object) -> dict[str, Any]:
+    """The settings of a checkpoint, a namespace or a dictionary with sections of both, as one dictionary."""
+    found = vars(value) if isinstance(value, argparse.Namespace) else value
+    require(isinstance(found, dict), f"the settings must be a namespace, got {type(value).__name__}")
+    assert isinstance(found, dict)
+    flat: dict[str, Any] = {}
+    # sections such as `model` and `task` first: what stands beside them is more specific
+    for section in found.values():
+        if isinstance(section, dict | argparse.Namespace):
+            flat |= section if isinstance(section, dict) else vars(section)
+    return flat | {str(n): v for n, v in found.items() if not isinstance(v, dict | argparse.Namespace)}
 
 
 def _steps(content: Mapping[str, Any]) -> int:

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from seqboat.compat.checkpoints import ARCHITECTURES, PublishedCheckpoint, read_checkpoint, write_checkpoint
 from seqboat.compat.models import backbone_config, model_from_published, model_to_published
 from seqboat.core.checks import check_choice, require
-from seqboat.data.files import write_text
-from seqboat.data.published.dictionary import (
+from seqboat.data.fairseq import (
     END,
     PAD,
     SPECIAL,
@@ -29,6 +28,7 @@ from seqboat.data.published.dictionary import (
     read_dictionary,
     write_dictionary,
 )
+from seqboat.data.files import write_text
 from seqboat.recipes import find_recipe
 from seqboat.run import Run
 from seqboat.tasks.expressions import PARENTHESES, SYMBOLS, TOKENS

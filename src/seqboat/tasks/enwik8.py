@@ -17,10 +17,8 @@ import numpy as np
 
 from seqboat.core.checks import check_positive, require
 from seqboat.data.download import RemoteFile
+from seqboat.data.fairseq import END, IndexedSequences, Translation, byte_symbols, read_dictionary
 from seqboat.data.fairseq import SPLITS as PUBLISHED_SPLITS
-from seqboat.data.fairseq import Translation
-from seqboat.data.published.dictionary import END, byte_symbols, read_dictionary
-from seqboat.data.published.indexed import IndexedSequences
 from seqboat.data.sources import Source, read_file
 from seqboat.data.store import Prepared, Skips, Staging
 from seqboat.tasks.segments import LongTextTask, check_window

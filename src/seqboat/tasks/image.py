@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from seqboat.core.checks import check_positive, require
 from seqboat.data.download import RemoteFile
-from seqboat.data.published.pixels import is_pixel_folder, read_pixels
+from seqboat.data.fairseq import is_pixel_folder, read_pixels
 from seqboat.data.sources import Source, read_file
 from seqboat.data.store import ArrayStore, Prepared, Skips, Staging
 from seqboat.tasks.stored import (

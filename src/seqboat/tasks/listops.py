@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from seqboat.console import Advance
 from seqboat.core.checks import require
 from seqboat.data import fairseq as published
+from seqboat.data.fairseq import named_symbols
 from seqboat.data.files import replacing
-from seqboat.data.published.dictionary import named_symbols
 from seqboat.data.shards import make_parts
 from seqboat.data.sources import Source
 from seqboat.data.store import Prepared, RaggedWriter, Skips, Staging

@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from seqboat.console import Advance
 from seqboat.core.checks import check_positive, require
 from seqboat.data.fairseq import SPLITS as SPLIT_NAMES
+from seqboat.data.fairseq import is_pixel_folder, read_pixels
 from seqboat.data.files import replacing
-from seqboat.data.published.pixels import is_pixel_folder, read_pixels
 from seqboat.data.shards import make_parts
 from seqboat.data.sources import Source
 from seqboat.data.store import ArrayWriter, Prepared, Skips, Staging

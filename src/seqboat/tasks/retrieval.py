@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from seqboat.core.checks import require
 from seqboat.data import fairseq as published
-from seqboat.data.published.dictionary import byte_symbols
+from seqboat.data.fairseq import byte_symbols
 from seqboat.data.sources import Source, read_file
 from seqboat.data.store import ArrayStore, Prepared, RaggedWriter, Skips, Staging
 from seqboat.data.tables import bad_text

@@ -22,7 +22,7 @@ import numpy as np
 from seqboat.core.checks import check_positive, require
 from seqboat.data import fairseq as published
 from seqboat.data.download import RemoteFile
-from seqboat.data.published.dictionary import byte_symbols
+from seqboat.data.fairseq import byte_symbols
 from seqboat.data.sources import Source, read_file
 from seqboat.data.store import Prepared, RaggedWriter, Skips, Staging
 from seqboat.data.tables import bad_text

@@ -1,1 +1,0 @@
-"""Files of the published implementations: dictionaries, binarized token sequences, pixels as text."""
