@@ -145,7 +145,7 @@ class Transformer(RecurrentMixer):
             given = bias.to(query.dtype)
             given = given if visible is None else given.masked_fill(~visible, least)
             if not query.numel():  # fused attention gives no gradient to the bias of an empty sequence
-                return value + 0 * given.sum()
+                return query + 0 * given.sum()
         return F.scaled_dot_product_attention(query, key, value, given, dropout, causal)
 
     def _close(self, x: Tensor, attended: Tensor, mask: Tensor | None) -> Tensor:
