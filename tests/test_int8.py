@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -13,17 +14,15 @@ from safetensors.torch import load_file
 
 from lm_runs import write_lm_run
 from seqboat.cli.main import main
-from seqboat.inference.int8 import (
+from seqboat.export.int8 import (
     Int8Embedding,
     Int8Linear,
-    Int8Matrix,
     float_tensors,
     is_quantized,
+    pack,
     quantize,
     quantize_rows,
 )
-from seqboat.inference.lean import lean_model
-from seqboat.inference.products import FloatProduct, make_head, make_product
 from seqboat.run import Run
 from seqboat.text.generate import SamplingConfig, generate
 from seqboat.text.scoring import score, total
@@ -82,49 +81,54 @@ def test_codes_keep_their_type(kind: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.int8, torch.float16])
-@pytest.mark.parametrize("tokens", [1, 3])
-def test_products_are_those_of_the_rounded_weights(
-    tokens: int, kind: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("shape", [(50, 34), (1, 1), (7, 616), (1296, 616)])
+def test_products_are_those_of_the_rounded_weights(shape: tuple[int, int], kind: torch.dtype) -> None:
     torch.manual_seed(1)
-    codes, scale = quantize_rows(torch.randn(50, 34), kind)
-    bias, x = torch.randn(50), torch.randn(tokens, 34)
-    layer, table = Int8Linear(codes, scale, bias), Int8Embedding(codes, scale)
-    exact = x.double() @ (codes.double() * scale.double()[:, None]).T
-    torch.testing.assert_close(layer(x).double(), exact + bias, atol=1e-5, rtol=1e-6)
-    for product, want in ((make_product(layer)[0], exact + bias), (make_head(table), exact)):
-        torch.testing.assert_close(product(x).double(), want, atol=1e-5, rtol=1e-6)
-    ids = torch.tensor([[3, 0], [49, 3]])
+    codes, scale = quantize_rows(torch.randn(shape), kind)
+    bias = torch.randn(shape[0])
+    layer, plain = Int8Linear(codes, scale, bias), Int8Linear(codes, scale, None)
+    table = Int8Embedding(codes, scale)
+    for tokens in (1, 2, 3, 4, 5, 8, 16, 17, 40):
+        x = torch.randn(tokens, shape[1])
+        exact = x.double() @ (codes.double() * scale.double()[:, None]).T
+        near = 1e-5 * float(exact.abs().max())
+        torch.testing.assert_close(layer(x).double(), exact + bias, atol=near, rtol=0)
+        torch.testing.assert_close(plain(x[None]).double(), exact[None], atol=near, rtol=0)
+        torch.testing.assert_close(table.multiply(x).double(), exact, atol=near, rtol=0)
+    ids = torch.tensor([[shape[0] - 1, 0], [0, 0]])
     torch.testing.assert_close(table(ids), layer.weight[ids])
-    # of the two ways to call the packed product, the faster one may be gone some day
-    monkeypatch.delattr(torch, "fbgemm_pack_gemm_matrix_fp16", raising=False)
-    torch.testing.assert_close(make_head(table)(x).double(), exact, atol=1e-5, rtol=1e-6)
 
 
-def test_without_packed_products_floating_point_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    codes, scale = quantize_rows(torch.randn(5, 4))
-    assert isinstance(make_product(Int8Linear(codes, scale.double(), None))[0], FloatProduct)
-    monkeypatch.setattr(Int8Matrix, "pack", lambda *parts: None)
-    layer = Int8Linear(codes, scale, None)
-    product, _ = make_product(layer)
-    assert isinstance(product, FloatProduct)
+def test_the_packed_product_follows_its_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is made again for other codes, copies have their own, and without it floating point does."""
+    layer = Int8Linear(*quantize_rows(torch.randn(5, 4)), None)
     x = torch.randn(2, 4)
-    torch.testing.assert_close(product(x), layer(x))
+    first = layer(x)
+    other = copy.deepcopy(layer)
+    other.codes.mul_(-1)
+    torch.testing.assert_close(other(x), -first)
+    torch.testing.assert_close(layer(x), first)
+    x.requires_grad_()
+    layer(x).sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, layer.weight.sum(dim=0).expand(2, 4))
+    monkeypatch.delattr(torch, "fbgemm_pack_gemm_matrix_fp16", raising=False)
+    assert pack(layer.codes) is None
+    torch.testing.assert_close(copy.deepcopy(layer)(x), first)
 
 
 def test_a_quantized_model_steps_as_it_reads(run: Path) -> None:
     model = Run(run).language_model
-    plain = model(torch.arange(40)[None]).logits.detach()
+    ids = torch.arange(40)[None]
+    plain = model(ids).logits.detach()
     quantize(model)
     assert is_quantized(model) and not any(p.requires_grad for p in model.parameters())
-    ids = torch.arange(40)[None]
     whole = model(ids).logits
     assert 0 < float((whole - plain).abs().max()) < 0.1 * float(plain.abs().max())
-    lean = lean_model(model)
-    assert lean is not None
-    lean.join(model.init_state(1))
+    state = model.init_state(1)
     for t in range(40):
-        torch.testing.assert_close(lean.step(ids[:, t]), whole[:, t], atol=1e-4, rtol=1e-4)
+        logits, state, _ = model.step(ids[:, t], state)
+        torch.testing.assert_close(logits, whole[:, t], atol=1e-4, rtol=1e-4)
 
 
 def test_the_command_writes_a_run(small: Path, run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from seqboat import BackboneConfig, Classifier, GAUConfig, LanguageModel, SeqBoatConfig
 from seqboat.core.state import map_state
-from seqboat.inference.int8 import Int8Bag, float_tensors, quantize
+from seqboat.export.int8 import Int8Bag, float_tensors, quantize
 from seqboat.models.backbone import Backbone
 from seqboat.models.ngrams import NGrams
 

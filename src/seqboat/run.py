@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from seqboat.console import printable
 from seqboat.core.checks import check_choice, naming, require
 from seqboat.data.files import read_json
-from seqboat.inference.int8 import expect_codes, quantize_tensors
+from seqboat.export.int8 import expect_codes, quantize_tensors
 from seqboat.models.heads import Classifier, LanguageModel, Matcher, Tagger
 from seqboat.models.limits import build_within
 from seqboat.tasks.outcomes import Outcomes

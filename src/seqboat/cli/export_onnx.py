@@ -89,7 +89,7 @@ def prepare(run: Run, int8: bool) -> nn.Module:
     import torch
 
     from seqboat.core.checks import require
-    from seqboat.inference.int8 import is_quantized, quantize
+    from seqboat.export.int8 import is_quantized, quantize
     from seqboat.own.targets import NumberTarget
     from seqboat.own.task import OwnTask
 
@@ -110,7 +110,7 @@ def prepare(run: Run, int8: bool) -> nn.Module:
 
 def describe(run: Run, model: Any) -> dict[str, Any]:
     """What a file says about its model."""
-    from seqboat.inference.int8 import is_quantized
+    from seqboat.export.int8 import is_quantized
     from seqboat.models.heads import LanguageModel
     from seqboat.own.targets import LabelsTarget, NumberTarget
     from seqboat.own.task import OwnTask

@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
 
     from seqboat.core.checks import require
     from seqboat.data.files import making_folder
-    from seqboat.inference.int8 import is_quantized, quantize
+    from seqboat.export.int8 import is_quantized, quantize
     from seqboat.run import Run
 
     folder = Path(options.folder)

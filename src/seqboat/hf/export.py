@@ -11,11 +11,11 @@ from transformers import GenerationConfig
 
 from seqboat.core.checks import require
 from seqboat.data.files import making_folder
+from seqboat.export.int8 import float_tensors
 from seqboat.hf.configuration import SeqBoatModelConfig
 from seqboat.hf.heads import SeqBoatForSequenceClassification, SeqBoatForTokenClassification
 from seqboat.hf.model import SeqBoatForCausalLM, SeqBoatPreTrainedModel
 from seqboat.hf.tokenizer import PAD, byte_tokenizer
-from seqboat.inference.int8 import float_tensors
 from seqboat.models.backbone import BackboneConfig, MixerConfig
 from seqboat.models.heads import Classifier, LanguageModel, Tagger
 from seqboat.own.inputs import Tokens

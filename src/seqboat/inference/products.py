@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from seqboat.inference.int8 import Int8Embedding, Int8Linear, Int8Matrix
+from seqboat.export.int8 import Int8Embedding, Int8Linear
 
 SPLIT = 1 << 16
 """Numbers of a matrix from which on several threads share it: below, starting them costs more than they save."""
@@ -90,3 +92,55 @@ def make_head(embedding: nn.Module) -> Product:
         if matrix is not None:
             return matrix
     return FloatProduct(embedding.weight)  # type: ignore[arg-type]
+
+
+class Int8Matrix:
+    """x W^T + b for a few tokens; made by `pack`.
+
+    The codes are packed as half-precision numbers, which hold int8 exactly, and widened inside the product, which
+    sums in float32: activations are not rounded. PyTorch's products of int8 weights need either activations rounded
+    to 7 bits or instructions that many processors lack; docs/performance.md compares them.
+    """
+
+    def __init__(self, product: Callable[[Tensor], Tensor], scale: Tensor, bias: Tensor | None) -> None:
+        self._product, self._scale, self._bias = product, scale, bias
+
+    @classmethod
+    def pack(cls, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Int8Matrix | None:
+        """A matrix from its codes; None where there is no such product: then floating point has to do."""
+        if codes.device.type != "cpu" or scale.dtype != torch.float32:
+            return None
+        for pack in (_pack_tensor, _pack_object):
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # deprecated: the other one serves when it is gone
+                    product = pack(codes.float())
+                    product(scale.new_zeros(1, codes.shape[1]))
+            except (AttributeError, RuntimeError, NotImplementedError, TypeError):
+                continue
+            return cls(product, scale, bias)
+        return None
+
+    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        y = self._product(x)
+        if self._bias is None:
+            return torch.mul(y, self._scale, out=out)
+        return torch.addcmul(self._bias, y, self._scale, out=out)
+
+
+def _pack_tensor(weight: Tensor) -> Callable[[Tensor], Tensor]:
+    """The product as an operator of tensors alone."""
+    packed, multiply = (
+        torch.fbgemm_pack_gemm_matrix_fp16(weight),
+        torch.fbgemm_linear_fp16_weight_fp32_activation,
+    )
+    return lambda x: multiply(x, packed, None)
+
+
+def _pack_object(weight: Tensor) -> Callable[[Tensor], Tensor]:
+    """The same product; handing its object over from Python takes longer than a small product."""
+    packed, multiply = (
+        torch.ops.quantized.linear_prepack_fp16(weight, None),
+        torch.ops.quantized.linear_dynamic_fp16,
+    )
+    return lambda x: multiply(x, packed)

@@ -248,4 +248,6 @@ class LanguageModel(nn.Module):
         return LanguageModelOutput(self._score(out.y), out.state, out.routings)
 
     def _score(self, y: Tensor) -> Tensor:
-        return F.linear(y, self.backbone.embedding.weight)
+        embedding: Any = self.backbone.embedding
+        # int8 weights have a product of their own
+        return embedding.multiply(y) if hasattr(embedding, "multiply") else F.linear(y, embedding.weight)

@@ -39,7 +39,7 @@ from torch import Tensor
 from seqboat.console import printable
 from seqboat.core.checks import require, short
 from seqboat.data.files import digest_of, flush_file, flush_folder, open_regular, write_text
-from seqboat.inference.int8 import widen
+from seqboat.export.int8 import widen
 from seqboat.plugins import MissingPlugin
 from seqboat.training.config import NEW_PARTS, RunConfig
 from seqboat.training.parallel import gather_shards, shard_like

@@ -4,19 +4,20 @@
 
 Row n of a matrix is scale[n] * codes[n], with scale[n] = max|row| / 127. Two kinds of small matrices have codes in
 half precision instead, scaled by a power of two: the embedding of tokens, which also scores the next one, and the
-linear map that every token passes in a SeqBoat layer. Most of what rounding did to the scores came from these
-(docs/language-model.md).
+linear map that every token passes in a SeqBoat layer. Most of what rounding did to the scores came from these.
 
-Only weights are rounded: whole sequences are multiplied by a matrix in floating point that is made and dropped again,
-single tokens by a packed one (`Int8Matrix`). Routers, norms, state-space kernels and biases stay as they are: they
-are small, and decisions depend on them.
+Only weights are rounded. Many tokens are multiplied by a matrix in floating point that is made and dropped again; a
+few by a packed one, whose codes are numbers in half precision, which hold int8 exactly, widened inside the product.
+(`torch._weight_int8pack_mm` needs no packing, but in float32 it is slower than a product of floats where torch has no
+fast kernel for the processor, and in bf16 it crashes for some sizes.) Routers, norms, state-space kernels and biases
+stay as they are: they are small, and decisions depend on them.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,8 @@ from seqboat.core.checks import require
 from seqboat.layers.routers import Router
 from seqboat.layers.seqboat import SeqBoat
 
+FEW = 16
+"""Up to this many tokens the packed product is used."""
 LEVELS = 127
 """Largest int8 code of a weight."""
 CODES = (torch.int8, torch.float16)
@@ -53,6 +56,19 @@ def quantize_rows(weight: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tens
     return codes.to(dtype), scale
 
 
+def pack(codes: Tensor) -> Callable[[Tensor], Tensor] | None:
+    """The product of (tokens, columns) with codes (rows, columns) in float32; None where torch has none."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated, with nothing in its place
+        try:
+            packed = torch.fbgemm_pack_gemm_matrix_fp16(codes.float())
+            multiply = torch.fbgemm_linear_fp16_weight_fp32_activation
+            multiply(codes.new_zeros(1, codes.shape[1], dtype=torch.float32), packed, None)
+        except (AttributeError, RuntimeError, NotImplementedError, TypeError):
+            return None
+    return lambda x: multiply(x, packed, None)
+
+
 class Int8Weight(nn.Module):
     """What layers with int8 weights have in common."""
 
@@ -66,6 +82,11 @@ class Int8Weight(nn.Module):
         nn.Module.__init__(self)
         self.register_buffer("codes", codes)
         self.register_buffer("scale", scale)
+        self._packed: tuple[Any, Callable[[Tensor], Tensor] | None] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies of a layer are made of: all but the packed matrix, which cannot be copied."""
+        return {**self.__dict__, "_packed": None}
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """What `to`, `float` and `cuda` call: the type of a model is that of its scales, and codes keep theirs."""
@@ -83,6 +104,19 @@ class Int8Weight(nn.Module):
         """(..., columns): some rows of the matrix, by their numbers (...)."""
         return F.embedding(places, self.codes).to(self.scale.dtype) * F.embedding(places, self.scale[:, None])
 
+    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x W^T + b."""
+        few = 0 < x.numel() <= FEW * self.codes.shape[1] and x.dtype == self.scale.dtype == torch.float32
+        if few and x.is_cpu and not (torch.compiler.is_compiling() or x.requires_grad):
+            key = self.codes.data_ptr(), self.codes._version
+            if self._packed is None or self._packed[0] != key:
+                self._packed = key, pack(self.codes)
+            product = self._packed[1]
+            if product is not None and not torch.is_autocast_enabled("cpu"):
+                y = product(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], -1)
+                return y * self.scale if bias is None else torch.addcmul(bias, y, self.scale)
+        return F.linear(x, self.weight, bias)
+
 
 class Int8Linear(Int8Weight, nn.Linear):  # type: ignore[override]
     """A linear layer with int8 weights, for inference.
@@ -99,7 +133,7 @@ class Int8Linear(Int8Weight, nn.Linear):  # type: ignore[override]
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)  # type: ignore[assignment]
 
     def forward(self, input: Tensor) -> Tensor:
-        return F.linear(input, self.weight, self.bias)
+        return self.multiply(input, self.bias)
 
 
 class Int8Embedding(Int8Weight, nn.Embedding):  # type: ignore[override]
@@ -122,12 +156,9 @@ class Int8Embedding(Int8Weight, nn.Embedding):  # type: ignore[override]
 
 
 class Int8Bag(Int8Weight, nn.EmbeddingBag):  # type: ignore[override]
-    """Sums of embeddings with int8 weights, for inference.
+    """Sums of embeddings with int8 weights, for inference; made as `Int8Embedding`."""
 
-    Args:
-        codes: (places, width).
-        scale: (places,).
-    """
+    extra_repr = Int8Embedding.extra_repr
 
     def __init__(self, codes: Tensor, scale: Tensor) -> None:
         self.take(codes, scale)
@@ -136,9 +167,6 @@ class Int8Bag(Int8Weight, nn.EmbeddingBag):  # type: ignore[override]
 
     def forward(self, input: Tensor) -> Tensor:  # type: ignore[override]
         return self.rows(input).sum(dim=-2)
-
-    def extra_repr(self) -> str:
-        return f"{self.num_embeddings}, {self.embedding_dim}"
 
 
 Quantizable = nn.Linear | nn.Embedding | nn.EmbeddingBag
@@ -237,55 +265,3 @@ def put_codes(model: nn.Module, name: str, codes: Tensor, scale: Tensor) -> None
     else:
         new = Int8Bag(codes, scale) if isinstance(old, nn.EmbeddingBag) else Int8Embedding(codes, scale)
     model.set_submodule(name, new.train(old.training))
-
-
-class Int8Matrix:
-    """x W^T + b for a few tokens; made by `pack`.
-
-    The codes are packed as half-precision numbers, which hold int8 exactly, and widened inside the product, which
-    sums in float32: activations are not rounded. PyTorch's products of int8 weights need either activations rounded
-    to 7 bits or instructions that many processors lack; docs/performance.md compares them.
-    """
-
-    def __init__(self, product: Callable[[Tensor], Tensor], scale: Tensor, bias: Tensor | None) -> None:
-        self._product, self._scale, self._bias = product, scale, bias
-
-    @classmethod
-    def pack(cls, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Int8Matrix | None:
-        """A matrix from its codes; None where there is no such product: then floating point has to do."""
-        if codes.device.type != "cpu" or scale.dtype != torch.float32:
-            return None
-        for pack in (_pack_tensor, _pack_object):
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # deprecated: the other one serves when it is gone
-                    product = pack(codes.float())
-                    product(scale.new_zeros(1, codes.shape[1]))
-            except (AttributeError, RuntimeError, NotImplementedError, TypeError):
-                continue
-            return cls(product, scale, bias)
-        return None
-
-    def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        y = self._product(x)
-        if self._bias is None:
-            return torch.mul(y, self._scale, out=out)
-        return torch.addcmul(self._bias, y, self._scale, out=out)
-
-
-def _pack_tensor(weight: Tensor) -> Callable[[Tensor], Tensor]:
-    """The product as an operator of tensors alone."""
-    packed, multiply = (
-        torch.fbgemm_pack_gemm_matrix_fp16(weight),
-        torch.fbgemm_linear_fp16_weight_fp32_activation,
-    )
-    return lambda x: multiply(x, packed, None)
-
-
-def _pack_object(weight: Tensor) -> Callable[[Tensor], Tensor]:
-    """The same product; handing its object over from Python takes longer than a small product."""
-    packed, multiply = (
-        torch.ops.quantized.linear_prepack_fp16(weight, None),
-        torch.ops.quantized.linear_dynamic_fp16,
-    )
-    return lambda x: multiply(x, packed)
