@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -139,6 +140,22 @@ def test_a_finished_run_stays_finished(straight: Path) -> None:
     outcome = train(small_run(), straight, resume=True, display=Spy())
     assert outcome == RunOutcome(0, 24, outcome.best, "the run had already finished")
     assert metrics(straight) == before
+
+
+def test_the_price_of_attention_resumes_bit_for_bit(tmp_path: Path) -> None:
+    mixer = dataclasses.replace(small_run().model.mixer, init="scaled", form="gated")  # type: ignore[type-var]
+    config = small_run(model={"mixer": mixer})
+    train(config, tmp_path / "straight", display=Spy())
+    with pytest.raises(Stop):
+        train(config, tmp_path / "run", display=Spy(), on_step=stop_after(13))
+    train(config, tmp_path / "run", resume=True, display=Spy())
+    assert same_runs(tmp_path / "straight", tmp_path / "run")
+    state = json.loads((tmp_path / "run" / "step-24" / "state.json").read_text())
+    # two micro-batches in every step
+    assert state["price"]["calls"] == 48 and state["price"]["gain"] >= 0
+    unpriced = train(small_run(), tmp_path / "paper", display=Spy())
+    assert unpriced.exit_code == 0
+    assert "price" not in json.loads((tmp_path / "paper" / "step-24" / "state.json").read_text())
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,12 @@ class AttentionPrice:
         model.register_forward_pre_hook(self._forget)
         self._set_window()
 
+    @classmethod
+    def of_gated(cls, model: nn.Module, **options: Any) -> AttentionPrice | None:
+        """The price of a model whose layers are of the gated form; None for other models."""
+        layers = (part for part in model.modules() if isinstance(part, SparseModularActivation))
+        return cls(model, **options) if any(layer.form == "gated" for layer in layers) else None
+
     def _forget(self, *_: Any) -> None:
         """A forward pass begins: what earlier ones decided is not priced any more."""
         if torch.is_grad_enabled():
@@ -125,9 +131,14 @@ class AttentionPrice:
             level = self._follow(rate.mean())
             # too little active: tokens that are left out are paid for
             return (level.clamp(min=0) * cost - level.clamp(max=0) * spare).sum().to(loss.dtype)
-        above = 0.0 if self.late and self.gain <= FREE else self.above
-        pressure = self.weight * max(0.0, self.gain - FREE) + self.early * (rate > above)
-        return (pressure * cost).sum().to(loss.dtype)
+        gained = max(0.0, self.gain - FREE)
+        above = 0.0 if self.late and not gained else self.above
+        pressure = self.weight * gained + self.early * (rate > above)
+        total = (pressure * cost).sum()
+        if not gained and not self.late:
+            # nothing is known yet: what was left out too early comes back
+            total = total + (self.early * (rate < above) * spare).sum()
+        return total.to(loss.dtype)
 
     @property
     def late(self) -> bool:
@@ -147,7 +158,7 @@ class AttentionPrice:
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(pair)
         with_it, without_it = pair.tolist()
-        if not (math.isfinite(with_it) and math.isfinite(without_it)):
+        if without_it == 0 or not (math.isfinite(with_it) and math.isfinite(without_it)):
             return
         now = max(0.0, (without_it - with_it) / max(abs(without_it), 1e-12))
         self.gain = now if self.calls == 0 else self.gain + MEMORY * (now - self.gain)

@@ -19,6 +19,7 @@ from seqboat.core.state import detach_state, map_state, tensors
 from seqboat.layers.losses import auxiliary_loss, budget_loss
 from seqboat.layers.packing import Routing
 from seqboat.layers.policy import update_budgets
+from seqboat.layers.price import AttentionPrice
 from seqboat.layers.routers import set_training_step
 from seqboat.layers.watch import watches
 from seqboat.tasks.task import Batch, Loss, Task, apply_model
@@ -101,6 +102,9 @@ class Stepper:
         self.module = model.module
         self.optimizer = build_optimizer(self.module, config.optimizer)
         self.modules = routed_modules(self.module)
+        calls = config.schedule.steps * config.training.micro_batches(world.size)
+        self.price = AttentionPrice.of_gated(self.module, deadline=max(1, calls // 3))
+        """what attention costs in the gated form"""
         for watch in watches(self.module).values():
             watch.warns = False  # the training loop reports dead routers itself
         self.carried: list[Any] = [None] * config.training.micro_batches(world.size)
@@ -137,6 +141,10 @@ class Stepper:
                     output = apply_model(self.model.run, self.task.kind, batch, carried[number])
                 loss = self.task.loss(output, batch)
                 objective = self._with_budget(loss, output.routings, batch)
+                if self.price is not None:
+                    objective = objective + self._price(
+                        self.price, loss, batch, carried[number], part.counted
+                    )
                 (objective if part.counted else 0 * objective).backward()
             if config.training.carry_state:
                 self.carried[number] = detach_state(output.state)
@@ -189,6 +197,20 @@ class Stepper:
         masks = [batch.mask] if batch.second is None else [batch.mask, batch.second_mask]
         extra = budget_loss(self.module, routings, masks)
         return loss.total if extra is None else loss.total + extra * loss.scored
+
+    def _price(self, price: AttentionPrice, loss: Loss, batch: Batch, carried: Any, counted: bool) -> Tensor:
+        """What attention costs, for every target."""
+
+        def per_target(loss: Loss) -> Tensor:
+            return loss.mean * counted
+
+        def off() -> Tensor:
+            with self._autocast():
+                return per_target(
+                    self.task.loss(apply_model(self.module, self.task.kind, batch, carried), batch)
+                )
+
+        return price(per_target(loss), off) * loss.scored
 
     def _place(self, loaded: Loaded) -> Batch:
         """A micro-batch on the device; the tokens of a stand-in are padding, so that no norm counts them."""

@@ -328,6 +328,8 @@ class Trainer:
         ck.load_model_tensors(self.module, found.tensors(ck.MODEL))
         ck.load_optimizer_tensors(self.stepper.optimizer, found.tensors(ck.OPTIM))
         self.progress = read_progress(found, self.config.schedule.steps)
+        if self.stepper.price is not None and "price" in found.state:
+            self.stepper.price.load_state_dict(found.state["price"])
         if CARRY in found.state["files"]:
             self.stepper.load_carried(found.tensors(CARRY))
         if self.world.first:
@@ -377,6 +379,8 @@ class Trainer:
             "sampler": {"epoch": step // self.plan.per_epoch, "position": step % self.plan.per_epoch},
             "rng": {"seed": self.config.seed, "step": step},
         }
+        if self.stepper.price is not None:
+            state["price"] = self.stepper.price.state_dict()
 
         def write() -> None:
             if self.lock is not None:
