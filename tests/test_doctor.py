@@ -13,8 +13,7 @@ from torch import Tensor
 
 from seqboat.cli.main import main
 from seqboat.doctor import examine, machine, operations
-from seqboat.ops import banded
-from seqboat.ops.band import Neighbors
+from seqboat.ops.attention import Neighbors, banded
 from seqboat.ops.kernels import registry
 from seqboat.ops.kernels.registry import IMPLEMENTATIONS, SEAM, Implementation, using_kernels
 
@@ -23,7 +22,7 @@ CPU = torch.device("cpu")
 
 def wrong_attention(q: Tensor, k: Tensor, v: Tensor, near: Neighbors) -> Tensor:
     """A kernel that forgets the border of the window."""
-    return banded._forward(q, k, v, near._replace(left=near.left + 1), 0.0, 0)
+    return banded(q, k, v, *near._replace(left=near.left + 1), 0.0, 0)
 
 
 def failing_attention(q: Tensor, k: Tensor, v: Tensor, near: Neighbors) -> Tensor:

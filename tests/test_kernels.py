@@ -14,9 +14,8 @@ import seqboat
 from closeness import assert_same_numbers, difference
 from seqboat.layers.gau import GAUConfig
 from seqboat.layers.seqboat import SeqBoat, SeqBoatConfig
-from seqboat.ops import banded as banded_module
-from seqboat.ops.band import Neighbors
-from seqboat.ops.banded import banded
+from seqboat.ops import attention
+from seqboat.ops.attention import Neighbors
 from seqboat.ops.kernels import registry
 from seqboat.ops.kernels.registry import Implementation
 from seqboat.ops.kernels.scan import _torch_gradients, torch_scan
@@ -37,12 +36,16 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     registry._load.cache_clear()
 
 
+def banded(q: Tensor, k: Tensor, v: Tensor, near: Neighbors) -> Tensor:
+    return attention.banded(q, k, v, *near, 0.0, 0)
+
+
 def negated(q: Tensor, k: Tensor, v: Tensor, near: Neighbors) -> Tensor:
-    return -banded_module._forward(q, k, v, near, 0.0, 0)
+    return -attention._forward(q, k, v, near, 0.0, 0)
 
 
 def doubled(grad: Tensor, out: Tensor, q: Tensor, k: Tensor, v: Tensor, near: Neighbors) -> tuple[Any, ...]:
-    return tuple(2 * part for part in banded_module._backward(grad, q, k, v, near, 0.0, 0))
+    return tuple(2 * part for part in attention._backward(near, 0.0, 0, grad, q, k, v))
 
 
 def negated_scan(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -65,7 +68,7 @@ def inputs(monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor, Tensor, Nei
     torch.manual_seed(0)
     q, k, v = (torch.randn(9, width, requires_grad=True) for width in (4, 4, 3))
     group = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1, 1])
-    return q, k, v, Neighbors(group, None, torch.randn(7, requires_grad=True), 3, 0, "softmax", 0.5)
+    return q, k, v, Neighbors(group, None, torch.randn(7, requires_grad=True), 3, 0, 5, "softmax")
 
 
 def test_torch_runs_unless_something_is_chosen(inputs: Any) -> None:

@@ -19,8 +19,7 @@ from seqboat.layers.routers import AlwaysActiveConfig, SigmoidConfig, XMoEConfig
 from seqboat.layers.seqboat import SeqBoatConfig
 from seqboat.models.backbone import BackboneConfig
 from seqboat.models.heads import Classifier, LanguageModel, Matcher, Tagger
-from seqboat.ops.band import Neighbors
-from seqboat.ops.banded import banded
+from seqboat.ops.attention import FAR, Neighbors, banded
 from seqboat.ops.scan import block_tables, scan
 from seqboat.ssm.conv import EMAConvConfig
 from seqboat.ssm.ema import EMAConfig
@@ -91,7 +90,7 @@ def check(model: nn.Module, form: str, folder: Path) -> OnnxModel:
 
 @pytest.mark.parametrize("attention", ["softmax", "relu2", "laplace"])
 @pytest.mark.parametrize("bias", ["none", "compressed", "original"])
-@pytest.mark.parametrize("left, right", [(5, 0), (3, 4)])
+@pytest.mark.parametrize("left, right", [(5, 0), (3, 4), (FAR, FAR)])
 def test_attention_in_ordinary_operators(attention: Any, bias: str, left: int, right: int) -> None:
     for counts in ([0], [1, 70, 0, 59], [64], [130]):
         group = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
@@ -99,9 +98,9 @@ def test_attention_in_ordinary_operators(attention: Any, bias: str, left: int, r
         q, k, v = (torch.randn(tokens, width, dtype=torch.float64) for width in (4, 4, 6))
         position = torch.cat([torch.arange(count) * 3 for count in counts]) if bias == "original" else None
         table = None if bias == "none" else torch.randn(2 * 9 + 1, dtype=torch.float64)
-        near = Neighbors(group, position, table, left, right, attention, 0.4)
-        found = ORDINARY["seqboat::banded"](q, k, v, *near, 0.0, 0)
-        torch.testing.assert_close(found, banded(q, k, v, near))
+        near = Neighbors(group, position, table, left, right, tokens, attention)
+        found = ORDINARY["seqboat::attend"](q, k, v, *near, 0.0, 0)
+        torch.testing.assert_close(found, banded(q, k, v, *near, 0.0, 0))
 
 
 @pytest.mark.parametrize("kind", [torch.float64, torch.complex128], ids=["real", "complex"])

@@ -125,7 +125,7 @@ def fast_rows(layer: SeqBoat, x: Tensor, mask: Tensor | None, splits: tuple[int,
             assert isinstance(gau, GAU)
             numbers |= {f"key {i}": key[: gau.d_z] for i, (_, key, _) in enumerate(held)}
             if held and held[0][1].shape[0] > gau.d_z:
-                numbers["weights"] = torch.stack([key[-1] for _, key, _ in held]) * gau.scale
+                numbers["weights"] = torch.stack([key[-1] for _, key, _ in held])
             numbers |= {f"value {i}": value for i, (_, _, value) in enumerate(held)}
             facts["positions"] = [position for position, _, _ in held]
             facts["counts"] = [int(memory.total[row]), int(state.sma.seen[row])]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from closeness import difference
 from seqboat.layers.gau import GAUConfig
-from seqboat.ops.band import Neighbors
+from seqboat.ops.attention import Neighbors
 from seqboat.ops.functions import ATTENTIONS, AttentionName
 from seqboat.ops.kernels.triton_band_launch import attention, attention_backward
 from seqboat.ops.positions import PositionsName
@@ -64,6 +64,7 @@ class Made(NamedTuple):
     position: Tensor
     config: GAUConfig
     near: Neighbors
+    scale: float
 
 
 def make(case: Case, seed: int) -> Made:
@@ -92,12 +93,12 @@ def make(case: Case, seed: int) -> Made:
         None if case.positions == "none" else tensors["table"],
         left,
         right,
+        max(tokens, 1),
         case.attention,
-        scale,
     )
     if case.positions == "none":
         del tensors["table"]
-    return Made(tensors, group, position, config, near)
+    return Made(tensors, group, position, config, near, scale)
 
 
 def reference(case: Case, made: Made, tensors: dict[str, Tensor]) -> Tensor:
@@ -123,13 +124,15 @@ def test_equals_the_reference(seed: int) -> None:
     double = {name: part.double().requires_grad_() for name, part in made.tensors.items()}
     expected = reference(case, made, double)
     q, k, v = (made.tensors[name] for name in "qkv")
+    q = made.scale * q
     out = attention(q, k, v, made.near)
     assert difference(out, expected) < TOLERANCE
     grad = torch.randn(expected.shape)
     leaves = list(double.values())
     grads = torch.autograd.grad((expected * grad).sum(), leaves, allow_unused=True)
     wanted = dict(zip(double, grads, strict=True))
-    found = attention_backward(grad, out, q, k, v, made.near)
+    dq, *others = attention_backward(grad, out, q, k, v, made.near)
+    found = made.scale * dq, *others
     for name, part in zip(("q", "k", "v", "table"), found, strict=True):
         if name in double:
             above = wanted[name]
@@ -168,7 +171,7 @@ def test_a_band_in_segments_equals_the_whole(monkeypatch: pytest.MonkeyPatch) ->
     out = attention(q, k, v, made.near)
     grad = torch.randn_like(out)
     whole = attention_backward(grad, out, q, k, v, made.near)
-    monkeypatch.setitem(triton_band_launch.SCORES_AT_ONCE, "gpu", 1)
+    monkeypatch.setattr(triton_band_launch, "SCORES", 1)
     parts = attention_backward(grad, out, q, k, v, made.near)
     for a, b in zip(whole, parts, strict=True):
         assert difference(b, a.double()) < TOLERANCE

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from seqboat.core.padding import Aligned
-from seqboat.ops.band import Neighbors
-from seqboat.ops.banded import banded
+from seqboat.ops.attention import Neighbors, banded
 from seqboat.ops.functions import ATTENTIONS
 from seqboat.ssm.diagonal import DiagonalSSM
 from seqboat.ssm.ema import EMA, EMAConfig
@@ -239,8 +238,8 @@ def _banded(fixed: Fixed) -> Call:
         table: Tensor | None = None,
         position: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
-        near = Neighbors(group, position, table, left, right, attention, scale)
-        return (banded(q, k, v, near),)
+        near = Neighbors(group, position, table, left, right, len(q), attention)
+        return (banded(q * scale, k, v, *near, 0.0, 0),)
 
     return run
 

@@ -37,7 +37,7 @@ from torch.utils import _pytree as tree
 from seqboat.core.checks import check_choice, require
 from seqboat.data.files import digest_of, read_json, write_json
 from seqboat.models.heads import LanguageModel, Matcher
-from seqboat.ops.functions import ATTENTIONS, HIDDEN
+from seqboat.ops.attention import FAR, FUNCTIONS, HIDDEN
 
 FORMAT = "seqboat 2"
 """Of the metadata."""
@@ -101,7 +101,7 @@ def _block_scan(
     return y, states[:, : (time + block - 1) // block].flatten(0, 1)
 
 
-def _banded(
+def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -110,15 +110,18 @@ def _banded(
     table: Tensor | None,
     left: int,
     right: int,
-    attention: str,
-    scale: float,
+    longest: int,
+    function: str,
     *dropout: Any,
 ) -> Tensor:
     """Groups of queries, and the keys around each, found by their indices."""
     tokens = q.shape[0]
     groups = (tokens + GROUP - 1) // GROUP + 1
     query = torch.arange(groups * GROUP).view(groups, GROUP)
-    key = torch.arange(groups)[:, None] * GROUP + torch.arange(-left, GROUP + right)
+    if max(left, right) >= FAR:  # every token, whatever its group
+        key = torch.arange(tokens + 1).expand(groups, -1)
+    else:
+        key = torch.arange(groups)[:, None] * GROUP + torch.arange(-left, GROUP + right)
 
     def at(x: Tensor, places: Tensor) -> Tensor:
         # one row more: never an empty array
@@ -128,46 +131,20 @@ def _banded(
     def minus(x: Tensor) -> Tensor:
         return at(x, key)[:, None, :] - at(x, query)[:, :, None]
 
-    step = torch.arange(-left, GROUP + right)[None] - torch.arange(GROUP)[:, None]
+    step = key[:, None, :] - query[:, :, None]
     seen = (step >= -left) & (step <= right) & ((key >= 0) & (key < tokens))[:, None, :]
-    scores = torch.bmm(at(q, query), at(k, key).transpose(1, 2)) * scale
+    scores = torch.bmm(at(q, query), at(k, key).transpose(1, 2))
     if table is not None:
         far = (table.shape[0] - 1) // 2
-        distance = step[None] if position is None else minus(position)
+        distance = step if position is None else minus(position)
         scores = scores + table[(distance + far).clamp(0, 2 * far)]
-    weights = ATTENTIONS[attention].weights(torch.where(seen & (minus(group) == 0), scores, HIDDEN))
+    weights = FUNCTIONS[function].weights(torch.where(seen & (minus(group) == 0), scores, HIDDEN))
     return torch.bmm(weights, at(v, key)).flatten(0, 1)[:tokens]
-
-
-def _dense(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    query_slot: Tensor,
-    key_slot: Tensor,
-    query_position: Tensor,
-    key_position: Tensor,
-    scale: Tensor,
-    table: Tensor | None,
-    attention: str,
-    causal: bool,
-    *dropout: Any,
-) -> Tensor:
-    scores = torch.bmm(q * scale[..., None], k.transpose(1, 2))
-    if table is not None:
-        far = (table.shape[0] - 1) // 2
-        distance = key_position[:, None, :] - query_position[:, :, None]
-        scores = scores + table[(distance + far).clamp(0, 2 * far)]
-    hidden = (key_slot < 0)[:, None, :]
-    if causal:
-        hidden = hidden | (key_slot[:, None, :] > query_slot[:, :, None])
-    return torch.bmm(ATTENTIONS[attention].weights(scores.masked_fill(hidden, HIDDEN)), v)
 
 
 ORDINARY: dict[str, Callable[..., Any]] = {
     "seqboat::block_scan": _block_scan,
-    "seqboat::banded": _banded,
-    "seqboat::dense": _dense,
+    "seqboat::attend": _attend,
 }
 """What stands in a graph for each of our operators."""
 

@@ -21,13 +21,8 @@ from seqboat.core.checks import check_choice, check_positive, check_rate
 from seqboat.core.nn import init_linear
 from seqboat.core.settings import Settings, fill_in
 from seqboat.layers.packing import Packed, PackedModule
-from seqboat.layers.spans import (
-    SPANS,
-    MemorySpan,
-    Scoring,
-    SpanName,
-    WorkingMemory,
-)
+from seqboat.layers.spans import SPANS, ChunkSpan, FullSpan, SpanName, WorkingMemory
+from seqboat.ops.attention import FAR, Seen, attend, weigh_keys
 from seqboat.ops.functions import ATTENTIONS, HIDDEN, AttentionName
 from seqboat.ops.positions import POSITIONS, PositionsName, RelativeBias
 from seqboat.ops.precision import wide_type
@@ -161,24 +156,25 @@ class GAU(PackedModule):
     def extra_repr(self) -> str:
         return f"{self.config}, causal={self.causal}"
 
-    @property
-    def takes_documents(self) -> bool:
-        return isinstance(self.span, MemorySpan)
-
     def forward(
         self, tokens: Tensor, packed: Packed, state: WorkingMemory | None = None
     ) -> tuple[Tensor, WorkingMemory | None]:
         query, key, value, gate = self.project(tokens, packed.position)
+        scale: float | Tensor = self.scale
+        if isinstance(self.span, FullSpan):
+            slot = packed.slot if state is None else packed.slot + state.total[packed.row]
+            keys = self.span.keys(slot, packed.offsets.diff()[packed.row], wide_type(query))
+            scale = self.function.scale(self.d_z, keys)
+        query = query * (scale[:, None] if isinstance(scale, Tensor) else scale)
         if packed.weight is not None:
-            query, key, value = self.weigh_keys(query, key, value, packed.weight)
-        attended = self.span.attend(query, key, value, packed, state, self._scoring())
+            query, key, value = weigh_keys(query, key, value, packed.weight, self.config.attention)
+        attended = self._attend(query, key, value, packed, state)
         y = self._drop(self.out(gate * attended))
         if not self.causal:
             return y, None
         if state is None:
             # in the type of the inputs, also where autocast makes keys and values narrower
-            batch = packed.offsets.shape[0] - 1 if packed.documents is None else packed.documents.shape[0]
-            state = self.make_state(batch, tokens.dtype, tokens.device)
+            state = self.make_state(packed.offsets.shape[0] - 1, tokens.dtype, tokens.device)
         return y, self.span.remember(key, value, packed, state)
 
     def project(self, tokens: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -187,25 +183,63 @@ class GAU(PackedModule):
         query, key = (torch.addcmul(self.beta[i], z, self.gamma[i]).to(z.dtype) for i in (0, 1))
         return *self.positions.rotate(query, key, position), value, gate
 
-    def _scoring(self) -> Scoring:
-        dropout = self.config.attention_dropout if self.training else 0.0
+    @property
+    def sides(self) -> tuple[int, int]:
+        """How many active tokens before and after itself a query sees."""
+        window = self.wide if self.wide is not None and self.training else self.window
+        reach = {"memory": window // 2, "chunk": self.window - 1, "full": FAR}[self.config.span]
+        left = window if self.causal and self.config.span == "memory" else reach
+        return left, 0 if self.causal else reach
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, packed: Packed, state: WorkingMemory | None
+    ) -> Tensor:
+        """Weighted sums of values for packed queries, which also see what a state remembers."""
+        row, position, offsets, longest = packed.row, packed.position, packed.offsets, packed.slots
+        slot: Tensor | None = None
+        groups, places = 1, None
+        if isinstance(self.span, ChunkSpan):
+            slot, groups = packed.slot, -(-longest // self.window)
+        group = row if slot is None else row * groups + slot // self.window
+        if state is not None:
+            # before the new tokens of each sequence come all places of its memory, oldest first
+            batch, size = state.keys.shape[:2]
+            held = self.span.held(state.total, size)
+            held, order = torch.where(held < state.total[:, None], held, -1).sort(dim=1)
+            sequence = torch.arange(batch, device=row.device)
+            places = torch.arange(len(row), device=row.device) + (row + 1) * size
+            old = (offsets[:-1] + sequence * size)[:, None] + torch.arange(size, device=row.device)
+            source = places.new_empty(len(row) + batch * size)
+            source[old.flatten()] = (sequence[:, None] * size + order).flatten()
+            source[places] = torch.arange(len(row), device=row.device) + batch * size
+            key, value, position = (
+                torch.cat([past.flatten(0, 1).to(new.dtype), new]).index_select(0, source)
+                for past, new in ((state.keys, key), (state.values, value), (state.positions, position))
+            )
+            query = query.new_zeros(len(source), query.shape[1]).index_copy(0, places, query)
+            # places that hold nothing are a group of their own
+            longest, groups, part = longest + size, 2, torch.where(held >= 0, 1, 0)
+            fresh = torch.ones_like(row)
+            if slot is not None:
+                first = ((state.total - size).clamp(min=0) // self.window)[:, None]
+                groups = 3 + longest // self.window
+                part = torch.where(held >= 0, held // self.window - first + 1, 0)
+                fresh = (packed.slot + state.total[row]) // self.window - first[row, 0] + 1
+            group = torch.empty_like(source)
+            group[old.flatten()] = (sequence[:, None] * groups + part).flatten()
+            group[places] = row * groups + fresh
+        if state is not None or slot is not None:
+            longest = (
+                longest if slot is None else min(longest, max(self.window, 0 if state is None else size))
+            )
+            counts = torch.zeros(groups * (offsets.shape[0] - 1), dtype=torch.int64, device=row.device)
+            offsets = F.pad(counts.index_add(0, group, torch.ones_like(group)).cumsum(0), (1, 0))
+        coordinate = self.positions.coordinate(position, None)
         table = None if self.bias is None else self.bias.table
-        wide = self.wide if self.training else None
-        return Scoring(self.config.attention, self.positions, table, self.scale, dropout, self.d_z, wide)
-
-    def weigh_keys(
-        self, query: Tensor, key: Tensor, value: Tensor, weight: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values where a key counts by its weight (tokens,) for whoever sees it.
-
-        Softmax: log(weight) on the scores, as one more column of queries and keys. Functions that weigh each key by
-        itself: the weight on its value.
-        """
-        if self.config.attention != "softmax":
-            return query, key, value * weight[:, None].to(value.dtype)
-        score = weight.clamp(min=SMALLEST).log() / self.scale
-        ones = query.new_ones(len(query), 1)
-        return torch.cat([query, ones], 1), torch.cat([key, score[:, None].to(key.dtype)], 1), value
+        seen = Seen(group, offsets, longest, *self.sides, table, coordinate)
+        dropout = self.config.attention_dropout if self.training else 0.0
+        attended = attend(query, key, value, seen, self.config.attention, dropout)
+        return attended if places is None else attended.index_select(0, places)
 
     def _drop(self, y: Tensor) -> Tensor:
         return F.dropout(y, self.dropout, self.training) if self.dropout else y
@@ -224,15 +258,15 @@ class GAU(PackedModule):
         weight: Tensor | None = None,
     ) -> tuple[Tensor, WorkingMemory]:
         query, key, value, gate = self.project(tokens, position)
-        if weight is not None:
-            query, key, value = self.weigh_keys(query, key, value, weight)
         everyone = rows.shape[0] == state.total.shape[0]
         past = state if everyone else WorkingMemory(*(part.index_select(0, rows) for part in state))
         slot, places = past.total, past.keys.shape[1]
-        key, value = key.to(past.keys.dtype), value.to(past.values.dtype)
         wide = wide_type(query)
         scale = self.function.scale(self.d_z, self.span.keys(slot, 1, wide))
         query = query.to(wide) * (scale[:, None] if isinstance(scale, Tensor) else scale)
+        if weight is not None:
+            query, key, value = weigh_keys(query, key, value, weight, self.config.attention)
+        key, value = key.to(past.keys.dtype), value.to(past.values.dtype)
         scores = torch.bmm(past.keys.to(wide), query[:, :, None])[:, :, 0]
         own = (query * key.to(wide)).sum(dim=-1, keepdim=True)
         if self.bias is not None:

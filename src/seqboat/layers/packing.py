@@ -148,9 +148,8 @@ def pack(active: Tensor, seen: Tensor | None = None, documents: Documents | None
     """
     time, listed = active.shape[1], active.reshape(-1)
     per_row = active.sum(dim=1) if documents is None else documents.sums(listed)
-    longest = None
+    longest = time
     if hasattr(active, "stands_for"):
-        # a tensor without content: as long as can be
         index, longest = listed.nonzero(), time
     elif torch.compiler.is_compiling() or not active.numel() or not per_row.numel():
         index = listed.nonzero()

@@ -20,12 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqboat.layers.packing import Packed
-from seqboat.ops.band import Neighbors
-from seqboat.ops.banded import banded
-from seqboat.ops.dense import dense
-from seqboat.ops.functions import ATTENTIONS, AttentionName
-from seqboat.ops.positions import Positions
-from seqboat.ops.precision import wide_type
 
 
 class WorkingMemory(NamedTuple):
@@ -39,22 +33,6 @@ class WorkingMemory(NamedTuple):
     """(batch, places), in the original sequence"""
     total: Tensor
     """(batch,): tokens activated so far"""
-
-
-class Scoring(NamedTuple):
-    """How a unit turns products of queries and keys into weights."""
-
-    attention: AttentionName
-    positions: Positions
-    table: Tensor | None
-    """biases per distance"""
-    scale: float
-    """of the products, where the window bounds the number of keys"""
-    dropout: float = 0.0
-    width: int | None = None
-    """of queries and keys without the column of weights"""
-    wide: int | None = None
-    """another window, for whole sequences"""
 
 
 class Span(ABC):
@@ -81,18 +59,6 @@ class Span(ABC):
     @abstractmethod
     def visible(self, slot: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """First slot that queries at these slots see, and the one behind the last, among `count` tokens."""
-
-    @abstractmethod
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        packed: Packed,
-        state: WorkingMemory | None,
-        scoring: Scoring,
-    ) -> Tensor:
-        """Weighted sums of values (tokens, d_v) for packed queries, which also see what a state remembers."""
 
     def keys(self, slot: Tensor, count: int | Tensor, dtype: torch.dtype) -> float | Tensor:
         """The number of keys that scores are scaled by, of queries at these slots among `count` tokens."""
@@ -143,10 +109,6 @@ class Span(ABC):
     def remember(self, key: Tensor, value: Tensor, packed: Packed, state: WorkingMemory) -> WorkingMemory:
         """The memory after all packed tokens."""
         begin, count = packed.offsets[:-1], packed.offsets.diff()
-        if packed.documents is not None:
-            # of each sequence, what its last document leaves
-            begin, count = begin[packed.documents.last], count[packed.documents.last]
-            state = packed.documents.still(state)
         total = state.total + count
         # what an empty memory must hold is known from packing
         most = packed.longest if self.places == 0 and state.keys.shape[1] == 0 else None
@@ -217,148 +179,8 @@ class MemorySpan(Span):
     def visible(self, slot: Tensor, count: int) -> tuple[Tensor, Tensor]:
         return (slot - self.left).clamp(min=0), (slot + self.right + 1).clamp(max=count)
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        packed: Packed,
-        state: WorkingMemory | None,
-        scoring: Scoring,
-    ) -> Tensor:
-        group, position, places = packed.row, packed.position, None
-        if state is not None:
-            # before the new tokens of each sequence come all places of its memory, oldest first
-            places, group, source = self._places_with_memory(packed, state)
-            old = self._oldest_first(state)
-            query = torch.cat([old.keys.new_zeros(old.keys.shape), query.to(old.keys.dtype)])
-            key = torch.cat([old.keys, key.to(old.keys.dtype)]).index_select(0, source)
-            query = query.index_select(0, source)
-            value = torch.cat([old.values, value.to(old.values.dtype)]).index_select(0, source)
-            position = torch.cat([old.positions, position]).index_select(0, source)
-        longest = packed.longest if state is None else None
-        near = self.neighbors(group, position, scoring, longest)
-        attended = banded(query, key, value, near, scoring.dropout)
-        return attended if places is None else attended.index_select(0, places)
 
-    def neighbors(
-        self, group: Tensor, position: Tensor, scoring: Scoring, longest: int | None = None
-    ) -> Neighbors:
-        """What each token of a packed array sees, given its sequence and its position.
-
-        Args:
-            group: (tokens,), their sequences.
-            position: (tokens,), their positions.
-            scoring: how they attend.
-            longest: tokens of the longest sequence, if known: nothing lies further away.
-        """
-        attention, positions, table, scale = scoring[:4]
-        coordinate = positions.coordinate(position, None)
-        left, right = self.left, self.right
-        if scoring.wide is not None and longest is not None:
-            left, right = scoring.wide // (1 if self.causal else 2), 0 if self.causal else scoring.wide // 2
-        if longest is not None:
-            left, right = (min(side, max(longest - 1, 1)) if side else 0 for side in (left, right))
-        return Neighbors(group, coordinate, table, left, right, attention, scale)
-
-    def _oldest_first(self, state: WorkingMemory) -> WorkingMemory:
-        """The memory with its oldest tokens first, sequence after sequence."""
-        age = torch.arange(self.window, device=state.total.device)
-        order = (state.total[:, None] + age) % self.window
-        wide = order[..., None]
-        return WorkingMemory(
-            state.keys.gather(1, wide.expand_as(state.keys)).flatten(0, 1),
-            state.values.gather(1, wide.expand_as(state.values)).flatten(0, 1),
-            state.positions.gather(1, order).flatten(),
-            state.total,
-        )
-
-    def _places_with_memory(self, packed: Packed, state: WorkingMemory) -> tuple[Tensor, Tensor, Tensor]:
-        """Where tokens and memories go in the joined array, the group of each place, and its source."""
-        device, window = packed.flat.device, self.window
-        batch, tokens = state.total.shape[0], packed.flat.shape[0]
-        sequence = owner = torch.arange(batch, device=device)
-        memories = packed.row + 1
-        if packed.documents is not None:
-            # memories belong to the first document of their sequence
-            owner = packed.documents.first
-            memories = torch.bucketize(packed.row, owner, right=True)
-        fresh = torch.arange(tokens, device=device) + memories * window
-        age = torch.arange(window, device=device)
-        old = (packed.offsets[owner] + sequence * window)[:, None] + age
-        filled = window - state.total[:, None].clamp(max=window) <= age
-        group = packed.row.new_empty(tokens + batch * window)
-        group[fresh] = packed.row
-        group[old.flatten()] = torch.where(filled, owner[:, None], -1).flatten()
-        source = torch.empty_like(group)
-        source[torch.cat([old.flatten(), fresh])] = torch.arange(len(group), device=device)
-        return fresh, group, source
-
-
-class PaddedSpan(Span):
-    """A span that is computed on sequences padded to the longest, cut into groups of equal width."""
-
-    @abstractmethod
-    def begun(self, total: Tensor) -> Tensor:
-        """How many of `total` tokens the next one still sees: the columns before it."""
-
-    @abstractmethod
-    def grid(self, columns: int) -> tuple[int, int]:
-        """How many groups hold this many columns, and their width."""
-
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        packed: Packed,
-        state: WorkingMemory | None,
-        scoring: Scoring,
-    ) -> Tensor:
-        batch = packed.offsets.shape[0] - 1
-        counts = packed.offsets.diff()
-        kept = self.begun(counts.new_zeros(batch) if state is None else state.total)
-        # without a past, packing the tokens told how long the longest sequence is
-        longest = packed.slots if state is None or not batch else int((kept + counts).max())
-        groups, width = self.grid(longest)
-        columns = groups * width
-        place = packed.row * columns + kept[packed.row] + packed.slot
-
-        def lay_out(fresh: Tensor, old: Tensor | None) -> Tensor:
-            grid = fresh.new_zeros(batch, columns, *fresh.shape[1:])
-            if old is not None:
-                size = min(old.shape[1], columns)
-                inside = torch.arange(size, device=fresh.device) < kept[:, None]
-                inside = inside.view(batch, size, *(1,) * (fresh.dim() - 1))
-                head = torch.where(inside, old[:, :size].to(fresh.dtype), grid.new_zeros(()))
-                grid = torch.cat([head, grid[:, size:]], dim=1)
-            flat = grid.flatten(0, 1).index_copy(0, place, fresh)
-            return flat.view(batch * groups, width, *fresh.shape[1:])
-
-        slots = torch.arange(columns, device=place.device).expand(batch, -1)
-        real = slots < (kept + counts)[:, None]
-        slot = slots.reshape(batch * groups, width)
-        position = lay_out(packed.position, None if state is None else state.positions)
-        coordinate = scoring.positions.coordinate(position, slot)
-        keys = self.keys(slot, counts[:, None], wide_type(query))
-        attended = dense(
-            lay_out(query, None),
-            lay_out(key, None if state is None else state.keys),
-            lay_out(value, None if state is None else state.values),
-            query_slot=slot,
-            key_slot=torch.where(real.reshape(slot.shape), slot, -1),
-            query_position=coordinate,
-            key_position=coordinate,
-            scale=ATTENTIONS[scoring.attention].scale(scoring.width or query.shape[1], keys),
-            table=scoring.table,
-            attention=scoring.attention,
-            causal=self.causal,
-            dropout=scoring.dropout,
-        )
-        return attended.flatten(0, 1).index_select(0, place)
-
-
-class FullSpan(PaddedSpan):
+class FullSpan(Span):
     """All active tokens. The memory of a causal unit grows with them."""
 
     reach = None
@@ -374,9 +196,6 @@ class FullSpan(PaddedSpan):
 
     def begun(self, total: Tensor) -> Tensor:
         return total
-
-    def grid(self, columns: int) -> tuple[int, int]:
-        return 1, columns
 
     def remembered(self, count: int) -> int:
         return count
@@ -397,7 +216,7 @@ class FullSpan(PaddedSpan):
         return WorkingMemory(keys, values, F.pad(state.positions, (0, missing)), state.total)
 
 
-class ChunkSpan(PaddedSpan):
+class ChunkSpan(Span):
     """Chunks of `window` active tokens. The memory holds the current one."""
 
     @property
@@ -412,9 +231,6 @@ class ChunkSpan(PaddedSpan):
 
     def begun(self, total: Tensor) -> Tensor:
         return total % self.window
-
-    def grid(self, columns: int) -> tuple[int, int]:
-        return -(-columns // self.window), self.window
 
     def remembered(self, count: int) -> int:
         return (count - 1) % self.window + 1 if count else 0

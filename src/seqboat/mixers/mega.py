@@ -29,7 +29,7 @@ from seqboat.core.nn import NORMS, FeedForward, Norm, NormName, init_linear, mak
 from seqboat.core.padding import Aligned, zero_padding
 from seqboat.core.settings import Settings, fill_in
 from seqboat.mixers.cache import Cache, append, extend, make_cache, seen_by_step
-from seqboat.ops.dense import dense
+from seqboat.ops.attention import attend_groups
 from seqboat.ops.functions import ATTENTIONS, HIDDEN, AttentionName
 from seqboat.ops.positions import RelativeBias, RotaryBias
 from seqboat.ops.precision import wide_type
@@ -264,18 +264,16 @@ class Mega(RecurrentMixer):
         real = (slot < total[:, None]).reshape(-1, width)
         slot = slot.reshape(-1, width)
         keys = slot % width + 1 if self.causal else real.sum(dim=1, keepdim=True).clamp(min=1)
-        attended = dense(
-            split(query),
+        scale = self.function.scale(self.d_z, keys.to(wide_type(query)))
+        query = split(query) * (scale[..., None] if isinstance(scale, Tensor) else scale)
+        attended = attend_groups(
+            query,
             split(key),
             split(value),
-            query_slot=slot,
-            key_slot=torch.where(real, slot, -1),
-            query_position=slot,
-            key_position=slot,
-            scale=self.function.scale(self.d_z, keys.to(wide_type(query))),
-            table=self.bias.table,
-            attention=self.config.attention,
-            causal=self.causal,
+            real.sum(dim=1),
+            (width, 0 if self.causal else width),
+            self.config.attention,
+            self.bias.table,
             dropout=self.config.attention_dropout if self.training else 0.0,
         )
         return attended.view(batch, groups * width, self.d_v)[:, :slots]

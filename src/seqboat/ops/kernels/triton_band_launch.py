@@ -8,12 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from seqboat.ops.band import SCORES_AT_ONCE, Neighbors
+from seqboat.ops.attention import Neighbors
 from seqboat.ops.kernels import triton_band as kernels
 from seqboat.ops.kernels.registry import interprets
 from seqboat.ops.kernels.tuning import is_recording, launch, power, scratch
 
 FUNCTIONS = {"softmax": 0, "relu2": 1, "laplace": 2}
+
+SCORES = 1 << 26
+"""Scores held at a time: 256 MB; the speed of other numbers has not been measured."""
 
 ROWS = 64
 """Queries per program of the kernels that sum over queries for the bias table."""
@@ -27,8 +30,10 @@ class _Plan:
         if dtype == torch.bfloat16 and interprets() and not is_recording():
             dtype = torch.float32  # the interpreter multiplies no bfloat16
         self.q, self.k, self.v = (_by_rows(part.to(dtype)) for part in (q, k, v))
-        self.near, self.dtype = near, dtype
         self.tokens, self.d_z = q.shape
+        nearest = max(min(near.longest, self.tokens) - 1, 1)
+        near = near._replace(left=min(near.left, nearest), right=min(near.right, nearest))
+        self.near, self.dtype = near, dtype
         self.d_v = v.shape[1]
         self.group = near.group.contiguous()
         self.position = None if near.position is None or near.table is None else near.position.contiguous()
@@ -37,11 +42,11 @@ class _Plan:
         self.window = near.left + near.right + 1
         self.numbers = (
             self.tokens, self.d_z, self.d_v, self.q.stride(0), self.k.stride(0), self.v.stride(0),
-            near.left, near.right, near.scale, self.furthest,
+            near.left, near.right, 1.0, self.furthest,
         )  # fmt: skip
         self.precision = precision(self.q)
         self.sizes = {
-            "FUNCTION": FUNCTIONS[near.attention],
+            "FUNCTION": FUNCTIONS[near.function],
             "HAS_TABLE": self.table is not None,
             "HAS_POSITION": self.position is not None,
             "PRECISION": self.precision,
@@ -68,7 +73,7 @@ def attention_backward(
     plan = _Plan(q, k, v, near)
     grad, out = (part.to(plan.dtype).contiguous() for part in (grad, out))
     dq = scratch(plan.q, plan.tokens, plan.d_z, dtype=plan.dtype)
-    rows = max(ROWS, SCORES_AT_ONCE["gpu"] // plan.window // ROWS * ROWS)
+    rows = max(ROWS, SCORES // plan.window // ROWS * ROWS)
     segments = [(begin, min(begin + rows, plan.tokens)) for begin in range(0, plan.tokens, rows)]
     several = len(segments) != 1
     # segments have keys in common, so their gradients are added up in float32
@@ -89,8 +94,8 @@ def attention_backward(
             grad, out, plan.q, plan.k, plan.v, plan.group, plan.position, plan.table, dq, weights, scores,
             begin, end, *plan.numbers, **plan.sizes,
         )  # fmt: skip
-        for band, source, result, scale in ((scores, plan.q, dk, near.scale), (weights, grad, dv, 1.0)):
-            _by_key(plan, band, source, result, begin, end, scale, several)
+        for band, source, result in ((scores, plan.q, dk), (weights, grad, dv)):
+            _by_key(plan, band, source, result, begin, end, several)
         if plan.table is not None:
             dtable = _add_table(plan, scores, begin, end, dtable)
     types = q.dtype, k.dtype, v.dtype, torch.float32 if near.table is None else near.table.dtype
@@ -102,14 +107,14 @@ def _programs(name: str, count: int, sizes: dict[str, int]) -> tuple[int, ...]:
 
 
 def _by_key(
-    plan: _Plan, band: Tensor, source: Tensor, result: Tensor, begin: int, end: int, scale: float, add: bool
+    plan: _Plan, band: Tensor, source: Tensor, result: Tensor, begin: int, end: int, add: bool
 ) -> None:
     near, width = plan.near, source.shape[1]
     first, last = max(begin - near.left, 0), min(end + near.right, plan.tokens)
     launch(
         kernels.products_by_key,
         lambda sizes: (-(-(last - first) // sizes["KEYS"]), -(-width // sizes["VALUES"])),
-        band, source, result, begin, end, first, last, width, source.stride(0), near.left, near.right, scale,
+        band, source, result, begin, end, first, last, width, source.stride(0), near.left, near.right, 1.0,
         ADD=add, PRECISION=plan.precision,
     )  # fmt: skip
 
