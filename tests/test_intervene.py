@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lm_runs import write_lm_run, write_run
-from seqboat.analysis.interventions import THRESHOLDS, intervene, standard_error
+from seqboat.analysis.interventions import THRESHOLDS, Contribution, contribution, intervene, standard_error
 from seqboat.cli.main import main
 from seqboat.layers.policy import override_activation
 from seqboat.run import Run
@@ -27,6 +27,28 @@ from small_runs import ToyConfig, register, small_run
 def toy(folder: Path, **task: Any) -> Path:
     register()
     return write_run(folder / "run", small_run(ToyConfig(**task)), noise=0.3)
+
+
+def test_what_attention_contributes(tmp_path: Path) -> None:
+    run = Run(toy(tmp_path))
+    task = run.config.build_task()
+    found = contribution(run.model, task, batch_size=16, limit=20)
+    assert found is not None and found.metric == "accuracy"
+    tried, _, _ = intervene(run.path, "val", 20, thresholds=())
+    by_name = {outcome.setting.name: outcome for outcome in tried}
+    assert found.score == by_name["as it is"].metrics["accuracy"]
+    assert found.without == by_name["all off"].metrics["accuracy"]
+    assert found.error == by_name["all off"].change_error
+    assert found.rate == by_name["as it is"].rate
+
+
+def test_what_attention_contributes_is_one_line() -> None:
+    gained = Contribution(0.021, 0.95, 0.736, 0.0097, "accuracy")
+    assert str(gained) == "attention: 2.1 % of tokens; without it -21.4 +- 1.9 points" and not gained.idle
+    idle = Contribution(1.0, 0.95, 0.948, 0.01, "accuracy")
+    assert str(idle).endswith("; nothing shows that attention matters here")
+    bits = Contribution(0.5, 2.5, 2.75, None, "bits")
+    assert str(bits).startswith("attention: 50 % of tokens; without it +0.250 bits") and bits.interval is None
 
 
 def test_every_setting_is_what_was_forced(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from seqboat.analysis.traces import Site, sites
 from seqboat.core.checks import require
@@ -214,6 +214,102 @@ def intervene(
         if progress is not None:
             progress(outcomes[-1], done, len(settings))
     return outcomes, task.metric, examples
+
+
+# what attention contributed, in one line
+
+
+class Contribution(NamedTuple):
+    """What attention contributes to the score of a model: on against off, on the same examples."""
+
+    rate: float
+    """mean rate of activation of the layers that have a router"""
+    score: float
+    """of the model as it is"""
+    without: float
+    """with no token attending"""
+    error: float | None
+    """standard error of their difference over the examples, which both scored; None if unknown"""
+    metric: str
+
+    @property
+    def change(self) -> float:
+        """What turning attention off does to the score."""
+        return self.without - self.score
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The 95 % interval of the change."""
+        return (
+            None if self.error is None else (self.change - 1.96 * self.error, self.change + 1.96 * self.error)
+        )
+
+    @property
+    def idle(self) -> bool:
+        """Whether tokens attend and nothing shows that it matters."""
+        return self.rate > 0.1 and (self.interval is None or self.interval[0] <= 0 <= self.interval[1])
+
+    def __str__(self) -> str:
+        share = self.metric in FRACTIONS
+        scale, unit = (100.0, "points") if share else (1.0, self.metric)
+        around = "" if self.error is None else f" +- {1.96 * scale * self.error:.{1 if share else 3}f}"
+        line = f"attention: {100 * self.rate:.{0 if self.rate >= 0.1 else 1}f} % of tokens"
+        line += f"; without it {scale * self.change:+.{1 if share else 3}f}{around} {unit}"
+        return f"{line}; nothing shows that attention matters here" if self.idle else line
+
+
+FRACTIONS = ("accuracy", "f1", "balanced_accuracy", "auroc")
+"""Metrics that are told in points."""
+
+
+def contribution(
+    model: nn.Module,
+    task: Task,
+    split: Split = "val",
+    *,
+    batch_size: int,
+    limit: int | None = None,
+    carry_state: bool = False,
+    device: torch.device | None = None,
+) -> Contribution | None:
+    """What attention contributes to the score of a model; None if no layer has a router.
+
+    Args:
+        model: in eval mode or not; its mode is kept.
+        task: scores.
+        split: of the task.
+        batch_size: examples per batch.
+        limit: maximum number of examples, a fixed random sample.
+        carry_state: as the run was trained.
+        device: where to compute; the model's by default.
+    """
+    found = sites(model)
+    if not any(site is not None for site in found):
+        return None
+    world = World(0, 1, device or next(model.parameters()).device)
+    modules = [None if site is None else site.column for site in found]
+    results, values = [], []
+    for forced in (None, False):
+        scores = ExampleScores(task)
+        with decided(found, Intervention("", (forced,) * len(found))):
+            results.append(
+                evaluate(
+                    model,
+                    task,
+                    split,
+                    world,
+                    batch_size=batch_size,
+                    limit=limit,
+                    carry_state=carry_state,
+                    modules=modules,
+                    observe=scores.add,
+                )
+            )
+        values.append(scores.without_each(task.metric))
+    rates = [rate for rate in results[0].activation if rate is not None]
+    on, off = (result.metrics[task.metric] for result in results)
+    rate = sum(rates) / max(len(rates), 1)
+    return Contribution(rate, on, off, standard_error(values[1] - values[0]), task.metric)
 
 
 # the picture
