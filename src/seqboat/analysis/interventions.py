@@ -247,7 +247,7 @@ class Contribution(NamedTuple):
     @property
     def idle(self) -> bool:
         """Whether tokens attend and nothing shows that it matters."""
-        return self.rate > 0.1 and (self.interval is None or self.interval[0] <= 0 <= self.interval[1])
+        return self.rate > 0.1 and self.interval is not None and self.interval[0] <= 0 <= self.interval[1]
 
     def __str__(self) -> str:
         share = self.metric in FRACTIONS
