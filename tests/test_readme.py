@@ -58,7 +58,7 @@ def make_listops_run(folder: Path) -> None:
 
 
 def make_exported_model(folder: Path) -> None:
-    """The folder that docs/huggingface.md loads."""
+    """The folder that docs/transformers.md loads."""
     from seqboat.hf.export import export_run
 
     export_run(write_lm_run(folder / "lm"), folder / "exported")
@@ -66,7 +66,7 @@ def make_exported_model(folder: Path) -> None:
 
 NEEDED: dict[str, Callable[[Path], None]] = {
     "analysis.md": make_listops_run,
-    "huggingface.md": make_exported_model,
+    "transformers.md": make_exported_model,
 }
 """What must be there before the blocks of a document can run."""
 ELSEWHERE = {

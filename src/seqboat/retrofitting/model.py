@@ -1,19 +1,17 @@
 """Sparse activation for an existing model: selected modules run only on the tokens that a router picks.
 
 The paper names this as the next step for its mechanism (section 6). `retrofit` changes a model in place: attention
-and feed-forward blocks of a decoder or encoder of transformers, or any modules of any model, keep their class, name
-and weights; each gets a router as a child module, `sparse`, and its `forward` goes through it. At first every token
-is active and the outputs are unchanged, bit for bit. Then the budget is lowered (`Retrofit.set_rate`) while the model
-is fine-tuned.
+and feed-forward blocks of an encoder of transformers, or token-wise modules of any model, keep their class, name and
+weights; each gets a router as a child module, `sparse`, and its `forward` goes through it. At first every token is
+active and the outputs are unchanged. Then the budget is lowered (`Retrofit.set_rate`) while the model is fine-tuned.
 
 - The output of an active token is not scaled: the output of a trained module keeps its size. The gradient reaches the
   router as if the output had been scaled by the probability (a straight-through estimate of the paper's confidence).
 - A token is active if its probability is at least the module's threshold. In training the threshold is a quantile of
   the batch, so that every batch meets the budget; in evaluation it is the running average of these quantiles, so
   that a decision depends on the token alone.
-- Token-wise modules get the active tokens of the batch as one packed array. Modules that read a sequence get the
-  active tokens of each sequence moved to the front, with their original positions and mask; in cached generation
-  inactive tokens leave no keys and values (`sparse_cache`).
+- Token-wise modules get the active tokens of the batch as one packed array, attention those of each sequence moved to
+  the front, with their positions and mask. Causal attention is refused: its cache keeps every token.
 - In BERT's layout a block is two modules: the second takes the output of the first and the block's input, and ends
   with the residual connection and its norm. Selecting the first makes both sparse; inactive tokens get only the norm.
 """
@@ -33,17 +31,16 @@ from torch import Tensor, nn
 from seqboat.core.checks import check_choice, check_positive, require
 from seqboat.core.settings import Settings
 from seqboat.data.files import read_json, replacing, write_json
-from seqboat.layers.budget import Steering
 from seqboat.layers.packing import Routing
 from seqboat.layers.routers import RouterConfig, SigmoidConfig
 from seqboat.models.limits import build_within
-from seqboat.retrofitting.fitting import Substitute, fit_skipped, hidden_width
-from seqboat.retrofitting.unit import Call, Kind, SparseUnit
+from seqboat.retrofitting.fitting import Substitute, fit_skipped
+from seqboat.retrofitting.unit import Call, Kind, SparseUnit, Steering
 from seqboat.training.settings_io import part_from_dict, to_dict
 
 CHILD = "sparse"
 """Name of the child module that holds a module's router."""
-FORMAT = 1
+FORMAT = 2
 """Version of the saved files; others are rejected."""
 _PARTS: dict[str, tuple[Kind, tuple[str, ...]]] = {
     "attention": ("sequence", ("self_attn", "attn", "attention.self", "attention", "self_attention")),
@@ -102,7 +99,6 @@ class Retrofit:
         router: the configuration of every router.
         budget: how the rate is kept.
         skipped: what inactive tokens get.
-        neurons: hidden neurons beside the linear map that they get.
 
     >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     >>> sparse = retrofit(model, {"1": "tokens"}, d_model=8)
@@ -118,35 +114,22 @@ class Retrofit:
         router: RouterConfig,
         budget: Steering,
         skipped: Skipped = "nothing",
-        neurons: int = 0,
     ) -> None:
         self.model = model
         self.kinds = dict(kinds)
         self.d_model, self.router, self.budget = d_model, router, budget
         self.skipped: Skipped = skipped
-        self.neurons = neurons
         self.units: dict[str, SparseUnit] = {}
         """by the name of the module"""
         self._frozen: list[nn.Parameter] = []
         self._call = Call()
         self._call.units = max(len(self.kinds), 1)
-        own = {
-            name: 0 if kind == "sequence" else hidden_width(model.get_submodule(name), d_model)
-            for name, kind in self.kinds.items()
-        }
-        most = max(own.values(), default=0)
-        require(
-            neurons <= most,
-            f"neurons must be at most {most}, as many as a selected module has, got {neurons}",
-        )
         for name, kind in self.kinds.items():
             owner = model.get_submodule(name)
             weight = next(owner.parameters(), torch.empty(()))
             second = second_half(model, name)
             routed = router.build(d_model).to(weight.device)
-            cheap = (
-                Substitute(d_model, min(neurons, own[name]), weight.dtype) if skipped == "linear" else None
-            )
+            cheap = Substitute(d_model, weight.dtype) if skipped == "linear" else None
             unit = SparseUnit(owner, kind, routed, budget, self._call, second, cheap)
             unit.to(weight.device).train(owner.training)
             owner.add_module(CHILD, unit)
@@ -176,7 +159,7 @@ class Retrofit:
         tokens = given.get("inputs_embeds") if tokens is None else tokens
         self._call.mask = None
         if isinstance(mask, Tensor) and mask.dim() == 2 and isinstance(tokens, Tensor):
-            # in cached generation the mask covers the past too
+            # a decoder's mask covers what its cache holds too
             mask = mask[:, mask.shape[1] - tokens.shape[1] :].bool()
             self._call.real_count = int(mask.sum())
             self._call.mask = mask if self._call.real_count < mask.numel() else None
@@ -299,7 +282,6 @@ class Retrofit:
             "router": to_dict(self.router, RouterConfig),
             "budget": self.budget,
             "skipped": self.skipped,
-            "neurons": self.neurons,
         }
         with replacing(folder / "retrofit.safetensors") as stage:
             save_file(tensors, stage)
@@ -329,7 +311,6 @@ def retrofit(
     router: RouterConfig | None = None,
     budget: Steering = "controller",
     skipped: Skipped = "nothing",
-    neurons: int = 0,
 ) -> Retrofit:
     """Make selected modules of a model sparse, in place. At first all tokens are active, and nothing changes.
 
@@ -341,24 +322,20 @@ def retrofit(
     dict_keys(['1'])
 
     Args:
-        model: a decoder or encoder of transformers, or any module.
+        model: an encoder of transformers, or any module with token-wise ones.
         select: parts of its layers: "attention", "mlp", or "block" for whole layers. Or a mapping from patterns of
-            module names to how to run them: {"model.layers.[13].mlp": "tokens"}. "tokens" is for token-wise
-            modules, "sequence" for attention and causal modules of (batch, time, dim), "block" for such modules with
-            a residual connection inside, so that skipped tokens pass unchanged.
+            module names to how to run them: {"encoder.layer.[13].mlp": "tokens"}. "tokens" is for token-wise
+            modules, "sequence" for bidirectional attention, "block" for such modules with a residual connection
+            inside, so that skipped tokens pass unchanged.
         d_model: width of the tokens; by default what the model's configuration says.
         router: the router's configuration; one logit per token by default.
         budget: how the rate is kept: "controller" moves the thresholds during training; for "loss", add
             `Retrofit.loss` to your loss.
         skipped: what inactive tokens get: nothing is added to them ("nothing"), or a linear map of the token, which
             `Retrofit.fit` sets and training changes ("linear").
-        neurons: hidden neurons that the linear map gets besides, at most as many as the module has (attention has
-            none); `Retrofit.fit` copies them from the module.
     """
     check_choice("budget", budget, get_args(Steering))
     check_choice("skipped", skipped, get_args(Skipped))
-    check_positive("neurons", neurons, least=0)
-    require(neurons == 0 or skipped == "linear", f'neurons={neurons} needs skipped="linear"')
     require(
         not any(isinstance(part, SparseUnit) for part in model.modules()),
         "model is retrofitted already: call undo() first",
@@ -375,7 +352,7 @@ def retrofit(
         kernel in (None, "eager", "sdpa") or all(kind == "tokens" for kind in kinds.values()),
         f"the model's attention implementation must be eager or sdpa, got {kernel}",
     )
-    return Retrofit(model, kinds, d_model, router or SigmoidConfig(), budget, skipped, neurons)
+    return Retrofit(model, kinds, d_model, router or SigmoidConfig(), budget, skipped)
 
 
 def find_modules(model: nn.Module, select: Sequence[str] | Mapping[str, Kind]) -> dict[str, Kind]:
@@ -447,14 +424,13 @@ def _check_module(model: nn.Module, name: str, kind: Kind) -> None:
             f"{name} must get all tokens at once, but chunk_size_feed_forward is not 0",
         )
         return
-    causal = {part.is_causal is not False for part in module.modules() if hasattr(part, "is_causal")}
     require(
-        len(causal) < 2,
-        f"{name} has causal and bidirectional attention: select one of them",
+        all(getattr(part, "is_causal", False) is False for part in module.modules()),
+        f"{name} has causal attention, whose cache keeps every token: select token-wise modules, as ('mlp',)",
     )
     require(
-        False not in causal or "attention_mask" in inspect.signature(module.forward).parameters,
-        f"{name} must take an attention_mask to be run on a part of its tokens, being bidirectional",
+        "attention_mask" in inspect.signature(module.forward).parameters,
+        f"{name} must take an attention_mask to be run on a part of its tokens",
     )
     for part in module.modules():
         require(
@@ -502,8 +478,7 @@ def load_retrofit(model: nn.Module, folder: str | Path) -> Retrofit:
             d_model=about["d_model"],
             router=router,
             budget=about["budget"],
-            skipped=about.get("skipped", "nothing"),  # files of earlier versions
-            neurons=about.get("neurons", 0),
+            skipped=about["skipped"],
         )
         for name, unit in made.units.items():
             own = {
@@ -529,11 +504,6 @@ def _check_size(about: Mapping[str, Any], router: RouterConfig, tensors: Mapping
     require(
         any(tuple(part.shape).count(d_model) >= least for part in tensors.values()),
         f"d_model is {d_model}, which no saved tensor has",
-    )
-    neurons = about.get("neurons", 0)
-    require(
-        neurons == 0 or any(neurons in part.shape for part in tensors.values()),
-        f"neurons is {neurons}, which no saved tensor has",
     )
     elements = sum(part.numel() for part in tensors.values())
     build_within(lambda: router.build(d_model), elements, 0, len(tensors), "the router")

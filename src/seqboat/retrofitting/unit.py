@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqboat.core.checks import require
-from seqboat.layers.budget import Steering
+from seqboat.core.padding import align
 from seqboat.layers.packing import Packed, Routing, pack
-from seqboat.layers.routers import Router, SigmoidRouter
-from seqboat.layers.steering import follow, rate_loss
-from seqboat.retrofitting.slots import Slots, describe, find_slots, slot_mask, take_slots
+from seqboat.layers.routers import Router
+from seqboat.layers.steering import rate_loss
 
+Steering = Literal["controller", "loss"]
+"""How the rate is kept: by thresholds that follow the batches, or by a term of the loss."""
 Kind = Literal["tokens", "sequence", "block"]
 """How to run a module: on packed tokens, on each sequence's active tokens, or like that with a residual inside."""
 
@@ -39,6 +40,79 @@ class Call:
     def real(self, x: Tensor) -> Tensor | None:
         """The mask of x (batch, time, dim), if there is one."""
         return self.mask if self.mask is not None and self.mask.shape == x.shape[:2] else None
+
+
+class Slots(NamedTuple):
+    """The active tokens of each sequence, moved to its front."""
+
+    place: Tensor
+    """(batch, slots): positions in the sequence; after the last active token, those of inactive ones"""
+    real: Tensor | None
+    """(batch, slots) bool: False after the last active token of a sequence; None if all are True"""
+
+    def take(self, x: Tensor) -> Tensor:
+        """Gather (batch, slots, ...) from (batch or 1, time, ...)."""
+        x = x.expand(self.place.shape[0], *x.shape[1:])
+        index = self.place.view(*self.place.shape, *(1,) * (x.dim() - 2))
+        return x.gather(1, index.expand(-1, -1, *x.shape[2:]))
+
+    def put(self, y: Tensor, base: Tensor) -> Tensor:
+        """`base` (batch, time, dim), with active tokens replaced by their slots of y (batch, slots, dim)."""
+        index = self.place[..., None].expand_as(y)
+        if self.real is not None:
+            y = torch.where(self.real[..., None], y, base.gather(1, index))
+        return base.scatter(1, index, y)
+
+
+def find_slots(active: Tensor, per_sequence: Tensor, width: int, count: int) -> Slots:
+    """The slots of (batch, time) decisions.
+
+    Args:
+        active: the decisions.
+        per_sequence: (batch,), number of active tokens in each sequence.
+        width: slots per sequence.
+        count: total number of active tokens.
+    """
+    order = align(active).order
+    if count == active.shape[0] * width:
+        return Slots(order[:, :width], None)
+    return Slots(order[:, :width], torch.arange(width, device=active.device) < per_sequence[:, None])
+
+
+def slot_mask(mask: Any, x: Tensor, slots: Slots) -> Tensor | None:
+    """The attention mask between slots, (batch, heads or 1, slots, slots); None if attention is right without one.
+
+    Args:
+        mask: of the tokens, (batch, heads or 1, time, time), bool or additive; None if every token sees all.
+        x: (batch, time, dim), the tokens.
+        slots: where they were moved.
+    """
+    require(
+        mask is None or (isinstance(mask, Tensor) and mask.dim() == 4),
+        "attention_mask must be None or (batch, heads, queries, keys), as for the attention implementations "
+        f"eager and sdpa; got {describe(mask)}",
+    )
+    place, real = slots
+    lowest = torch.finfo(x.dtype).min
+    if mask is None:
+        if real is None:
+            return None
+        # added to the scores, which every attention implementation understands; an unused slot sees all keys: a
+        # softmax must not be empty
+        hidden = real[:, :, None] & ~real[:, None, :]
+        return torch.zeros(hidden.shape, dtype=x.dtype, device=x.device).masked_fill_(hidden, lowest)[:, None]
+    batch, time, _ = x.shape
+    mask = mask.expand(batch, mask.shape[1], time, mask.shape[3])
+    mask = mask.gather(2, place[:, None, :, None].expand(-1, mask.shape[1], -1, mask.shape[3]))
+    mask = mask.gather(3, place[:, None, None, :].expand(-1, mask.shape[1], mask.shape[2], -1))
+    if real is not None:
+        no, yes = (False, True) if mask.dtype == torch.bool else (torch.finfo(mask.dtype).min, 0.0)
+        mask = mask.masked_fill(~real[:, None, None, :], no).masked_fill(~real[:, None, :, None], yes)
+    return mask
+
+
+def describe(value: Any) -> str:
+    return f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 class Halfway(NamedTuple):
@@ -90,13 +164,11 @@ class SparseUnit(nn.Module):
         self._second = (second,)
         self._before = owner.__dict__.get("forward")
         self._halfway: Halfway | None = None
-        self.causal = all(getattr(part, "is_causal", True) is not False for part in owner.modules())
         self._names = [
             name
             for name, parameter in inspect.signature(owner.forward).parameters.items()
             if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
         ]
-        self._layer: int | None = None
         self.call = call
         self.register_buffer("threshold", torch.tensor(0.5))
         self.register_buffer("updates", torch.zeros((), dtype=torch.int64))
@@ -142,7 +214,7 @@ class SparseUnit(nn.Module):
             return self.note(Routing(ones.bool(), ones), real)
         # normalized: where the module's input is not, the size of a token is meaningless
         token = F.rms_norm(x.detach() if self.rate == 1.0 else x, x.shape[-1:])
-        probs = self.score(token)[..., 0]
+        probs: Tensor = self.router(token).probs[..., 0]
         threshold = self.threshold
         if self.tracking:
             seen = probs.detach() if real is None else probs.detach()[real]
@@ -155,18 +227,6 @@ class SparseUnit(nn.Module):
         if real is not None and self.rate < 1.0:
             active = active & real
         return self.note(Routing(active, probs), real)
-
-    def score(self, x: Tensor) -> Tensor:
-        """The router's probabilities (batch, time, 1)."""
-        router = self.router
-        plain = not (torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type))
-        if plain and isinstance(router, SigmoidRouter) and x.dtype in (torch.float32, torch.float64):
-            logits = router.logits
-            if x.dtype == logits.weight.dtype:
-                # the same in fewer operations, which decoding time depends on
-                return torch.sigmoid(F.linear(x, logits.weight, logits.bias))
-        probs: Tensor = router(x).probs
-        return probs
 
     @property
     def tracking(self) -> bool:
@@ -183,7 +243,8 @@ class SparseUnit(nn.Module):
         if self.pending is not None:
             self.updates += 1
             weight = (1 / self.updates).clamp(min=1 - MOMENTUM)
-            self.threshold.copy_(follow(self.threshold, self.pending, weight))
+            moved = torch.lerp(self.threshold, self.pending.to(self.threshold.dtype), weight)
+            self.threshold.copy_(torch.where(moved.isfinite(), moved, self.threshold))
             self.pending = None
 
     def rate_error(self) -> Tensor:
@@ -279,9 +340,8 @@ class SparseUnit(nn.Module):
             not any(isinstance(value, Tensor) for value in kwargs.values()),
             'a token-wise module takes one tensor; select this one as "sequence"',
         )
-        # in decoding, all or no tokens are often active: then no indices are needed
-        packed = pack(routing.active) if x.shape[1] > 1 else None
-        count = int(routing.active.sum()) if packed is None else packed.flat.shape[0]
+        packed = pack(routing.active)
+        count = packed.flat.shape[0]
         self.activated += min(count, self._real_count(x))
         if count == x.shape[0] * x.shape[1]:
             y = self.original(x, **kwargs)
@@ -289,9 +349,6 @@ class SparseUnit(nn.Module):
                 self._halfway = Halfway(x, routing.probs, None)
                 return y
             return self.gate(self.check_output(y, x), routing.probs, x)
-        if count == 0 and not torch.is_grad_enabled() and not self.halved:
-            return self.skipped(x)
-        packed = packed or pack(routing.active)
         tokens = packed.take(x)[None]
         probs = routing.probs.flatten()[packed.flat]
         y = self.original(tokens, **kwargs)
@@ -307,41 +364,22 @@ class SparseUnit(nn.Module):
             "a retrofitted module cannot have a position bias: it is between all tokens",
         )
         batch, time, _ = x.shape
-        name, layer = self._cache(kwargs)
         per_sequence = routing.active.sum(dim=1)
-        if batch * time == 1 and (layer is None or layer.even is not None):
-            # one token per call: either nothing runs or everything does
-            count = width = int(per_sequence)
-            longest = shortest = width + (0 if layer is None else layer.even)
-        else:
-            totals = per_sequence if layer is None or layer.count is None else per_sequence + layer.count
-            # the only sync with the device
-            sizes = [per_sequence.sum(), per_sequence.max(), totals.max(), totals.min()]
-            count, width, longest, shortest = torch.stack(sizes).tolist()
+        # the only sync with the device
+        count, width = torch.stack([per_sequence.sum(), per_sequence.max()]).tolist()
         self.activated += min(count, self._real_count(x))
-        if count == 0:
-            if not torch.is_grad_enabled() and not self.halved:
-                if layer is not None:
-                    layer.seen += time
-                return self.skipped(x) if self.kind == "block" else (self.skipped(x), None)
-            width = min(1, time)  # an unused slot, so that every weight gets a gradient
-        all_active = count == batch * time
-        slots = None if all_active else find_slots(routing.active, per_sequence, width, count)
+        # where nothing is active, an unused slot, so that every weight gets a gradient
+        width = max(width, min(1, time))
+        slots = None if count == batch * time else find_slots(routing.active, per_sequence, width, count)
+        tokens = x if slots is None else slots.take(x)
         if slots is not None:
             for key in ("position_embeddings", "position_ids"):
-                if kwargs.get(key) is not None:
-                    kwargs[key] = take_slots(slots, kwargs[key])
-        if layer is not None:
-            kwargs[name] = _Appending(kwargs[name], layer)
-        if "attention_mask" in kwargs or layer is not None or not self.causal:
-            mask = kwargs.get("attention_mask")
-            kwargs["attention_mask"] = slot_mask(
-                mask, x, slots, layer, max(longest, width), shortest == longest, self.causal
-            )
-        tokens = x if slots is None else slots.take(x)
+                if isinstance(kwargs.get(key), tuple):
+                    kwargs[key] = tuple(map(slots.take, kwargs[key]))
+                elif kwargs.get(key) is not None:
+                    kwargs[key] = slots.take(kwargs[key])
+            kwargs["attention_mask"] = slot_mask(kwargs.get("attention_mask"), x, slots)
         out = self.original(tokens, **kwargs)
-        if layer is not None:
-            layer.seen += time
         y, others = (out[0], out[1:]) if isinstance(out, tuple) else (out, None)
         self.check_output(y, tokens)
         probs = routing.probs if slots is None else slots.take(routing.probs)
@@ -364,31 +402,3 @@ class SparseUnit(nn.Module):
 
     def _real_count(self, x: Tensor) -> int:
         return x.shape[0] * x.shape[1] if self.call.real(x) is None else self.call.real_count
-
-    def _cache(self, kwargs: Mapping[str, Any]) -> tuple[str, Any]:
-        """The name of the argument with transformers' cache, and the owner's layer in it."""
-        for name in ("past_key_values", "layer_past", "past_key_value"):
-            if kwargs.get(name) is not None:
-                from seqboat.retrofitting.cache import sparse_layer
-
-                if self._layer is None:
-                    self._layer = _layer_index(self._owner[0])
-                return name, sparse_layer(kwargs[name], self._layer)
-        return "", None
-
-
-class _Appending:
-    """Stands in for transformers' cache while a layer runs on a subset of its tokens."""
-
-    def __init__(self, cache: Any, layer: Any) -> None:
-        self.cache, self.layer = cache, layer
-
-    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        return self.layer.update(keys, values)
-
-
-def _layer_index(owner: nn.Module) -> int:
-    """The index of a module's layer in the cache."""
-    found: set[Any] = {getattr(part, "layer_idx", None) for part in owner.modules()} - {None}
-    require(len(found) == 1, f"{type(owner).__name__} must have one layer_idx to use a cache, found {found}")
-    return int(found.pop())
