@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,8 @@ from seqboat.data.prepare import prepare
 from seqboat.own.task import ClassifyTaskConfig
 from seqboat.run import Run
 from seqboat.tasks.listops import ListOpsTaskConfig
+from seqboat.training import checkpoint as ck
+from seqboat.training.checkpoint import MODEL, OPTIM, CheckpointStore
 from seqboat.training.config import RunConfig
 from seqboat.training.trainer import train
 from small_runs import Spy, small_run
@@ -124,3 +127,33 @@ def test_prepared_data_are_known_by_content(tmp_path: Path) -> None:
     prepare("listops-small", "generate", tmp_path, counts=(20, 10, 10), workers=1, force=True, seed=1)
     with pytest.raises(ValueError, match="the content of listops-small has changed"):
         Run(tmp_path / "run").evaluate("test")
+
+
+def test_a_reader_beside_a_writer_looks_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checkpoint is replaced by a newer one between its check and its reading."""
+    run = folder / "run"
+    store = CheckpointStore(run, keep=1)
+    found = store.newest()
+    assert found is not None
+    tensors = {name: found.tensors(name) for name in (MODEL, OPTIM)}
+    state = {key: value for key, value in found.state.items() if key not in ("files", "format")}
+    load = ck.load_file
+
+    def race(path: Path) -> Any:
+        if not store.path(7).exists():
+            store.save(7, tensors, state, best=True)
+            shutil.rmtree(path.parent)
+        return load(path)
+
+    monkeypatch.setattr(ck, "load_file", race)
+    assert Run(run).step == 7 and Run(run).weights.keys() == tensors[MODEL].keys()
+
+
+def test_reading_writes_nothing(tmp_path: Path) -> None:
+    """Also not where a process died while it replaced prepared data."""
+    prepare("listops-small", "generate", tmp_path, counts=(20, 10, 10), workers=1)
+    (tmp_path / "listops-small").rename(tmp_path / ".listops-small.old")
+    before = sorted(path.as_posix() for path in tmp_path.rglob("*"))
+    task = ListOpsTaskConfig(data_dir=str(tmp_path), store="listops-small", max_length=600).build()
+    assert len(task.dataset("train")) == 20
+    assert sorted(path.as_posix() for path in tmp_path.rglob("*")) == before

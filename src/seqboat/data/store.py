@@ -307,9 +307,9 @@ class ArrayStore:
         Raises:
             MissingData: if there is none, or none that this version can read.
         """
-        folder = Path(root) / name
-        if Path(root).is_dir():
-            restore(Path(root), name)
+        folder, old = Path(root) / name, Path(root) / f".{name}.old"
+        if not folder.exists() and old.is_dir():
+            folder = old  # a process died between two renames; only who prepares data puts it back
         if not (folder / MANIFEST).exists():
             raise MissingData(
                 f"{folder} contains no prepared data: run `seqboat data prepare {name}`"

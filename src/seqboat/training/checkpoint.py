@@ -100,7 +100,16 @@ class Checkpoint(NamedTuple):
             if name in (MODEL, OPTIM) and self.sharded:
                 return _read_shards(self.path, f"{name}/")
             return load_file(self.path / name)
-        except (OSError, SafetensorError, ValueError, LookupError, TypeError, AssertionError) as error:
+        except (
+            OSError,
+            RuntimeError,
+            SafetensorError,
+            ValueError,
+            LookupError,
+            TypeError,
+            AssertionError,
+        ) as error:
+            # a RuntimeError: the file vanished while it was opened
             raise CheckpointError(f"{self.path / name} cannot be read: {error}") from error
 
 
