@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -126,7 +125,7 @@ def test_one_graph_serves_a_model_at_every_size(name: str) -> None:
     )
     config = BackboneConfig(mixer=mixer, d_model=16, num_layers=2, vocab=11)
     if lm:
-        model: Any = LanguageModel(replace(config, ngrams=(2, 3), ngram_buckets=64))
+        model: Any = LanguageModel(config)
     else:
         model = Classifier(config, 3)
     counter = CompileCounterWithBackend("eager")

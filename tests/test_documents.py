@@ -168,7 +168,7 @@ def test_rows_padding_and_states(mixer: str) -> None:
 
 def test_classifiers_and_taggers() -> None:
     torch.manual_seed(0)
-    config = small_model("luna", causal=False, ngrams=(2,), absolute_positions=True)
+    config = small_model("luna", causal=False, absolute_positions=True)
     x = torch.randint(11, (1, 22))
     classifier, tagger = enliven(Classifier(config, 3)), enliven(Tagger(config, 3))
     scores, tags = classifier(x, cu_seqlens=CU).logits, tagger(x, cu_seqlens=CU).logits

@@ -136,28 +136,6 @@ def compare(model: LanguageModel, batch: int, time: int, read: int = 9) -> tuple
     return worst, together
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-def test_ngrams(batch: int) -> None:
-    model = make_model(CASES["softmax rotary memory"], ngrams=(2, 5), ngram_buckets=7)
-    worst, _ = compare(model, batch, 30)
-    assert worst < TOLERANCE
-
-
-def test_ngrams_stay_with_their_sequence() -> None:
-    model = make_model(CASES["softmax rotary memory"], ngrams=(3,), ngram_buckets=7)
-    ids = torch.randint(0, VOCAB, (3, 12), generator=torch.Generator().manual_seed(2))
-    lean = lean_model(model, 3)
-    assert lean is not None
-    lean.join(model(ids[:, :5]).state)
-    for time in range(5, 8):
-        lean.step(ids[:, time])
-    left = lean.leave(0)  # the last sequence takes its place
-    torch.testing.assert_close(left.recent, ids[:1, 6:8] + 1)
-    scores = lean.step(ids[[2, 1], 8])
-    whole = model(ids[[2, 1], :9]).logits[:, -1]
-    torch.testing.assert_close(scores, whole, rtol=0, atol=TOLERANCE)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_lean_is_general_is_whole(name: str) -> None:
     for batch in (1, 3):

@@ -98,13 +98,6 @@ def test_a_large_table_takes_more_steps(
     assert (configs[-1].schedule.steps, configs[-1].evaluation.every) == (675, 113)
     told = capsys.readouterr().err
     assert "steps       675 instead of 300: 72 rows, read 3e+02 times" in told
-    assert configs[-1].model.ngram_buckets == 65_536
-    assert "n-grams     65,536 buckets instead of 16,384 (--model.ngram_buckets)" in told
-    assert main([*command, "--model.ngram_buckets=64"]) == 1
-    assert (configs[-1].schedule.steps, configs[-1].model.ngram_buckets) == (675, 64)
-    assert "buckets" not in capsys.readouterr().err
-    assert main([*command, "--from=enwik8-small"]) == 1
-    assert configs[-1].model.ngram_buckets == 16_384, "those of a run to start from must fit"
     assert main([*command, "--evaluation.every=10"]) == 1
     assert (configs[-1].schedule.steps, configs[-1].evaluation.every) == (675, 10)
     assert main([*command, "--schedule.steps", "301"]) == 1

@@ -79,7 +79,7 @@ def find_run(run: Path | str | None) -> Path:
 def start_from(config: RunConfig, run: Path | str) -> RunConfig:
     """A configuration whose training starts from the backbone of a trained run.
 
-    The model becomes that of the run; dropout on its inputs, n-grams and the head stay those of the configuration.
+    The model becomes that of the run; dropout on its inputs and the head stay those of the configuration.
 
         config = start_from(find_recipe("classify")(), "enwik8-small")
 
@@ -88,7 +88,7 @@ def start_from(config: RunConfig, run: Path | str) -> RunConfig:
         run: the folder of a run, one of its checkpoints, or the name of a model that comes with the package.
     """
     source = Run(run)
-    kept = ("dropout", "ngrams", "ngram_buckets", "ngram_dropout", "head_hidden", "head_bias", "head_init")
+    kept = ("dropout", "head_hidden", "head_bias", "head_init")
     model = dataclasses.replace(
         source.config.model, vocab=config.model.vocab, **{name: getattr(config.model, name) for name in kept}
     )

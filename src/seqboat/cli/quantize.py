@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from seqboat.run import Run
 
 EPILOG = """\
-Linear layers and tables of n-grams become int8, with a scale for every row; the embedding and the linear map that
+Linear layers become int8, with a scale for every row; the embedding and the linear map that
 every token passes become half precision; everything else is unchanged. The folder works like a run in generate,
 score, export-hf and Run("FOLDER"). Both models are scored on the run's test text, or on --text, and the model card
 (README.md) states the result.

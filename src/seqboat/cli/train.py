@@ -139,7 +139,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _lengthened(config: RunConfig, fields: Sequence[str]) -> RunConfig:
-    """With as many steps and n-grams as a user's table needs, unless the user set them."""
+    """With as many steps as a user's table needs, unless the user set them."""
     from seqboat.own.task import OwnTaskConfig
     from seqboat.recipes.own import for_rows
     from seqboat.training.settings_io import split_arguments
@@ -151,19 +151,11 @@ def _lengthened(config: RunConfig, fields: Sequence[str]) -> RunConfig:
     longer = for_rows(config, rows)
     if "evaluation.every" in given:
         longer = longer.replace(evaluation={"every": config.evaluation.every})
-    # weights of a trained run fit only as many buckets as they have
-    if "model.ngram_buckets" in given or not config.model.ngrams or config.start:
-        longer = longer.replace(model={"ngram_buckets": config.model.ngram_buckets})
     if longer.schedule.steps > config.schedule.steps:
         epochs = longer.schedule.steps * config.training.batch_size / rows
         _say(
             f"steps       {longer.schedule.steps:,} instead of {config.schedule.steps:,}: {rows:,} rows, read "
             f"{epochs:.2g} times (--schedule.steps)"
-        )
-    if longer.model.ngram_buckets > config.model.ngram_buckets:
-        _say(
-            f"n-grams     {longer.model.ngram_buckets:,} buckets instead of {config.model.ngram_buckets:,} "
-            "(--model.ngram_buckets)"
         )
     return longer
 

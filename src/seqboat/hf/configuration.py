@@ -42,12 +42,6 @@ class SeqBoatModelConfig(PreTrainedConfig):
     """Dropout rate on the input of the first layer; mixers have separate rates."""
     final_norm_affine: bool = True
     """Whether the norm that a pre-norm stack ends with has a learned scale and shift."""
-    ngrams: list[int] | None = None
-    """Lengths of the n-grams of tokens that are embedded beside the tokens; not for language models."""
-    ngram_buckets: int = 16_384
-    """Embeddings for each length of n-grams."""
-    ngram_dropout: float = 0.0
-    """Dropout rate on the embeddings of n-grams."""
     head_hidden: bool = True
     """Whether the head of a classifier has a hidden layer."""
     head_bias: bool = True
@@ -94,9 +88,6 @@ class SeqBoatModelConfig(PreTrainedConfig):
             absolute_positions=config.absolute_positions,
             dropout=config.dropout,
             final_norm_affine=config.final_norm_affine,
-            ngrams=list(config.ngrams) or None,
-            ngram_buckets=config.ngram_buckets,
-            ngram_dropout=config.ngram_dropout,
             head_hidden=config.head_hidden,
             head_bias=config.head_bias,
             head_init=config.head_init,
@@ -115,9 +106,6 @@ class SeqBoatModelConfig(PreTrainedConfig):
             absolute_positions=self.absolute_positions,
             dropout=self.dropout,
             final_norm_affine=self.final_norm_affine,
-            ngrams=tuple(self.ngrams or ()),
-            ngram_buckets=self.ngram_buckets,
-            ngram_dropout=self.ngram_dropout,
             head_hidden=self.head_hidden,
             head_bias=self.head_bias,
             head_init=self.head_init,  # type: ignore[arg-type]

@@ -65,9 +65,6 @@ def read_vectors(backbone: Backbone, vectors: Tensor, mask: Tensor | None) -> It
         mask: (batch, time), True on real tokens.
     """
     weight = backbone.embedding.weight
-    require(
-        backbone.ngrams is None, "inputs_embeds cannot stand for tokens whose n-grams the model reads, too"
-    )
     shape = tuple(vectors.shape)
     require(
         vectors.dim() == 3 and vectors.shape[2] == weight.shape[1],

@@ -19,7 +19,6 @@ hooks do (`LeanModel.applies`).
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -244,9 +243,6 @@ class LeanBackbone:
         weight = backbone.embedding.weight
         self.factor = math.sqrt(backbone.config.d_model) if backbone.config.scaled_embedding else 1.0
         self.table = weight * self.factor
-        self.ngrams = None if backbone.ngrams is None else copy.deepcopy(backbone.ngrams)
-        self.recent: list[list[int]] = []
-        """ids + 1 of the last tokens of each sequence, for n-grams"""
         self.scale = backbone.position_scale.clone() if backbone.absolute_positions else None
         norm = backbone.norm
         self.norm = None if norm is None else lean_norm(norm) if isinstance(norm, Norm) else norm
@@ -280,19 +276,13 @@ class LeanBackbone:
             for layer, part in zip(self.layers, state.layers, strict=True):
                 layer.put(len(self.seen), part, source)
             self.seen.append(int(state.seen[source]))
-        if state.recent is not None:
-            self.recent += state.recent[list(chosen)].tolist()
 
     @torch.no_grad()
     def state(self, rows: Sequence[int] | None = None) -> BackboneState:
         """The states of some sequences, or of all, as values."""
         chosen = list(range(len(self)) if rows is None else rows)
         seen = torch.tensor([self.seen[row] for row in chosen], device=self.table.device)
-        recent = None
-        if self.ngrams is not None:
-            known = [self.recent[row] for row in chosen]
-            recent = torch.tensor(known, dtype=torch.int64, device=seen.device).view(len(known), -1)
-        return BackboneState(tuple(layer.get(chosen, seen) for layer in self.layers), seen, recent)
+        return BackboneState(tuple(layer.get(chosen, seen) for layer in self.layers), seen)
 
     @torch.no_grad()
     def leave(self, row: int) -> BackboneState:
@@ -303,19 +293,11 @@ class LeanBackbone:
                 layer.move(last, row)
             self.seen[row] = self.seen[last]
         self.seen.pop()
-        if self.ngrams is not None:
-            self.recent[row] = self.recent[last]
-            self.recent.pop()
         return state
 
     def read(self, tokens: Tensor) -> Tensor:
         """As `step`, where the caller takes care of gradients."""
         x = F.embedding(tokens, self.table)
-        if self.ngrams is not None:
-            last = [[*recent, token + 1] for recent, token in zip(self.recent, tokens.tolist(), strict=True)]
-            places = torch.tensor([self.ngrams.places_of(known) for known in last], device=x.device)
-            x.add_(self.ngrams.table(places), alpha=self.factor)
-            self.recent = [known[1:] for known in last]
         token = Token(self.seen, x.dtype, x.device)
         if self.scale is not None:
             here = torch.tensor(self.seen, device=x.device)

@@ -31,7 +31,6 @@ from seqboat.core.settings import FAMILIES, Settings, check_type, fill_in, unkno
 from seqboat.core.state import check_state
 from seqboat.layers.packing import Routing
 from seqboat.mixers import MIXERS
-from seqboat.models.ngrams import NGrams
 from seqboat.ops.positions import sinusoids
 from seqboat.plugins import load_plugins
 
@@ -102,12 +101,6 @@ class BackboneConfig(Settings):
     """Dropout rate on the input of the first layer."""
     final_norm_affine: bool = True
     """Whether the norm that a pre-norm stack ends with has a learned scale and shift."""
-    ngrams: tuple[int, ...] = ()
-    """Lengths of the n-grams of tokens that are embedded in addition to the tokens."""
-    ngram_buckets: int = 16_384
-    """Embeddings for each length of n-grams, which a hash chooses from."""
-    ngram_dropout: float = 0.0
-    """Dropout rate on the embeddings of n-grams, which learn small tables by heart without it."""
     head_hidden: bool = True
     """Whether the head of a classifier or tagger has a hidden layer; that of a matcher always has one."""
     head_bias: bool = True
@@ -121,16 +114,8 @@ class BackboneConfig(Settings):
         check_positive("num_layers", self.num_layers)
         check_positive("channels", self.channels)
         check_rate("dropout", self.dropout)
-        check_rate("ngram_dropout", self.ngram_dropout)
         if self.vocab is not None:
             check_positive("vocab", self.vocab)
-        for size in self.ngrams:
-            check_positive("ngrams", size, least=2)
-        require(
-            list(self.ngrams) == sorted(set(self.ngrams)),
-            f"ngrams must be different lengths in ascending order, got {self.ngrams}",
-        )
-        check_positive("ngram_buckets", self.ngram_buckets)
 
 
 def backbone_config(
@@ -165,8 +150,6 @@ class BackboneState(NamedTuple):
     """one state per layer"""
     seen: Tensor
     """(batch,): real tokens so far"""
-    recent: Tensor | None = None
-    """(batch, tokens): ids + 1 of the last tokens, of models that read n-grams; 0 before the first"""
 
 
 class BackboneOutput(NamedTuple):
@@ -209,9 +192,7 @@ class Backbone(nn.Module):
         if config.vocab is not None:
             self.embedding: nn.Embedding | nn.Linear = nn.Embedding(config.vocab, d_model)
         else:
-            require(not config.ngrams, "ngrams need token ids, but the inputs are real values")
             self.embedding = nn.Linear(config.channels, d_model)
-        self.ngrams = NGrams(config.ngrams, config.ngram_buckets, d_model) if config.ngrams else None
         if isinstance(config.mixer, StackConfig):
             self.layers = nn.ModuleList(config.mixer.build_layers(d_model, config.num_layers))
         else:
@@ -286,8 +267,7 @@ class Backbone(nn.Module):
         seen = inputs.new_zeros(batch, dtype=torch.int64) if state is None else state.seen
         position = seen[:, None] + torch.arange(time, device=inputs.device)
         before = (None,) * len(self.layers) if state is None else state.layers
-        recent = None if state is None else state.recent
-        x, states, routings = self._run(inputs, real, position, before, recent)
+        x, states, routings = self._run(inputs, real, position, before)
         if plan is not None:
             x = plan.push(x)
             routings = [
@@ -296,8 +276,7 @@ class Backbone(nn.Module):
         final = None
         if self.causal:
             lengths = None if real is None else real.sum(dim=1)
-            new = time if lengths is None else lengths
-            final = BackboneState(tuple(states), seen + new, self._remember(inputs, recent, lengths))
+            final = BackboneState(tuple(states), seen + (time if lengths is None else lengths))
         return BackboneOutput(x, final, tuple(routings))
 
     def _run_packed(
@@ -309,33 +288,31 @@ class Backbone(nn.Module):
         before = (None,) * len(self.layers) if state is None else state.layers
         # tokens of each document before this call
         seen = None if state is None else documents.of_first(state.seen)
-        native = self.lead is None and self.ngrams is None and all(layer.packs for layer in self.layers)
+        native = self.lead is None and all(layer.packs for layer in self.layers)
         if native:
             position = documents.position
             if seen is not None:
                 position = position + F.pad(seen, (0, 1))[documents.number]
-            x, states, routings = self._run(inputs, documents.mask, position[None], before, None, documents)
-            recent = None
+            x, states, routings = self._run(inputs, documents.mask, position[None], before, documents)
         else:
             inputs = documents.spread(inputs)
             start = inputs.new_zeros(documents.count, dtype=torch.int64) if seen is None else seen
             position = start[:, None] + torch.arange(documents.longest, device=inputs.device)
-            recent = None
             if state is not None:
                 weight = self.embedding.weight
-                fresh = self._make_state(1, weight.dtype, weight.device)
-                before, recent = documents.enter((state.layers, state.recent), (fresh.layers, fresh.recent))
-            x, states, routings = self._run(inputs, documents.real, position, before, recent)
-            recent = self._remember(inputs, recent, documents.real.sum(dim=1))
+                before = documents.enter(
+                    state.layers, self._make_state(1, weight.dtype, weight.device).layers
+                )
+            x, states, routings = self._run(inputs, documents.real, position, before)
 
         def place(part: Tensor) -> Tensor:
             return documents.push(part if native else documents.collect(part))
 
         final = None
         if self.causal:
-            layers, recent = (tuple(states), None) if native else documents.leave((tuple(states), recent))
+            layers = tuple(states) if native else documents.leave(tuple(states))
             total = documents.offsets.diff() + (0 if seen is None else seen)
-            final = BackboneState(layers, total[documents.last], recent)
+            final = BackboneState(layers, total[documents.last])
         found = tuple(None if r is None else Routing(place(r.active), place(r.probs)) for r in routings)
         return BackboneOutput(place(x), final, found)
 
@@ -345,14 +322,13 @@ class Backbone(nn.Module):
         real: Tensor | None,
         position: Tensor,
         before: tuple[Any, ...],
-        recent: Tensor | None = None,
         documents: Documents | None = None,
     ) -> tuple[Tensor, list[Any], list[Routing | None]]:
         """Outputs, states and decisions of the layers, on inputs whose real tokens come first."""
         aligned: Aligned | Documents | None = documents
         if aligned is None and real is not None:
             aligned = Aligned(real)
-        x = self._embed(inputs, position, recent)
+        x = self._embed(inputs, position)
         lead = 0 if self.lead is None else len(self.lead)
         if self.lead is not None:
             x = torch.cat([self.lead.expand(inputs.shape[0], -1, -1).to(x.dtype), x], dim=1)
@@ -375,19 +351,9 @@ class Backbone(nn.Module):
             x = zero_padding(self.norm(x, real), real)
         return x, states, routings
 
-    def _remember(self, ids: Tensor, recent: Tensor | None, lengths: Tensor | None = None) -> Tensor | None:
-        """The last tokens that n-grams hold, after these; None without n-grams."""
-        if self.ngrams is None:
-            return None
-        if recent is None:
-            recent = self.ngrams.begin(ids.shape[0], ids.device)
-        return self.ngrams.advance(ids, recent, lengths)
-
-    def _embed(self, inputs: Tensor, position: Tensor, recent: Tensor | None = None) -> Tensor:
+    def _embed(self, inputs: Tensor, position: Tensor) -> Tensor:
         if isinstance(self.embedding, nn.Embedding):
             x = self.embedding(inputs)
-            if self.ngrams is not None:
-                x = x + F.dropout(self.ngrams(inputs, recent), self.config.ngram_dropout, self.training)
             if self.config.scaled_embedding:
                 x = x * math.sqrt(self.config.d_model)
         else:
@@ -446,8 +412,7 @@ class Backbone(nn.Module):
 
     def _make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> BackboneState:
         layers = tuple(layer.make_state(batch, dtype, device) for layer in self.layers)  # type: ignore[operator]
-        recent = None if self.ngrams is None else self.ngrams.begin(batch, device)
-        return BackboneState(layers, torch.zeros(batch, dtype=torch.int64, device=device), recent)
+        return BackboneState(layers, torch.zeros(batch, dtype=torch.int64, device=device))
 
     @property
     def grows(self) -> bool:
@@ -491,7 +456,7 @@ class Backbone(nn.Module):
         real = None if mask is None else mask[:, None]
         inputs = zero_padding(inputs, real)
         self._check_ids(inputs)
-        x = zero_padding(self._embed(inputs, state.seen[:, None], state.recent), real)[:, 0]
+        x = zero_padding(self._embed(inputs, state.seen[:, None]), real)[:, 0]
         states, routings = [], []
         for layer, memory in zip(self.layers, state.layers, strict=True):
             assert isinstance(layer, RecurrentMixer)
@@ -503,9 +468,7 @@ class Backbone(nn.Module):
         if mask is not None:
             x = torch.where(mask[:, None], x, 0)
         seen = state.seen + (1 if mask is None else mask.to(state.seen.dtype))
-        lengths = None if mask is None else mask.to(torch.int64)
-        recent = self._remember(inputs, state.recent, lengths)
-        return BackboneOutput(x, BackboneState(tuple(states), seen, recent), tuple(routings))
+        return BackboneOutput(x, BackboneState(tuple(states), seen), tuple(routings))
 
 
 def _recomputing(layer: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

@@ -19,32 +19,22 @@ EPOCHS = 1.5
 """How often the rows of a table are read, at least, unless that takes too many steps."""
 MOST = 4
 """Times the steps of a recipe that a large table takes at most."""
-BUCKETS = 4
-"""Times the buckets of n-grams that a large table has: it has more different ones, and rows enough to learn them."""
 
 
 def for_rows(config: RunConfig, rows: int) -> RunConfig:
-    """A recipe for a table with this many training rows: more steps and n-grams if it is large, as many evaluations.
+    """A recipe for a table with this many training rows: more steps if it is large, as many evaluations.
 
     >>> [for_rows(classify(), rows).schedule.steps for rows in (3_000, 22_500, 1_000_000)]
     [300, 1055, 1200]
-    >>> [for_rows(classify(), rows).model.ngram_buckets for rows in (3_000, 22_500)]
-    [16384, 65536]
     """
     steps, batch = config.schedule.steps, config.training.batch_size
     wanted = min(max(steps, math.ceil(EPOCHS * rows / batch)), MOST * steps)
     every = math.ceil(config.evaluation.every * wanted / steps)
-    buckets = config.model.ngram_buckets * (BUCKETS if wanted > steps else 1)
-    return config.replace(
-        schedule={"steps": wanted}, evaluation={"every": every}, model={"ngram_buckets": buckets}
-    )
+    return config.replace(schedule={"steps": wanted}, evaluation={"every": every})
 
 
 def classify() -> RunConfig:
-    """A class for each text of a table (--data.train FILE): one layer of width 64, texts of up to 2,048 bytes.
-
-    The model reads bytes and, in addition, n-grams of 4 and 6 bytes.
-    """
+    """A class for each text of a table (--data.train FILE): one layer of width 64, texts of up to 2,048 bytes."""
     return RunConfig(
         task=ClassifyTaskConfig(max_length=2048),
         model=BackboneConfig(
@@ -58,8 +48,6 @@ def classify() -> RunConfig:
             d_model=64,
             num_layers=1,
             dropout=0.1,
-            ngrams=(4, 6),
-            ngram_dropout=0.5,
             head_init="xavier",
         ),
         optimizer=OptimizerConfig(lr=0.003, weight_decay=0.01),

@@ -41,7 +41,7 @@ from seqboat.core.checks import require, short
 from seqboat.data.files import digest_of, flush_file, flush_folder, open_regular, write_text
 from seqboat.export.int8 import widen
 from seqboat.plugins import MissingPlugin
-from seqboat.training.config import NEW_PARTS, RunConfig
+from seqboat.training.config import RunConfig
 from seqboat.training.parallel import gather_shards, shard_like
 from seqboat.training.settings_io import from_dict
 
@@ -506,7 +506,7 @@ def load_start(model: torch.nn.Module, run: Path | str) -> None:
     """Give the backbone of a fresh model the weights of a run.
 
     Args:
-        model: with the same backbone, besides parts that are new.
+        model: with the same backbone.
         run: the folder of the run, whose best checkpoint is taken, or one of its checkpoints.
     """
     path = Path(run)
@@ -523,8 +523,6 @@ def load_start(model: torch.nn.Module, run: Path | str) -> None:
             if not name.startswith("backbone."):
                 continue
             if name not in tensors or tensors[name].shape != own.shape:
-                if name.startswith(NEW_PARTS):
-                    continue  # n-grams of other lengths: nothing to take over
                 there = tuple(tensors[name].shape) if name in tensors else "nothing"
                 raise ValueError(f"{run}: {name} must have shape {tuple(own.shape)}, it has {there}")
             own.copy_(tensors[name])

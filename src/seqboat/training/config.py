@@ -135,9 +135,6 @@ class EvaluationConfig(Settings):
                 check_positive(f"evaluation.{name}", getattr(self, name))
 
 
-NEW_PARTS = ("backbone.ngrams.",)
-"""Parts of a backbone that the run to start from may lack."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(Settings):
@@ -178,9 +175,6 @@ class RunConfig(Settings):
             f"model.vocab must be {want} for the task {task.name}, got {have}",
         )
         backbone = dataclasses.replace(self.model, vocab=want, channels=task.channels)
-        if want is None:
-            # n-grams of tokens: a recipe for texts has them, and takes other inputs too
-            backbone = dataclasses.replace(backbone, ngrams=())
         if task.kind == "lm":
             return LanguageModel(backbone)
         heads: dict[str, type[Matcher | Tagger | Classifier]] = {"match": Matcher, "tag": Tagger}
@@ -191,7 +185,7 @@ class RunConfig(Settings):
         if not self.training.carry_state:
             return False
         with torch.device("meta"):
-            return Backbone(dataclasses.replace(self.model, vocab=2, ngrams=())).grows
+            return Backbone(dataclasses.replace(self.model, vocab=2)).grows
 
     def by_segments(self) -> RunConfig:
         """The same without a carried state: segments are read one by one, and the second half of each is scored."""
