@@ -155,21 +155,7 @@ class Int8Embedding(Int8Weight, nn.Embedding):  # type: ignore[override]
         return f"{self.num_embeddings}, {self.embedding_dim}"
 
 
-class Int8Bag(Int8Weight, nn.EmbeddingBag):  # type: ignore[override]
-    """Sums of embeddings with int8 weights, for inference; made as `Int8Embedding`."""
-
-    extra_repr = Int8Embedding.extra_repr
-
-    def __init__(self, codes: Tensor, scale: Tensor) -> None:
-        self.take(codes, scale)
-        self.num_embeddings, self.embedding_dim = codes.shape
-        self.mode = "sum"
-
-    def forward(self, input: Tensor) -> Tensor:  # type: ignore[override]
-        return self.rows(input).sum(dim=-2)
-
-
-Quantizable = nn.Linear | nn.Embedding | nn.EmbeddingBag
+Quantizable = nn.Linear | nn.Embedding
 
 
 def quantizable(model: nn.Module) -> Iterator[tuple[str, Quantizable]]:
@@ -260,8 +246,5 @@ def put_codes(model: nn.Module, name: str, codes: Tensor, scale: Tensor) -> None
     """Replace a layer of a model by one with these int8 weights."""
     old = model.get_submodule(name)
     new: Int8Weight
-    if isinstance(old, nn.Linear):
-        new = Int8Linear(codes, scale, old.bias)
-    else:
-        new = Int8Bag(codes, scale) if isinstance(old, nn.EmbeddingBag) else Int8Embedding(codes, scale)
+    new = Int8Linear(codes, scale, old.bias) if isinstance(old, nn.Linear) else Int8Embedding(codes, scale)
     model.set_submodule(name, new.train(old.training))

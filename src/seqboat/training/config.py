@@ -135,7 +135,6 @@ class EvaluationConfig(Settings):
                 check_positive(f"evaluation.{name}", getattr(self, name))
 
 
-
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(Settings):
     """Everything that a run depends on."""
