@@ -130,7 +130,7 @@ def test_the_block_behind_a_layer(prenorm: bool) -> None:
 
 
 def test_they_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["list", "ablations"]) == 0
+    assert main(["paper", "list", "ablations"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(ABLATIONS)
     assert lines[0].startswith("ablations.image.full ") and "SeqBoat-full" in lines[0]

@@ -2,48 +2,55 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from seqboat.cli import main as cli
-from seqboat.cli.main import COMMANDS, UsageError, main
+from seqboat.cli.main import COMMANDS, MOVED, UsageError, main
+from seqboat.cli.paper import VERBS
+from seqboat.cli.parser import Count, Parser, fill
 from seqboat.core.extras import EXTRAS
 from seqboat.version import __version__
 
 
-class FakeCommand:
-    """A command whose `run` does what a test wants."""
-
-    def __init__(self, run: Callable[[argparse.Namespace], int]) -> None:
-        self.run = run
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--steps", type=int, default=1)
-
-
 @pytest.fixture
-def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[argparse.Namespace], int]], None]:
+def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], int]], None]:
     """Make `seqboat fake` run a function."""
 
-    def use(run: Callable[[argparse.Namespace], int]) -> None:
-        monkeypatch.setitem(sys.modules, "fake_command", FakeCommand(run))
-        monkeypatch.setattr(cli, "COMMANDS", {"fake": ("fake_command", "pretend")})
+    def use(act: Callable[[int], int]) -> None:
+        def run(*, steps: int = 1) -> int:
+            """Pretend.
+
+            Args:
+                steps: how many.
+            """
+            return act(steps)
+
+        monkeypatch.setitem(sys.modules, "seqboat.cli.fake", SimpleNamespace(run=run))
+        monkeypatch.setattr(cli, "COMMANDS", {"fake": "pretend"})
 
     return use
 
 
-def raises(error: BaseException) -> Callable[[argparse.Namespace], int]:
-    def run(options: argparse.Namespace) -> int:
+def exit_code(arguments: list[str]) -> int:
+    try:
+        return main(arguments)
+    except SystemExit as stop:
+        return int(stop.code or 0)
+
+
+def raises(error: BaseException) -> Callable[[int], int]:
+    def act(steps: int) -> int:
         raise error
 
-    return run
+    return act
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,16 +58,66 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     assert stop.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
-    for name, (_, line) in COMMANDS.items():
+    for name, line in COMMANDS.items():
         assert name in text and line in text
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", [*COMMANDS, *(f"paper {verb}" for verb in VERBS)])
 def test_help_of_a_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        main([name, "--help"])
+        main([*name.split(), "--help"])
     assert stop.value.code == 0
-    assert f"usage: seqboat {name}" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: seqboat {name}") and text.count("\n") <= 40
+
+
+@pytest.mark.parametrize("old", MOVED)
+def test_a_command_of_before_says_what_it_is_now(old: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code([old, "--help"]) == 0
+    shown = capsys.readouterr()
+    new = MOVED[old]
+    assert shown.err == f"seqboat {old} is now: seqboat {new} --help\n"
+    assert shown.out.startswith(f"usage: seqboat {new.partition(' --')[0]}")
+
+
+def test_what_a_signature_says() -> None:
+    def run(
+        one: str, *more: Path, size: Count = 3, words: tuple[str, ...] = (), text: Sequence[str] = ()
+    ) -> int:
+        """Try.
+
+        Args:
+            one: first.
+            more: others,
+                over two lines.
+            size: of all.
+            words: several.
+            text: repeated.
+
+        examples
+        """
+        return 0
+
+    parser = Parser(prog="try")
+    fill(parser, run)
+    options = parser.parse_args(["a", "b", "--words", "x", "y", "--text", "1", "--text", "2"])
+    assert vars(options) == {
+        "one": "a",
+        "more": [Path("b")],
+        "size": 3,
+        "words": ["x", "y"],
+        "text": ["1", "2"],
+    }
+    shown = parser.format_help()
+    assert shown.startswith("usage: try ONE [MORE ...] [options]") and shown.endswith("\nexamples\n")
+    assert "others, over two lines" in shown and "of all (default: 3)" in shown
+
+    def undocumented(*, size: int = 1) -> int:
+        """Try."""
+        return 0
+
+    with pytest.raises(KeyError, match="size"):
+        fill(Parser(prog="try"), undocumented)
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,9 +129,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("arguments", [[], ["nonsense"], ["--nonsense"], ["doctor", "--nonsense"]], ids=str)
 def test_what_is_not_known_is_a_usage_error(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main(arguments)
-    assert stop.value.code == 2
+    assert exit_code(arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("seqboat") and captured.err.endswith(" --help)\n")
@@ -82,7 +137,7 @@ def test_what_is_not_known_is_a_usage_error(arguments: list[str], capsys: pytest
 
 
 def test_arguments_reach_the_command(install: Callable[..., None]) -> None:
-    install(lambda options: options.steps)
+    install(lambda steps: steps)
     assert main(["fake"]) == 1
     assert main(["fake", "--steps", "7"]) == 7
 
@@ -184,7 +239,12 @@ def test_as_a_module() -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "code"),
-    [(["list", "recipes"], 0), (["data", "list"], 0), (["--help"], 0), (["data", "show", "x"], 2)],
+    [
+        (["paper", "list", "recipes"], 0),
+        (["paper", "data", "list"], 0),
+        (["--help"], 0),
+        (["paper", "data", "show", "x"], 2),
+    ],
 )
 def test_a_closed_pipe_ends_a_command_quietly(arguments: list[str], code: int) -> None:
     reader, writer = os.pipe()
@@ -202,7 +262,7 @@ def test_a_closed_pipe_ends_a_command_quietly(arguments: list[str], code: int) -
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("nope", "recipe 'nope' is unknown; `seqboat list recipes` shows all"),
+        ("nope", "recipe 'nope' is unknown; `seqboat paper list recipes` shows all"),
         ("imgae", "recipe 'imgae' is unknown; did you mean lra.image?"),
         ("recal", "recipe 'recal' is unknown; did you mean recall?"),
     ],

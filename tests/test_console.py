@@ -70,14 +70,27 @@ def reviews(folder: Path) -> Path:
 
 def test_data_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, data = reviews(tmp_path / f"aclImdb{NAME}"), str(tmp_path / "data")
-    assert main(["data", "prepare", "text", "--from", str(source), "--data-dir", data]) == 0
+    assert main(["paper", "data", "prepare", "text", "--from", str(source), "--data-dir", data]) == 0
     assert "owned" in shown(capsys)  # the name of the skipped member
-    assert main(["data", "show", "text", "--data-dir", data]) == 0
+    assert main(["paper", "data", "show", "text", "--data-dir", data]) == 0
     assert "owned" in shown(capsys)
-    assert main(["data", "list", "--data-dir", data]) == 0
+    assert main(["paper", "data", "list", "--data-dir", data]) == 0
     assert "owned" in shown(capsys)  # the name of the source
     assert (
-        main(["data", "prepare", "text", "--from", str(tmp_path / NAME), "--data-dir", data, "--force"]) == 2
+        main(
+            [
+                "paper",
+                "data",
+                "prepare",
+                "text",
+                "--from",
+                str(tmp_path / NAME),
+                "--data-dir",
+                data,
+                "--force",
+            ]
+        )
+        == 2
     )
     assert "owned" in shown(capsys)
 
@@ -115,6 +128,6 @@ def test_the_manifest_of_a_stranger(tmp_path: Path, capsys: pytest.CaptureFixtur
     folder = tmp_path / "text"
     folder.mkdir()
     write_json(folder / "manifest.json", {"arrays": {}, "format": EVIL})
-    assert main(["data", "list", "--data-dir", str(tmp_path)]) == 0
+    assert main(["paper", "data", "list", "--data-dir", str(tmp_path)]) == 0
     assert "owned" in shown(capsys)
     assert json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["format"] == EVIL

@@ -449,7 +449,7 @@ def test_modules_in_bfloat16(case: Case) -> None:
 
 
 def test_every_mixer_says_what_distinguishes_it() -> None:
-    """The first line of a configuration is what `seqboat list mixers` prints."""
+    """The first line of a configuration is what `seqboat paper list mixers` prints."""
     lines = [(config.__doc__ or "").splitlines()[0] for config in MIXERS.values()]
     assert len(set(lines)) == len(lines)
     assert not [line for line in lines if line.startswith("A layer of") or len(line) < 30]

@@ -133,7 +133,10 @@ def test_two_processes_cannot_prepare_the_same_data(tmp_path: Path) -> None:
             lambda f: (f / MANIFEST).write_text(json.dumps({"format": 99, "arrays": {}})),
             "was prepared in format 99, this version reads 1",
         ),
-        (lambda f: (f / MANIFEST).unlink(), "contains no prepared data: run `seqboat data prepare thing`"),
+        (
+            lambda f: (f / MANIFEST).unlink(),
+            "contains no prepared data: run `seqboat paper data prepare thing`",
+        ),
     ],
 )
 def test_damaged_and_foreign_stores_are_not_read(
@@ -150,7 +153,7 @@ def test_data_of_another_version_is_made_again(tmp_path: Path) -> None:
     prepare("pathfinder16", "generate", tmp_path, counts=counts, workers=1)
     manifest = tmp_path / "pathfinder16" / MANIFEST
     manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 0'))
-    with pytest.raises(MissingData, match="run `seqboat data prepare pathfinder16` again"):
+    with pytest.raises(MissingData, match="run `seqboat paper data prepare pathfinder16` again"):
         ArrayStore.find(tmp_path, "pathfinder16")
     prepare("pathfinder16", "generate", tmp_path, counts=counts, workers=1).verify()
 
@@ -684,7 +687,7 @@ def test_a_failed_download_says_what_to_get_by_hand(
     from dataclasses import replace
 
     monkeypatch.setitem(DATASETS, "enwik8", replace(DATASETS["enwik8"], remote=remote(server, "missing")))
-    assert main(["data", "prepare", "enwik8", "--data-dir", str(tmp_path)]) == 1
+    assert main(["paper", "data", "prepare", "enwik8", "--data-dir", str(tmp_path)]) == 1
     error = capsys.readouterr().err
     assert (
         "HTTP 404" in error and "get enwik8.zip from https://mattmahoney.net" in error and "--from" in error
@@ -717,28 +720,31 @@ def test_preparing_from_a_download(server: Server, tmp_path: Path, monkeypatch: 
 def test_list_says_what_is_missing_and_how_to_get_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["data", "list", "--data-dir", str(tmp_path)]) == 0
+    assert main(["paper", "data", "list", "--data-dir", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     for name, info in DATASETS.items():
         assert name in out and info.license in out
-    assert "aclImdb_v1.tar.gz" in out and "seqboat data prepare text --from PATH" in out
+    assert "aclImdb_v1.tar.gz" in out and "seqboat paper data prepare text --from PATH" in out
 
     arguments = ["--data-dir", str(tmp_path)]
-    assert main(["data", "prepare", "pathfinder16", "--count", "20,5,5", "--workers", "1", *arguments]) == 0
+    assert (
+        main(["paper", "data", "prepare", "pathfinder16", "--count", "20,5,5", "--workers", "1", *arguments])
+        == 0
+    )
     assert "train 20, val 5, test 5" in capsys.readouterr().out
-    assert main(["data", "prepare", "pathfinder16", *arguments]) == 0
+    assert main(["paper", "data", "prepare", "pathfinder16", *arguments]) == 0
     assert "already exists" in capsys.readouterr().out
     again = ["--count", "10,5,5", "--workers", "1", "--force"]
-    assert main(["data", "prepare", "pathfinder16", *again, *arguments]) == 0
+    assert main(["paper", "data", "prepare", "pathfinder16", *again, *arguments]) == 0
     assert "train 10, val 5, test 5" in capsys.readouterr().out
-    assert main(["data", "list", "--json", *arguments]) == 0
+    assert main(["paper", "data", "list", "--json", *arguments]) == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
     assert rows["pathfinder16"]["state"] == "ready" and rows["pathx"]["state"] == "missing"
     assert rows["pathfinder16"]["counts"] == {"train": 10, "val": 5, "test": 5}
-    assert main(["data", "verify", *arguments]) == 0
+    assert main(["paper", "data", "verify", *arguments]) == 0
     assert "pathfinder16: unchanged since it was prepared" in capsys.readouterr().out
     (tmp_path / "pathfinder16" / "train.images.npy").write_bytes(b"")
-    assert main(["data", "list", *arguments]) == 0
+    assert main(["paper", "data", "list", *arguments]) == 0
     assert "broken" in capsys.readouterr().out
 
 
@@ -750,7 +756,7 @@ def test_list_says_what_is_missing_and_how_to_get_it(
         (["prepare", "pathx", "--count", "many"], "--count must be three numbers such as 1000,100,100"),
         (["prepare", "pathx", "--count", "5"], "counts must be three numbers"),
         (["prepare", "pathfinder16", "--from", "download"], "pathfinder16 is not distributed"),
-        (["show", "text"], "contains no prepared data: run `seqboat data prepare text`"),
+        (["show", "text"], "contains no prepared data: run `seqboat paper data prepare text`"),
         (["show", "nothing"], "no task 'nothing' to show"),
         (["show", "copy", "--index", "-1"], "--index must be from 0 to"),
         (["verify", "nothing"], "no data set 'nothing'"),
@@ -759,9 +765,9 @@ def test_list_says_what_is_missing_and_how_to_get_it(
 def test_mistakes_are_answered_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
-    assert main(["data", *arguments, "--data-dir", str(tmp_path / "data")]) == 2
+    assert main(["paper", "data", *arguments, "--data-dir", str(tmp_path / "data")]) == 2
     error = capsys.readouterr().err.strip()
-    assert message in error and error.startswith("seqboat data: error:") and "\n" not in error
+    assert message in error and error.startswith("seqboat paper: error:") and "\n" not in error
     assert not (tmp_path / "data").exists() or list((tmp_path / "data").iterdir()) == []
 
 
@@ -771,9 +777,11 @@ def test_a_data_folder_that_cannot_be_made(
 ) -> None:
     (tmp_path / "file").write_text("x")
     where = tmp_path / "file" / inner
-    assert main(["data", "prepare", "pathfinder16", "--count", "5,1,1", "--data-dir", str(where)]) == 2
+    assert (
+        main(["paper", "data", "prepare", "pathfinder16", "--count", "5,1,1", "--data-dir", str(where)]) == 2
+    )
     assert capsys.readouterr().err == (
-        f"seqboat data: error: the data folder {where} cannot be made: {tmp_path / 'file'} is a file\n"
+        f"seqboat paper: error: the data folder {where} cannot be made: {tmp_path / 'file'} is a file\n"
     )
 
 
@@ -802,9 +810,9 @@ def test_a_disk_without_room_is_refused_before_anything_is_made(
     full_disk(monkeypatch, 19_000)
     where = tmp_path / "some" / "data"
     filled = [argument.format(folder=tmp_path / "enwik8") for argument in arguments]
-    assert main(["data", "prepare", *filled, "--data-dir", str(where)]) == 2
+    assert main(["paper", "data", "prepare", *filled, "--data-dir", str(where)]) == 2
     assert capsys.readouterr().err.strip() == (
-        f"seqboat data: error: preparing {arguments[0]} in {where} needs about {needed} of disk, 19.0 kB are free: "
+        f"seqboat paper: error: preparing {arguments[0]} in {where} needs about {needed} of disk, 19.0 kB are free: "
         "make room, or choose a folder on another disk (--data-dir)"
     )
     assert not where.exists()
@@ -831,7 +839,7 @@ def test_finished_parts_and_downloads_need_no_room_again(
 
 
 def test_show_prints_an_example(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["data", "show", "recall"]) == 0
+    assert main(["paper", "data", "show", "recall"]) == 0
     assert capsys.readouterr().out.startswith("inputs ")
 
 
@@ -880,7 +888,7 @@ def inside(folder: Path) -> Iterator[None]:
 
 def test_the_data_folder_is_in_the_current_one_by_default(tmp_path: Path) -> None:
     with inside(tmp_path):
-        assert main(["data", "prepare", "listops-small", "--count", "30,3,3"]) == 0
+        assert main(["paper", "data", "prepare", "listops-small", "--count", "30,3,3"]) == 0
     assert (tmp_path / "data" / "listops-small" / MANIFEST).exists()
 
 
@@ -934,7 +942,7 @@ def test_huge_and_colored_images_are_counted(tmp_path: Path, capsys: pytest.Capt
         lines.append(f"imgs/0 {i}.png {i} {i % 2}")
     (folder / "metadata" / "0.npy").write_text("\n".join(lines))
     where = ["--from", str(tmp_path / "pathfinder32"), "--data-dir", str(tmp_path / "data")]
-    assert main(["data", "prepare", "pathfinder", *where]) == 0
+    assert main(["paper", "data", "prepare", "pathfinder", *where]) == 0
     error = capsys.readouterr().err
     assert error.count("2 images are in color and were converted to gray") == 1
     assert "2 records were skipped" in error and "imgs/0/7.png, image: expected 32 x 32 pixels" in error
@@ -999,14 +1007,14 @@ def test_a_file_with_the_name_of_the_published_one_must_be_it(tmp_path: Path) ->
 def test_what_is_listed_can_be_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = ["--data-dir", str(tmp_path)]
     for name in ("listops-small", "pathfinder16"):
-        assert main(["data", "prepare", name, "--count", "20,5,5", "--workers", "1", *data]) == 0
+        assert main(["paper", "data", "prepare", name, "--count", "20,5,5", "--workers", "1", *data]) == 0
         capsys.readouterr()
-        assert main(["data", "show", name, *data]) == 0
+        assert main(["paper", "data", "show", name, *data]) == 0
         assert "->" in capsys.readouterr().out
-    assert main(["data", "show", "nope", *data]) == 2
+    assert main(["paper", "data", "show", "nope", *data]) == 2
     assert "no task 'nope' to show: there are listops, text" in capsys.readouterr().err
-    assert main(["data", "show", "text", *data]) == 2
-    assert "seqboat data prepare text" in capsys.readouterr().err
+    assert main(["paper", "data", "show", "text", *data]) == 2
+    assert "seqboat paper data prepare text" in capsys.readouterr().err
 
 
 ORPHANS = """

@@ -409,7 +409,7 @@ def test_the_printed_configuration_runs_again(tmp_path: Path, capsys: pytest.Cap
     ("arguments", "message"),
     [
         (["train", "recal"], "recipe 'recal' is unknown; did you mean recall?"),
-        (["train"], "give a recipe (seqboat list recipes), --config FILE"),
+        (["train"], "give a recipe (seqboat paper list recipes), --config FILE"),
         (["train", "recall", "--model.depth=2"], "--model.depth is not a field of this configuration"),
         (["train", "recall", "--config", "nowhere.json"], "cannot read the configuration nowhere.json"),
         (["eval", "nowhere"], "nowhere is not the folder of a run"),
@@ -440,14 +440,14 @@ def test_errors_are_one_line_and_code_2(
 
 def test_other_commands_take_no_fields(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        main(["list", "recipes", "--model.depth=2"])
+        main(["paper", "list", "recipes", "--model.depth=2"])
     assert caught.value.code == 2
     assert "unrecognized arguments: --model.depth=2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("what", ["recipes", "mixers", "tasks", "routers"])
 def test_list(what: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["list", what]) == 0
+    assert main(["paper", "list", what]) == 0
     lines = capsys.readouterr().out.splitlines()
     names = [line.split()[0] for line in lines]
     wanted = {"recipes": "lra.text-small", "mixers": "seqboat", "tasks": "recall", "routers": "sigmoid"}

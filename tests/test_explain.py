@@ -18,9 +18,9 @@ import torch
 
 from lm_runs import write_lm_run, write_run
 from seqboat.analysis.traces import load_examples, trace
-from seqboat.cli.control import Control
 from seqboat.cli.explain import use_color
 from seqboat.cli.main import main
+from seqboat.cli.options import Control
 from seqboat.data.prepare import prepare
 from seqboat.layers.gau import GAUConfig
 from seqboat.mixers.transformer import TransformerConfig
@@ -219,7 +219,7 @@ def test_the_data_may_be_elsewhere(flag: str, tmp_path: Path, capsys: Any, monke
     run = str(of_task(tmp_path, ListOpsTaskConfig(data_dir=str(tmp_path / "nowhere"), max_length=32)))
     prepare("listops", "generate", tmp_path / "data", counts=(2, 2, 2), workers=1)
     there = [flag, str(tmp_path / "data")]
-    for words in (["eval", run], ["report", run, "--json"], ["intervene", run, "--thresholds", ""]):
+    for words in (["eval", run], ["report", run, "--json"], ["explain", run, "--thresholds", ""]):
         assert "contains no prepared data" in refused(capsys, *words)
         assert main([*words, *there]) == 0
         capsys.readouterr()
@@ -272,7 +272,7 @@ def test_a_model_without_routers(tmp_path: Path, capsys: Any) -> None:
         message = refused(capsys, "explain", run, "--text", "1 2", *flags)
         assert "no layer of this run has a router" in message
     assert "layer 1 has no router" in refused(capsys, "explain", run, "--text", "1 2", "--layer", "1")
-    assert "no layer of this run has a router" in refused(capsys, "intervene", run)
+    assert "no layer of this run has a router" in refused(capsys, "explain", run)
 
 
 def test_a_model_that_diverged(tmp_path: Path, capsys: Any) -> None:
@@ -285,7 +285,8 @@ def test_a_model_that_diverged(tmp_path: Path, capsys: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "give the input: --text, --file, --image or --wav"),
+        (["--html", "a.html"], "--html needs an input: --text, --file, --image or --wav"),
+        (["--text", "1", "--plot", "a.svg"], "--plot cannot be used with an input"),
         (["--text", " "], "--text must not be empty"),
         (["--text", "9 9"], "token ids must be from 0 to 7, got [9]"),
         (["--text", "a b"], "must be numbers from 0 to 7"),

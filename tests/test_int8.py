@@ -40,7 +40,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def small(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("int8") / "small"
-    assert main(["quantize", str(run), str(folder), "--limit", "500"]) == 0
+    assert main(["export", "--to=int8", str(run), str(folder), "--limit", "500"]) == 0
     return folder
 
 
@@ -150,7 +150,7 @@ def test_the_command_writes_a_run(small: Path, run: Path, capsys: pytest.Capture
     assert f"{bits:.6f} bits per byte of the test text of lmtext" in (small / "README.md").read_text()
     notes = small.parent / "notes.txt"
     notes.write_bytes(text)
-    assert main(["score", str(small), str(notes)]) == 0
+    assert main(["eval", str(small), str(notes)]) == 0
     assert json.loads(capsys.readouterr().out)["bits_per_byte"] == pytest.approx(bits, rel=1e-6)
     assert main(["generate", str(small), "--prompt", "Ein", "--greedy", "--max-new-bytes", "9"]) == 0
     assert capsys.readouterr().out == generate(model, "Ein", max_new_bytes=9, sampling=GREEDY)[0].text
@@ -182,11 +182,15 @@ def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_bad_input(small: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
-    assert "has int8 weights already" in fails(capsys, "quantize", str(small), str(out))
-    assert "is not a file" in fails(capsys, "quantize", str(run), str(out), "--text", str(tmp_path / "none"))
-    assert "--limit must be at least 1" in fails(capsys, "quantize", str(run), str(out), "--limit", "0")
-    assert "is not empty" in fails(capsys, "quantize", str(run), str(small))
-    assert "does not exist" in fails(capsys, "quantize", str(run), str(tmp_path / "a" / "b"))
+    assert "has int8 weights already" in fails(capsys, "export", "--to=int8", str(small), str(out))
+    assert "is not a file" in fails(
+        capsys, "export", "--to=int8", str(run), str(out), "--text", str(tmp_path / "none")
+    )
+    assert "--limit must be an integer >= 1, got 0" in fails(
+        capsys, "export", "--to=int8", str(run), str(out), "--limit", "0"
+    )
+    assert "is not empty" in fails(capsys, "export", "--to=int8", str(run), str(small))
+    assert "does not exist" in fails(capsys, "export", "--to=int8", str(run), str(tmp_path / "a" / "b"))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -207,7 +211,7 @@ def test_int8_weights_of_another_model(
         weights[name] = weights[name].float()
     state = {key: source.checkpoint.state[key] for key in ("config", "classes", "versions")}
     CheckpointStore(folder).save(1, {MODEL: weights}, state, best=True)
-    for command in (("generate", str(folder), "--prompt", "x"), ("score", str(folder), __file__)):
+    for command in (("generate", str(folder), "--prompt", "x"), ("eval", str(folder), __file__)):
         assert "int8 weights of another model" in fails(capsys, *command)
 
 
@@ -218,7 +222,7 @@ def test_a_file_of_another_model(small: Path, tmp_path: Path, capsys: pytest.Cap
     shutil.copy(small / "step-1" / MODEL, folder / "step-1800" / MODEL)
     for command in (
         ("generate", str(folder), "--prompt", "x", "--save-state", str(out)),
-        ("score", str(folder), __file__),
+        ("eval", str(folder), __file__),
     ):
         error = fails(capsys, *command)
         assert "wrong contains no complete checkpoint" in error and "does not match its sha256" in error

@@ -1,4 +1,4 @@
-"""`seqboat intervene`: every setting is scored as if it had been forced by hand."""
+"""`seqboat explain`: every setting is scored as if it had been forced by hand."""
 
 from __future__ import annotations
 
@@ -131,12 +131,12 @@ def test_the_command(tmp_path: Path, capsys: Any) -> None:
     pytest.importorskip("matplotlib")
     run = str(toy(tmp_path))
     picture = tmp_path / "picture.svg"
-    assert main(["intervene", run, "--split", "val", "--limit", "9", "--plot", str(picture)]) == 0
+    assert main(["explain", run, "--split", "val", "--limit", "9", "--plot", str(picture)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"{run}, 9 examples of val" and len(lines) == 2 + 7 + len(THRESHOLDS)
     assert lines[2].startswith("as it is") and lines[7].startswith("all off") and lines[7].endswith("0 0")
     assert picture.stat().st_size > 1000
-    arguments = ["intervene", run, "--split", "val", "--limit", "9", "--thresholds", "", "--json"]
+    arguments = ["explain", run, "--split", "val", "--limit", "9", "--thresholds", "", "--json"]
     assert main(arguments) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["examples"] == 9 and [o["setting"] for o in record["outcomes"]][-1] == "all on"
@@ -160,7 +160,7 @@ def test_the_command(tmp_path: Path, capsys: Any) -> None:
 
 def test_a_language_model(tmp_path: Path, capsys: Any) -> None:
     run = str(write_lm_run(tmp_path))
-    assert main(["intervene", run, "--split", "val", "--thresholds", "0.5", "--json"]) == 0
+    assert main(["explain", run, "--split", "val", "--thresholds", "0.5", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     scores = {outcome["setting"]: outcome["bits"] for outcome in record["outcomes"]}
     assert record["metric"] == "bits" and scores["threshold 0.5"] == scores["as it is"] != scores["all off"]
@@ -178,21 +178,21 @@ def test_a_language_model(tmp_path: Path, capsys: Any) -> None:
     ],
 )
 def test_mistakes(arguments: list[str], message: str, tmp_path: Path, capsys: Any) -> None:
-    assert main(["intervene", str(toy(tmp_path)), *arguments]) == 2
+    assert main(["explain", str(toy(tmp_path)), *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
 
 
 def test_a_picture_needs_matplotlib(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main(["intervene", "nowhere", "--plot", str(tmp_path / "a.svg")]) == 2
+    assert main(["explain", "nowhere", "--plot", str(tmp_path / "a.svg")]) == 2
     assert "--plot needs matplotlib: pip install 'seqboat[lab]'" in capsys.readouterr().err
 
 
 def test_scores_that_are_no_numbers_are_null(tmp_path: Path, capsys: Any) -> None:
     register()
     run = write_run(tmp_path / "run", small_run(), noise=1e30)
-    assert main(["intervene", str(run), "--split", "val", "--limit", "2", "--thresholds", "", "--json"]) == 0
+    assert main(["explain", str(run), "--split", "val", "--limit", "2", "--thresholds", "", "--json"]) == 0
 
     def refuse(word: str) -> None:
         pytest.fail(f"{word} is not JSON")

@@ -143,7 +143,7 @@ MISTAKES: list[tuple[list[str], str]] = [
         "--temperature must be above 0, got 0; --greedy always takes",
     ),
     (["eval", "enwik8-small", "--split=dev"], r"argument --split: invalid choice: 'dev' \(choose from"),
-    (["data", "show", "listops-small"], "run `seqboat data prepare listops-small`"),
+    (["paper", "data", "show", "listops-small"], "run `seqboat paper data prepare listops-small`"),
 ]
 
 

@@ -180,7 +180,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def exported(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("onnx") / "exported"
-    assert main(["export-onnx", str(run), "--out", str(folder), "--int8"]) == 0
+    assert main(["export", "--to=onnx", str(run), str(folder), "--int8"]) == 0
     return folder
 
 
@@ -193,7 +193,7 @@ def test_files_say_what_they_are(exported: Path, run: Path) -> None:
         assert file.about["weights"] == about["weights"] and int(file.about["max_length"]) > 0
         assert {"seen", "0.ssm.states", "1.ssm.states"} <= {part["name"] for part in file.state_parts}
         assert b"site-packages" not in (exported / f"{form}.onnx").read_bytes()
-    assert main(["export-onnx", str(run), "--check", str(exported)]) == 0
+    assert main(["export", "--to=onnx", str(run), "--check", str(exported)]) == 0
 
 
 def test_the_document_runs(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,9 +226,9 @@ def fails(arguments: list[str], capsys: pytest.CaptureFixture[str], *words: str)
 
 def test_bad_exports_leave_nothing(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "out"
-    command = ["export-onnx", str(run), "--out", str(folder)]
+    command = ["export", "--to=onnx", str(run), str(folder)]
     fails([*command, "--opset", "16"], capsys, "--opset must be between 18 and 23", "16")
-    fails(["export-onnx", str(run), "--out", str(tmp_path / "no" / "out")], capsys, "does not exist")
+    fails(["export", "--to=onnx", str(run), str(tmp_path / "no" / "out")], capsys, "does not exist")
     assert list(tmp_path.iterdir()) == []
     folder.mkdir()
     (folder / "mine.txt").write_text("x")
@@ -240,22 +240,22 @@ def test_damaged_and_foreign_files(
     exported: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = write_lm_run(tmp_path / "other", seed=1)
-    fails(["export-onnx", str(other), "--check", str(exported)], capsys, "of another model")
-    fails(["export-onnx", str(run), "--check", str(tmp_path)], capsys, "not a folder with ONNX files")
+    fails(["export", "--to=onnx", str(other), "--check", str(exported)], capsys, "of another model")
+    fails(["export", "--to=onnx", str(run), "--check", str(tmp_path)], capsys, "not a folder with ONNX files")
     whole = (exported / "step.onnx").read_bytes()
     for name, content in (("half", whole[: len(whole) // 2]), ("empty", b""), ("text", b"not a model")):
         folder = tmp_path / name
         folder.mkdir()
         (folder / "step.onnx").write_bytes(content)
         # without its checksum
-        fails(["export-onnx", str(run), "--check", str(folder)], capsys, "is not a whole ONNX file")
+        fails(["export", "--to=onnx", str(run), "--check", str(folder)], capsys, "is not a whole ONNX file")
         (folder / "model.json").write_bytes((exported / "model.json").read_bytes())
-        fails(["export-onnx", str(run), "--check", str(folder)], capsys, "is damaged", "bytes")
+        fails(["export", "--to=onnx", str(run), "--check", str(folder)], capsys, "is damaged", "bytes")
     changed = tmp_path / "changed"
     changed.mkdir()
     (changed / "step.onnx").write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     (changed / "model.json").write_bytes((exported / "model.json").read_bytes())
-    fails(["export-onnx", str(run), "--check", str(changed)], capsys, "checksum")
+    fails(["export", "--to=onnx", str(run), "--check", str(changed)], capsys, "checksum")
 
 
 def test_states_of_another_model_are_refused(exported: Path) -> None:

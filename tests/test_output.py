@@ -32,12 +32,12 @@ def close_stdout() -> None:
 
 
 def test_a_closed_output_is_one_line() -> None:
-    done = seqboat("list", "recipes", preexec_fn=close_stdout)
-    assert (done.returncode, done.stderr) == (1, "seqboat list: error: standard output is closed\n")
+    done = seqboat("paper", "list", "recipes", preexec_fn=close_stdout)
+    assert (done.returncode, done.stderr) == (1, "seqboat paper: error: standard output is closed\n")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
-@pytest.mark.parametrize("arguments", [["list", "recipes"], ["--help"]], ids=str)
+@pytest.mark.parametrize("arguments", [["paper", "list", "recipes"], ["--help"]], ids=str)
 def test_a_full_output_is_one_line(arguments: list[str]) -> None:
     with open("/dev/full", "w") as full:
         done = seqboat(*arguments, stdout=full)

@@ -261,7 +261,7 @@ def test_a_run_carries_its_tokenizer(
     assert Predictor(moved).predict(["word1 word4 other", "word2"]) == before
     assert Predictor(Run(moved).pack(tmp_path / "packed")).task.vocab == len(words)
     capsys.readouterr()
-    assert main(["export-hf", str(moved), str(tmp_path / "exported")]) == 0
+    assert main(["export", "--to=hf", str(moved), str(tmp_path / "exported")]) == 0
     assert "tokenizer: the one that the run" in capsys.readouterr().out
     pipe = transformers.pipeline("text-classification", str(tmp_path / "exported"), top_k=None)
     scores = {part["label"]: part["score"] for part in pipe(["word1 word4 other"])[0]}
@@ -297,7 +297,7 @@ def test_runs_are_reported_explained_and_exported(
     hf = pytest.importorskip("seqboat.hf")
     transformers = pytest.importorskip("transformers")
     capsys.readouterr()
-    code = main(["export-hf", run, str(tmp_path / "exported")])
+    code = main(["export", "--to=hf", run, str(tmp_path / "exported")])
     if kind is pair_table:
         assert code == 2 and "only language models, classifiers and taggers" in capsys.readouterr().err
         return
@@ -342,7 +342,7 @@ def check_onnx(run: str, folder: Path) -> None:
         return
     from seqboat.export.onnx import OnnxModel
 
-    assert main(["export-onnx", run, "--out", str(folder), "--int8"]) == 0
+    assert main(["export", "--to=onnx", run, str(folder), "--int8"]) == 0
     file, predictor = OnnxModel(folder / "sequence.onnx"), Predictor(run)
     assert file.about["problem"] == "number" and "input" not in file.about
     assert file.about["max_length"] == str(predictor.task.max_length)

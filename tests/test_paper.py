@@ -219,7 +219,7 @@ def test_rows_and_tasks_are_chosen(tmp_path: Path, capsys: pytest.CaptureFixture
 
     assert names("seqboat,s5", "image,text") == ["text-s5", "image-s5", "text", "image"]
     assert names("mega*", "pathx") == ["pathx-mega", "pathx-mega-chunk"]
-    out = ["reproduce", "tables", "--scale", "paper", "--out", str(tmp_path), "--dry-run"]
+    out = ["paper", "run", "tables", "--scale", "paper", "--out", str(tmp_path), "--dry-run"]
     for words, message in (
         (["--rows", "s6"], "--rows s6 fits nothing; there are transformer, mega, "),
         (["--tasks", "imag"], "--tasks imag fits nothing; there are listops, text"),
@@ -299,11 +299,11 @@ def test_the_command(
     runs = tmp_path / "runs"
     out = ["--out", str(runs)]
     monkeypatch.setitem(TARGETS, "again", dataclasses.replace(target, name="again"))
-    assert main(["reproduce", *out]) == 0
+    assert main(["paper", "run", *out]) == 0
     listed = capsys.readouterr().out
     assert "lra          Long Range Arena (table 1): 0 of 90 done at --scale small" in listed
     assert "toys         Toys (table 0): 0 of 3 done at --scale small" in listed
-    assert main(["reproduce", "toys", "again", "--dry-run", *out]) == 0
+    assert main(["paper", "run", "toys", "again", "--dry-run", *out]) == 0
     text = capsys.readouterr().out
     assert text.count("  toy ") == 1 and "24 x 2" in text, (
         "the seeds of a trial are one line, in two targets too"
@@ -314,30 +314,30 @@ def test_the_command(
         ": seqboat train toy-small --optimizer.lr=0.03"
     )
     assert not runs.exists()
-    assert main(["reproduce", "toys", "--only", "f*", "--seeds", "1", *out]) == 0
+    assert main(["paper", "run", "toys", "--only", "f*", "--seeds", "1", *out]) == 0
     assert "wrote" in capsys.readouterr().out
     assert [row["trial"] for row in read_rows([runs / "results.jsonl"])] == ["fast"]
-    assert main(["reproduce", *out]) == 0
+    assert main(["paper", "run", *out]) == 0
     assert "Toys (table 0): 1 of 3 done at --scale small" in capsys.readouterr().out
     (tmp_path / "file").touch()
     for wrong, message in (
-        (["reproduce", "lar"], "target 'lar' is unknown; expected some of lra"),
-        (["reproduce", "toys", "--seeds", "0"], "--seeds must be an integer >= 1, got 0"),
-        (["reproduce", "toys", "--only", "tay", "f"], "--only tay f fits nothing; there are toy, fast"),
-        (["reproduce", "toys", "--training.batch_size=4"], "only how runs are carried out can be changed"),
-        (["reproduce", "page"], "page needs the results to show"),
-        (["reproduce", "page", str(tmp_path / "none.jsonl")], "there is no"),
-        (["reproduce", "page", "x.jsonl", "--page", str(tmp_path)], f"--page {tmp_path} must be a file"),
-        (["reproduce", "toys", "--out", str(tmp_path / "file")], "file must be a folder, got a file"),
+        (["paper", "run", "lar"], "target 'lar' is unknown; expected some of lra"),
+        (["paper", "run", "toys", "--seeds", "0"], "--seeds must be an integer >= 1, got 0"),
+        (["paper", "run", "toys", "--only", "tay", "f"], "--only tay f fits nothing; there are toy, fast"),
+        (["paper", "run", "toys", "--training.batch_size=4"], "only how runs are carried out can be changed"),
+        (["paper", "page"], "page needs the results to show"),
+        (["paper", "page", str(tmp_path / "none.jsonl")], "there is no"),
+        (["paper", "page", "x.jsonl", "--out", str(tmp_path)], f"--out {tmp_path} must be a file"),
+        (["paper", "run", "toys", "--out", str(tmp_path / "file")], "file must be a folder, got a file"),
     ):
-        assert main([*wrong, *(out if "--out" not in wrong else [])]) == 2
+        assert main([*wrong, *(out if "--out" not in wrong and wrong[1] == "run" else [])]) == 2
         assert message in capsys.readouterr().err
 
 
 def test_settings_of_the_machine_reach_training(
     target: Target, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = ["reproduce", "toys", "--only", "fast", "--out", str(tmp_path)]
+    out = ["paper", "run", "toys", "--only", "fast", "--out", str(tmp_path)]
     flags = ["--device", "cpu", "--training.precision=bf16", "--training.accumulation=4"]
     assert main([*out, *flags, "--training.workers=0"]) == 0
     training = Run(tmp_path / "small" / "fast" / "seed-0").config.training
@@ -355,7 +355,7 @@ def test_a_run_of_another_process_is_left_to_it(
     taken = tmp_path / "small" / "fast" / "seed-0"
     taken.mkdir(parents=True)
     with Lock(taken):
-        assert main(["reproduce", "toys", "--seeds", "1", "--out", str(tmp_path)]) == 0
+        assert main(["paper", "run", "toys", "--seeds", "1", "--out", str(tmp_path)]) == 0
     assert "left to another process" in capsys.readouterr().err
     assert [row["trial"] for row in read_rows([tmp_path / "results.jsonl"])] == ["toy"]
 
@@ -371,7 +371,7 @@ def test_a_run_that_diverges_does_not_keep_others_from_running(
         )
 
     monkeypatch.setattr(jobs, "run_job", run)
-    assert main(["reproduce", "toys", "--seeds", "1", "--out", str(tmp_path)]) == 3
+    assert main(["paper", "run", "toys", "--seeds", "1", "--out", str(tmp_path)]) == 3
     assert "the loss was not finite; the other runs continue" in capsys.readouterr().err
     assert [row["trial"] for row in read_rows([tmp_path / "results.jsonl"])] == ["fast"]
 
@@ -386,7 +386,7 @@ def test_an_interrupted_run_ends_the_command_with_its_code(
         return jobs.RunOutcome(130, 7, None, "stopped by SIGINT after step 7; --resume continues")
 
     monkeypatch.setattr(jobs, "run_job", stopped)
-    assert main(["reproduce", "toys", "--out", str(tmp_path)]) == 130
+    assert main(["paper", "run", "toys", "--out", str(tmp_path)]) == 130
     assert len(seen) == 1 and "stopped by SIGINT after step 7" in capsys.readouterr().err
 
 
@@ -458,13 +458,13 @@ def test_the_page_has_every_row_and_says_what_was_not_run(
     assert "1 of 2 rows and tasks were run:" in text
     assert "| Toy, Image | 90.10 % | 60.0 % ± 14.1 | -30.1 | 0, 1 |" in text and "| Fast, Path-X" not in text
     assert "- **Image.** Cut: everything but the toy." in text
-    assert "Not run here. `seqboat reproduce toys --scale paper` runs it: `seqboat train toy-small`." in text
+    assert "Not run here. `seqboat paper run toys --scale paper` runs it: `seqboat train toy-small`." in text
     assert "Made with seqboat 0 at abc1234, torch 0." in text
     with pytest.raises(ValueError, match="a row of toys at scale small cannot be shown: KeyError: 'cost'"):
         page_of(tmp_path, [{k: v for k, v in rows[0].items() if k != "cost"}], target)
     # the command
     add_row(tmp_path / "results.jsonl", rows[0])
-    page = ["reproduce", "page", str(tmp_path / "results.jsonl"), "--page", str(tmp_path / "page.md")]
+    page = ["paper", "page", str(tmp_path / "results.jsonl"), "--out", str(tmp_path / "page.md")]
     assert main(page) == 2 and "was run from abc1234" in capsys.readouterr().err
     monkeypatch.setattr(results_module, "check_commits", lambda rows: None)
     assert main(page) == 0 and "from 1 runs" in capsys.readouterr().out
@@ -505,7 +505,7 @@ def test_layers_of_runs_are_observed(
         shown.append(dataclasses.replace(real, small=trials, paper=()))
         monkeypatch.setitem(TARGETS, name, shown[-1])
         assert real.show is module.show
-    assert main(["reproduce", "activation", "span", "--out", str(tmp_path), "--only", "toy"]) == 0
+    assert main(["paper", "run", "activation", "span", "--out", str(tmp_path), "--only", "toy"]) == 0
     assert capsys.readouterr().out.count("seed 0: ") == 2, "one run, two figures"
     (row,) = read_rows([tmp_path / "results.jsonl"])
     expected = measure_run(tmp_path / "small" / "toy" / "seed-0", "val", 100, weighted=False)

@@ -104,12 +104,12 @@ def test_an_installed_package_is_used_by_every_command(
     assert main(["explain", str(run), "--text", "(())"]) == 0
     assert "prediction: " in capsys.readouterr().out
     for what, name in (("tasks", "brackets"), ("mixers", "running-mean"), ("recipes", "brackets")):
-        assert main(["list", what]) == 0
+        assert main(["paper", "list", what]) == 0
         line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith(name))
         assert line.endswith("[plug-in seqboat_brackets (seqboat-brackets 0.1.0)]")
-    assert main(["list", "plugins"]) == 0
+    assert main(["paper", "list", "plugins"]) == 0
     assert "mixers: running-mean" in capsys.readouterr().out
-    assert main(["data", "show", "brackets"]) == 0
+    assert main(["paper", "data", "show", "brackets"]) == 0
 
     # the run continues in another process, and says what it needs where the package is not installed
     assert main(["train", "--resume", "--out", str(run)]) == 0
@@ -133,7 +133,7 @@ def test_the_code_of_the_tutorial_runs(capsys: pytest.CaptureFixture[str]) -> No
     code = "".join(re.findall(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE))
     exec(compile(code, "plugins.md", "exec"), {})
     assert capsys.readouterr().out == "{'ROUTERS': ('norm',)}\n"
-    assert main(["list", "routers"]) == 0
+    assert main(["paper", "list", "routers"]) == 0
     assert (
         "norm                   Tokens with long vectors attend. [plug-in my_parts]"
         in capsys.readouterr().out
@@ -237,7 +237,7 @@ def test_a_module_in_the_current_folder_is_named_on_the_command_line(
     ]
     assert main(["train", "recall", "--import", "mine_parts", "--out=run", *parts, *quick]) == 0
     assert os.environ[plugins.VARIABLE] == "mine_parts"  # for the processes that a command starts
-    assert main(["list", "ssms", "--import=mine_parts"]) == 0
+    assert main(["paper", "list", "ssms", "--import=mine_parts"]) == 0
     assert "slow                   A kernel of mine. [plug-in mine_parts]" in capsys.readouterr().out
     router = Run("run").config.model.mixer.router  # type: ignore[attr-defined]
     assert type(router).__name__ == "EverySecondConfig"
@@ -274,9 +274,9 @@ def test_a_broken_plugin_breaks_nothing_else(broken: None, capsys: pytest.Captur
         "the plug-in broken_parts of seqboat-broken is skipped: broken_parts cannot be imported: RuntimeError"
     )
     with pytest.warns(UserWarning, match=left_out):
-        assert main(["list", "tasks"]) == 0
+        assert main(["paper", "list", "tasks"]) == 0
     assert capsys.readouterr().out.startswith("listops ")
-    assert main(["list", "plugins"]) == 0  # the warning comes once per process
+    assert main(["paper", "list", "plugins"]) == 0  # the warning comes once per process
     assert capsys.readouterr().out.startswith(
         "broken_parts  skipped: broken_parts cannot be imported: Runtime"
     )
@@ -288,7 +288,7 @@ def test_a_broken_plugin_breaks_nothing_else(broken: None, capsys: pytest.Captur
 
 
 def test_help_loads_no_plugin(broken: None, capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["--help"], ["eval", "--help"], ["data", "show", "--help"]):
+    for arguments in (["--help"], ["eval", "--help"], ["paper", "data", "show", "--help"]):
         with pytest.raises(SystemExit):
             main(arguments)
     assert "--import MODULE" in capsys.readouterr().out and not plugins._state.looked
@@ -353,7 +353,7 @@ def test_a_module_that_is_no_plugin_says_why(text: str, message: str, tmp_path: 
     ],
 )
 def test_a_module_that_is_missing(module: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["list", "tasks", "--import", module]) == 2
+    assert main(["paper", "list", "tasks", "--import", module]) == 2
     said = capsys.readouterr()
     assert said.out == "" and message in said.err and said.err.count("\n") == 1
 

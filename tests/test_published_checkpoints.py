@@ -69,9 +69,7 @@ def test_language_model(
     language_model: tuple[PublishedModel, Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     case, file, data = language_model
-    assert (
-        main(["import-published", str(file), str(tmp_path / "run"), "--unpickle", "--data", str(data)]) == 0
-    )
+    assert main(["paper", "import", str(file), str(tmp_path / "run"), "--unpickle", "--data", str(data)]) == 0
     assert "LanguageModel for enwik8, " in capsys.readouterr().out
     run = Run(tmp_path / "run")
     assert run.step == 90_000 and run.config.recipe == "enwik8"
@@ -106,7 +104,7 @@ def test_imported_language_model_is_of_use(
     assert "bits" in capsys.readouterr().out
     assert main(["generate", run, "--prompt", "abc", "--max-new-bytes", "8"]) == 0
     (tmp_path / "some.txt").write_text("cab")
-    assert main(["score", run, str(tmp_path / "some.txt")]) == 0
+    assert main(["eval", run, str(tmp_path / "some.txt")]) == 0
 
 
 @pytest.mark.parametrize(
@@ -211,7 +209,7 @@ def test_export_with_new_dictionaries(tmp_path: Path, capsys: pytest.CaptureFixt
     file = save_checkpoint(tmp_path / "a.pt", case, "slag_lra_imdb")
     import_run(file, tmp_path / "run", write_dictionaries(tmp_path / "data", symbols(56), ["0", "1"]))
     out = tmp_path / "b.pt"
-    assert main(["export-published", str(tmp_path / "run"), str(out)]) == 0
+    assert main(["export", "--to=published", str(tmp_path / "run"), str(out)]) == 0
     assert "b.pt.dict.txt: its dictionary" in capsys.readouterr().out
     home = tmp_path / "again"
     (home / "src-bin").mkdir(parents=True)
@@ -221,7 +219,7 @@ def test_export_with_new_dictionaries(tmp_path: Path, capsys: pytest.CaptureFixt
     import_run(out, tmp_path / "run2", home)
     first, second = (Run(tmp_path / name).model.state_dict() for name in ("run", "run2"))
     assert all(torch.equal(value, second[key]) for key, value in first.items())
-    assert main(["export-published", str(tmp_path / "run"), str(out)]) == 2
+    assert main(["export", "--to=published", str(tmp_path / "run"), str(out)]) == 2
 
 
 def test_half_precision_and_sections(tmp_path: Path) -> None:
@@ -280,9 +278,9 @@ def test_what_an_import_needs(
 ) -> None:
     _, file, data = language_model
     out = str(tmp_path / "run")
-    assert main(["import-published", str(file), out]) == 2
+    assert main(["paper", "import", str(file), out]) == 2
     assert "is a pickle: pass --unpickle to read it" in capsys.readouterr().err
-    assert main(["import-published", str(file), out, "--unpickle"]) == 2
+    assert main(["paper", "import", str(file), out, "--unpickle"]) == 2
     assert "reads token ids: give the folder of its data" in capsys.readouterr().err
     with pytest.raises(ValueError, match=r"has no dictionary: expected src-bin/dict\.txt or dict\.txt"):
         import_run(file, out, tmp_path)

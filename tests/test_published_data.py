@@ -272,7 +272,7 @@ def test_speech(twice: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ValueError, match="raw holds pickles of tensors: name --unpickle"):
         prepare_data("speech", str(tmp_path), tmp_path / "data")
     arguments = ["--from", str(tmp_path), "--data-dir", str(tmp_path / "data"), "--unpickle"]
-    assert main(["data", "prepare", "speech", *arguments]) == 0
+    assert main(["paper", "data", "prepare", "speech", *arguments]) == 0
     store = ArrayStore.find(tmp_path / "data", "speech")
     assert store["clips"].dtype == np.int16 and store.manifest["counts"] == sizes
     task = SpeechTaskConfig(data_dir=str(tmp_path / "data")).build()
@@ -440,7 +440,10 @@ def test_bad_records_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[s
     ids[5] = [END]
     ids[7][0] = 60_000
     write_mapped(stem, ids)
-    assert main(["data", "prepare", "text", "--from", str(tmp_path), "--data-dir", str(tmp_path / "d")]) == 0
+    assert (
+        main(["paper", "data", "prepare", "text", "--from", str(tmp_path), "--data-dir", str(tmp_path / "d")])
+        == 0
+    )
     said = capsys.readouterr()
     assert "train 27, test 30" in said.out and "train.bin, sequence 6: empty sequence" in said.err
     assert "train.bin, sequence 4: token id [3] has no meaning" in said.err

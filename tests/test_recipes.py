@@ -189,5 +189,5 @@ def test_language_recipes_take_mixers_whose_state_grows(recipe: str) -> None:
 def test_unknown_recipes_are_named() -> None:
     with pytest.raises(ValueError, match=r"recipe 'lra.txt' is unknown; did you mean lra.text"):
         find_recipe("lra.txt")
-    with pytest.raises(ValueError, match="`seqboat list recipes` shows all"):
+    with pytest.raises(ValueError, match="`seqboat paper list recipes` shows all"):
         find_recipe("0123456789")

@@ -148,7 +148,7 @@ def test_runs_of_rows_stand_beside_those_of_their_recipe() -> None:
 
 
 def test_rows_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["list", "rows"]) == 0
+    assert main(["paper", "list", "rows"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(ROW_RECIPES)
     assert any(line.startswith("lra.pathx/mega ") and "4 layers of width 64" in line for line in lines)

@@ -110,7 +110,7 @@ def test_files_are_scored_one_by_one(run: Path, tmp_path: Path, capsys: pytest.C
     one.write_bytes(DATA)
     two.write_bytes(b"\xff\x00 any bytes \xfe")
     none.write_bytes(b"")
-    assert main(["score", str(run), str(one), str(two), str(none)]) == 0
+    assert main(["eval", str(run), str(one), str(two), str(none)]) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
     first, second, third = lines(captured.out)
@@ -128,7 +128,7 @@ def test_files_are_scored_one_by_one(run: Path, tmp_path: Path, capsys: pytest.C
 
 def test_every_byte(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(DATA)))
-    assert main(["score", str(run), "-", "--per-token", "--chunk", "64"]) == 0
+    assert main(["eval", str(run), "-", "--per-token", "--chunk", "64"]) == 0
     *tokens, summary = lines(capsys.readouterr().out)
     assert bytes(line["byte"] for line in tokens) == DATA
     assert [line["position"] for line in tokens] == list(range(300))
@@ -143,7 +143,7 @@ def test_progress_on_a_terminal(
     path = tmp_path / "text"
     path.write_bytes(DATA)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    assert main(["score", str(run), str(path), "--chunk", "200"]) == 0
+    assert main(["eval", str(run), str(path), "--chunk", "200"]) == 0
     captured = capsys.readouterr()
     assert "text: 200 bytes, " in captured.err and captured.err.count("bits per byte") == 2
     assert len(lines(captured.out)) == 1
@@ -163,6 +163,6 @@ def test_what_cannot_be_scored(run: Path, tmp_path: Path, capsys: pytest.Capture
         ([str(run), str(text), "--device", "fast"], "--device must be auto, cpu or cuda, got 'fast'"),
     ]
     for arguments, message in cases:
-        assert main(["score", *arguments]) == 2
+        assert main(["eval", *arguments]) == 2
         captured = capsys.readouterr()
         assert message in captured.err and captured.err.count("\n") == 1 and captured.out == ""

@@ -83,10 +83,10 @@ def test_the_package_s_own_model_is_the_default(
     for named in ([], ["toy"]):
         assert main(["generate", *named, "--prompt", "a", "--max-new-bytes", "20", "--greedy"]) == 0
         assert capsys.readouterr().out == want.text
-    assert main(["score", "toy", str(run.parent / "text.txt")]) == 0
+    assert main(["eval", "toy", str(run.parent / "text.txt")]) == 0
     assert main(["eval", "toy", "--limit", "3"]) == 0
     if find_spec("transformers") is not None:
-        assert main(["export-hf", "toy", str(tmp_path / "exported")]) == 0
+        assert main(["export", "--to=hf", "toy", str(tmp_path / "exported")]) == 0
         assert (tmp_path / "exported" / "model.safetensors").is_file()
     # a folder of that name comes first
     monkeypatch.chdir(tmp_path)

@@ -17,12 +17,11 @@ from seqboat.layers.seqboat import SeqBoat, SeqBoatConfig
 from seqboat.layers.variants import SeqBoatThenFFNConfig
 from seqboat.layers.watch import DEAD_AFTER
 from seqboat.mixers import MIXERS
-from seqboat.models.backbone import MixerConfig
 from seqboat.recipes import RECIPES
 from seqboat.recipes.own import classify, lm
 from seqboat.ssm import SSMS
 from seqboat.ssm.ema import EMA
-from seqboat.training.settings_io import override, part_from_dict, to_dict
+from seqboat.training.settings_io import override
 
 TARGET = 1.0
 """The fraction of active tokens with which every layer starts."""
@@ -119,17 +118,6 @@ def test_recipes_of_the_paper_keep_its_initial_weights(name: str) -> None:
 
 def seqboats() -> list[str]:
     return [name for name, form in MIXERS.items() if issubclass(form, SeqBoatConfig)]
-
-
-@pytest.mark.parametrize("name", seqboats())
-def test_files_from_before_mean_the_initial_weights_of_the_paper(name: str) -> None:
-    config = MIXERS[name]()
-    data = to_dict(config, MixerConfig)
-    assert part_from_dict(MixerConfig, data, "mixer") == config
-    del data["init"]
-    assert part_from_dict(MixerConfig, data, "mixer") == dataclasses.replace(config, init="paper")
-    # a few fields written by hand take the defaults of today
-    assert part_from_dict(MixerConfig, {"name": name, "norm": "rms"}, "mixer").init == "scaled"
 
 
 def dead_layer() -> nn.Module:

@@ -130,7 +130,7 @@ def test_pipes_and_devices_are_no_tables(
     for arguments, message in (
         (["train", "classify", f"--data.train={tmp_path / 'rows.csv'}"], "is not a file"),
         (["train", "lm", f"--data.text={tmp_path / 'notes.txt'}"], "matches no file"),
-        (["data", "prepare", "enwik8", f"--from={tmp_path / 'enwik8'}"], "a pipe or a device"),
+        (["paper", "data", "prepare", "enwik8", f"--from={tmp_path / 'enwik8'}"], "a pipe or a device"),
     ):
         where = (
             ["--data-dir", str(tmp_path / "data")]

@@ -303,7 +303,7 @@ def test_subsets_are_drawn_from_everywhere_and_stay_the_same(root: Path) -> None
 def test_a_task_needs_no_data_until_it_is_asked_for_some(tmp_path: Path) -> None:
     task = RetrievalTaskConfig(data_dir=str(tmp_path)).build()
     assert (task.vocab, task.classes, task.max_length) == (256, 2, 4000)
-    with pytest.raises(ValueError, match="run `seqboat data prepare retrieval`"):
+    with pytest.raises(ValueError, match="run `seqboat paper data prepare retrieval`"):
         task.dataset("train")
 
 

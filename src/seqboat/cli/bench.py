@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from seqboat.cli.main import UsageError
+from seqboat.cli.parser import Count, Size
 from seqboat.core.extras import check_installed
 
 if TYPE_CHECKING:
-    from seqboat.bench.setting import LayerSetting
+    from seqboat.bench.setting import Candidate, LayerSetting
 
 LAYERS = (
     "seqboat",
@@ -23,62 +23,103 @@ LAYERS = (
     "lower-bound",
 )
 DECODERS = ("seqboat", "mega-chunk", "transformer")
-EXAMPLES = """\
-examples:
-  seqboat bench                                             the paper's Text layer and all baselines
-  seqboat bench --length 16384                              the same number of tokens in longer sequences
-  seqboat bench --mixers seqboat --rate 0.1                 how cost falls with the fraction of active tokens
-  seqboat bench --mixers seqboat seqboat:gau.positions=original --window 64
-  seqboat bench --mixers seqboat seqboat:compiled=True --no-memory --modes training
-  seqboat bench decode --context 1024 32768                 time per token and size of the state
-"""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the command."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = EXAMPLES
-    parser.add_argument(
-        "what",
-        nargs="?",
-        choices=("layer", "decode"),
-        default="layer",
-        help="what to measure: layer (training step and inference of a layer; default) or decode (token by token)",
+def run(
+    what: Literal["layer", "decode"] = "layer",
+    *,
+    mixers: tuple[str, ...] = (),
+    preset: Literal["text", "enwik8"] = "text",
+    length: Count | None = None,
+    window: Count | None = None,
+    rate: str = "0.5",
+    batch: Count | None = None,
+    modes: tuple[Literal["training", "inference"], ...] = (),
+    context: tuple[Count, ...] = (),
+    steps: Count | None = None,
+    rounds: Count = 5,
+    warmup: Size = 1,
+    threads: Count | None = None,
+    device: str = "cpu",
+    dtype: str = "float32",
+    seed: int = 0,
+    no_memory: bool = False,
+    json: Path | None = None,
+) -> int:
+    """Measure time and memory of layers side by side in one run, or of decoding token by token.
+
+    Args:
+        what: a training step and inference of a layer, or token by token.
+        mixers: NAME or NAME:FIELD=VALUE,... compared with the first one; any mixer has d_model and compiled.
+        preset: sizes of the layer.
+        length: tokens per sequence.
+        window: size of the working memory.
+        rate: fraction of tokens to activate, or natural to let the routers decide.
+        batch: sequences per batch (default: keeps the number of tokens constant).
+        modes: what to measure of a layer (default: both).
+        context: decode: tokens of context.
+        steps: decode: tokens per round.
+        rounds: timed rounds.
+        warmup: rounds before these.
+        threads: of the CPU (default: torch decides).
+        device: cpu, cuda or cuda:N.
+        dtype: type of weights and inputs.
+        seed: of weights and inputs.
+        no_memory: do not measure memory.
+        json: write all measurements to a file.
+
+    examples:
+      seqboat bench                                         the paper's Text layer and all baselines
+      seqboat bench --mixers seqboat --rate 0.1             how cost falls with the fraction of active tokens
+      seqboat bench --mixers seqboat seqboat:gau.window=64 published lower-bound
+    """
+    if json is not None and not (json.parent.is_dir() and os.access(json.parent, os.W_OK)):
+        raise UsageError(f"--json: cannot write to the folder {json.parent}")
+    for name, value in {"length": length, "modes": modes}.items() if what == "decode" else ():
+        if value:
+            raise UsageError(f"--{name} cannot be used with 'decode'")
+    if what == "layer" and (context or steps):
+        raise UsageError("--context and --steps need 'decode'")
+    active = _rate(rate)
+    check_installed("rich", "this command")
+    from dataclasses import replace
+
+    import torch
+
+    from seqboat.bench.measure import as_record
+    from seqboat.bench.setting import PRESETS, parse_candidate
+    from seqboat.data.files import write_json
+
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise UsageError(f"--device {device}: torch sees no CUDA device")
+    if threads:
+        torch.set_num_threads(threads)
+    usual = PRESETS[preset]
+    size = length or usual.length
+    setting = replace(
+        usual,
+        length=size,
+        batch=batch or max(1, usual.tokens // size),
+        window=window or usual.window,
+        rate=active,
+        device=device,
+        dtype=dtype,
+        seed=seed,
     )
-    parser.add_argument(
-        "--mixers",
-        nargs="+",
-        metavar="NAME[:FIELD=VALUE,...]",
-        help="candidates, compared with the first one: names of mixers, 'published' for the paper's algorithm, or "
-        "'lower-bound' for the matrix products of our layer alone; besides its own fields, every mixer has d_model "
-        "(its width) and compiled (use torch.compile)",
-    )
-    parser.add_argument(
-        "--preset", choices=("text", "enwik8"), default="text", help="layer sizes (default: text)"
-    )
-    parser.add_argument("--length", type=int, metavar="N", help="tokens per sequence")
-    parser.add_argument("--window", type=int, metavar="W", help="size of the working memory")
-    parser.add_argument(
-        "--rate",
-        type=_rate,
-        default="0.5",
-        metavar="R",
-        help="fraction of tokens to activate, or 'natural' to let the routers decide (default %(default)s)",
-    )
-    parser.add_argument(
-        "--batch", type=int, help="sequences per batch (default: keeps the number of tokens constant)"
-    )
-    parser.add_argument("--modes", nargs="+", choices=("training", "inference"), help="default: both")
-    parser.add_argument("--context", nargs="+", type=int, metavar="N", help="decode: tokens of context")
-    parser.add_argument("--steps", type=int, help="decode: tokens per round")
-    parser.add_argument("--rounds", type=int, default=5, help="timed rounds (default 5)")
-    parser.add_argument("--warmup", type=int, default=1, help="warm-up rounds (default 1)")
-    parser.add_argument("--threads", type=int, help="CPU threads (default: torch decides)")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default cpu)")
-    parser.add_argument("--dtype", default="float32", help="type of weights and inputs (default float32)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights and inputs")
-    parser.add_argument("--no-memory", action="store_true", help="do not measure memory")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all measurements to a file")
+    if what == "decode":
+        setting = replace(setting, batch=batch or 1, causal=True)
+    names = mixers or (DECODERS if what == "decode" else _default_layers())
+    candidates = [parse_candidate(text) for text in names]
+    if len({candidate.label for candidate in candidates}) < len(candidates):
+        raise UsageError("--mixers: the same candidate is given twice")
+    if what == "decode":
+        rows = _decode(candidates, setting, context or (1024, 8192, 32768), steps or 64, rounds, warmup)
+    else:
+        rows = _layers(candidates, setting, modes, rounds, warmup, not no_memory)
+    if json is not None:
+        write_json(json, as_record(rows, setting, what=what, rounds=rounds))
+        print(f"wrote {json}")
+    return 0
 
 
 def _rate(text: str) -> float | None:
@@ -89,65 +130,8 @@ def _rate(text: str) -> float | None:
     except ValueError:
         rate = -1.0
     if not 0 <= rate <= 1:
-        raise argparse.ArgumentTypeError(f"expected a number from 0 to 1 or 'natural', got {text!r}")
+        raise UsageError(f"--rate must be a number from 0 to 1 or 'natural', got {text!r}")
     return rate
-
-
-def run(options: argparse.Namespace) -> int:
-    """Run the command."""
-    _check(options)
-    import torch
-
-    from seqboat.bench.setting import PRESETS
-    from seqboat.data.files import write_json
-
-    if options.device.startswith("cuda") and not torch.cuda.is_available():
-        raise UsageError(f"--device {options.device}: torch sees no CUDA device")
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    setting = _setting(PRESETS[options.preset], options)
-    record = {"layer": _layers, "decode": _decode}[options.what](options, setting)
-    if options.json:
-        write_json(options.json, record)
-        print(f"wrote {options.json}")
-    return 0
-
-
-def _check(options: argparse.Namespace) -> None:
-    """Refuse what could only fail after minutes of measuring."""
-    least = {"length": 1, "window": 1, "rounds": 1, "warmup": 0, "batch": 1, "steps": 1, "threads": 1}
-    for name, bound in least.items():
-        value = getattr(options, name)
-        if value is not None and value < bound:
-            raise UsageError(f"--{name} must be at least {bound}, got {value}")
-    if any(value < 1 for value in options.context or ()):
-        raise UsageError(f"--context must be at least 1, got {min(options.context)}")
-    path = options.json
-    if path is not None and not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
-        raise UsageError(f"--json: cannot write to the folder {path.parent}")
-    check_installed("rich", "this command")
-    if options.what == "decode":
-        for name in ("length", "modes"):
-            if getattr(options, name):
-                raise UsageError(f"--{name} cannot be used with 'decode'")
-    elif options.context or options.steps:
-        raise UsageError("--context and --steps need 'decode'")
-
-
-def _setting(preset: LayerSetting, options: argparse.Namespace) -> LayerSetting:
-    from dataclasses import replace
-
-    length = options.length or preset.length
-    return replace(
-        preset,
-        length=length,
-        batch=options.batch or max(1, preset.tokens // length),
-        window=options.window or preset.window,
-        rate=options.rate,
-        device=options.device,
-        dtype=options.dtype,
-        seed=options.seed,
-    )
 
 
 def _default_layers() -> Sequence[str]:
@@ -160,55 +144,48 @@ def _default_layers() -> Sequence[str]:
     return tuple(name for name in LAYERS if name != setting.PUBLISHED)
 
 
-def _layers(options: argparse.Namespace, setting: LayerSetting) -> dict[str, Any]:
+def _layers(
+    candidates: Sequence[Candidate],
+    setting: LayerSetting,
+    modes: Sequence[str],
+    rounds: int,
+    warmup: int,
+    memory: bool,
+) -> list[Any]:
     from rich.console import Console
 
     from seqboat.bench.layers import print_layers, run_layers
-    from seqboat.bench.measure import as_record
-    from seqboat.bench.setting import MODES, parse_candidate
+    from seqboat.bench.setting import MODES
 
-    candidates = [parse_candidate(text) for text in options.mixers or _default_layers()]
-    if len({candidate.label for candidate in candidates}) < len(candidates):
-        raise UsageError("--mixers: the same candidate is given twice")
+    chosen = tuple(mode for mode in MODES if mode in (modes or MODES))
     rows = _with_progress(
         lambda progress: run_layers(
-            candidates,
-            setting,
-            tuple(mode for mode in MODES if mode in (options.modes or MODES)),
-            rounds=options.rounds,
-            warmup=options.warmup,
-            memory=not options.no_memory,
-            progress=progress,
+            candidates, setting, chosen, rounds=rounds, warmup=warmup, memory=memory, progress=progress
         )
     )
     print_layers(Console(), rows, setting)
-    return as_record(rows, setting, what="layer", rounds=options.rounds)
+    return rows
 
 
-def _decode(options: argparse.Namespace, setting: LayerSetting) -> dict[str, Any]:
-    from dataclasses import replace
-
+def _decode(
+    candidates: Sequence[Candidate],
+    setting: LayerSetting,
+    contexts: Sequence[int],
+    steps: int,
+    rounds: int,
+    warmup: int,
+) -> list[Any]:
     from rich.console import Console
 
     from seqboat.bench.decode import print_decode, run_decode
-    from seqboat.bench.measure import as_record
-    from seqboat.bench.setting import parse_candidate
 
-    candidates = [parse_candidate(text) for text in options.mixers or DECODERS]
-    setting = replace(setting, batch=options.batch or 1, causal=True)
     rows = _with_progress(
         lambda progress: run_decode(
-            candidates,
-            setting,
-            options.context or [1024, 8192, 32768],
-            steps=options.steps or 64,
-            rounds=options.rounds,
-            warmup=options.warmup,
-            progress=progress,
+            candidates, setting, list(contexts), steps=steps, rounds=rounds, warmup=warmup, progress=progress
         )
     )
     print_decode(Console(), rows, "one layer")
-    return as_record(rows, setting, what="decode", rounds=options.rounds)
+    return rows
 
 
 def _with_progress(job: Callable[[Callable[[str], None]], list[Any]]) -> list[Any]:

@@ -2,69 +2,60 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 from typing import Any
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the command."""
-    parser.add_argument("--device", default=None, help="cpu, cuda or cuda:N; the GPU if there is one")
-    parser.add_argument(
-        "--length",
-        type=int,
-        default=1024,
-        metavar="N",
-        help="tokens of a sequence in the bench (default 1024); 0 skips it",
-    )
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write all results, for bug reports: no names, no paths"
-    )
+from seqboat.cli.parser import Size
 
 
-def run(options: argparse.Namespace) -> int:
-    """Run the command."""
+def run(*, device: str | None = None, length: Size = 1024, json: Path | None = None) -> int:
+    """Check that everything computes correctly on this machine, and how fast.
+
+    Args:
+        device: cpu, cuda or cuda:N (default: the GPU if there is one).
+        length: tokens of a sequence in the bench; 0 skips it.
+        json: write all results, for bug reports: no names, no paths.
+    """
     import torch
 
-    from seqboat.core.checks import check_output, require
+    from seqboat.core.checks import check_output
     from seqboat.data.files import write_json
     from seqboat.doctor.examine import bench, check_contract, examine
     from seqboat.doctor.machine import anonymous, describe_machine, slow_types, time_products
 
-    require(options.length >= 0, f"--length must not be negative, got {options.length}")
-    if options.json is not None:
-        check_output("--json", options.json)
+    if json is not None:
+        check_output("--json", json)
     try:
-        device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.zeros(1, device=device)
+        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.zeros(1, device=place)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"--device {options.device}: {str(error).splitlines()[0]}") from error
-    machine = describe_machine(device)
+        raise ValueError(f"--device {device}: {str(error).splitlines()[0]}") from error
+    machine = describe_machine(place)
     for line in machine_lines(machine):
         print(line)
     print("\noperations against their obvious form in float64 on the CPU, relative RMS errors")
-    findings = examine(device, print)
+    findings = examine(place, print)
     wrong = sorted({found.wrong for found in findings if found.wrong is not None})
     print("\ncontract of a layer")
-    contract = check_contract(device)
+    contract = check_contract(place)
     for name, problem in contract.items():
         print(f"{name:<18} {'ok' if problem is None else f'WRONG: {problem}'}")
     broken = [name for name, problem in contract.items() if problem is not None]
-    products = time_products(device)
+    products = time_products(place)
     warned = slow_types(products)
     print("\nmatrix products")
     print(", ".join(f"{name} {1e6 * taken:.3g} us" for name, taken in products.items()))
     for line in warned:
         print(f"warning: {line}")
     speeds: dict[str, float] = {}
-    if options.length:
-        speeds = bench(device, options.length)
-        print(f"\ntraining step of one layer of width 128, sequences of {options.length:,} tokens")
+    if length:
+        speeds = bench(place, length)
+        print(f"\ntraining step of one layer of width 128, sequences of {length:,} tokens")
         for name, taken in speeds.items():
             if name != "tokens":
                 print(f"{name:<22} {1e3 * taken:8.1f} ms  {speeds['tokens'] / taken:12,.0f} tokens/s")
-    if options.json is not None:
+    if json is not None:
         record = {
             **machine,
             "operations": [found.as_record() for found in findings],
@@ -72,10 +63,10 @@ def run(options: argparse.Namespace) -> int:
             "products_seconds": products,
             "warnings": warned,
             "bench_seconds": speeds,
-            "bench_length": options.length,
+            "bench_length": length,
             "wrong": [*wrong, *broken],
         }
-        write_json(options.json, anonymous(record), indent=2)
+        write_json(json, anonymous(record), indent=2)
     for name in [*wrong, *broken]:
         print(f"seqboat doctor: {name} is wrong on this machine", file=sys.stderr)
     if not wrong and not broken:

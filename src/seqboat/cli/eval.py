@@ -1,110 +1,113 @@
-"""`seqboat eval`: score a trained run on held-out data."""
+"""`seqboat eval`: score a run on held-out data, or files with a language model."""
 
 from __future__ import annotations
 
-import argparse
-import json
+import json as jsons
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
-from seqboat.cli.control import add_control_arguments, read_control
+from seqboat.cli.options import Control, Shared
+from seqboat.cli.parser import Count, Size
 
 if TYPE_CHECKING:
+    from seqboat.run import Run
+    from seqboat.text.scoring import Scores
     from seqboat.training.evaluate import Streaming, Windows
 
 
-TAKES_FIELDS = True
-"""Arguments that argparse does not know change the data of the run."""
+def run(
+    run: str,
+    *files: str,
+    split: Literal["train", "val", "test"] = "test",
+    limit: Count | None = None,
+    batch_size: Count | None = None,
+    mode: Literal["windows", "stream"] | None = None,
+    window: Count | None = None,
+    context: Size | None = None,
+    chunk: Count | None = None,
+    per_token: bool = False,
+    json: bool = False,
+    control: Control,
+    shared: Shared,
+    fields: Sequence[str] = (),
+) -> int:
+    """Score a run on held-out data, or files with a language model.
 
+    Args:
+        run: folder of a run, a checkpoint (step-N) in it, or a bundled model: enwik8-small.
+        files: score these with a language model, a line of JSON for each; - is standard input.
+        split: what to score.
+        limit: score at most N examples; with --mode, the first N tokens.
+        batch_size: examples at a time (default: the run's).
+        mode: read a long text in overlapping windows, or once with a carried state (default: as in training).
+        window: tokens in a window (default: 8192).
+        context: tokens of context before the scored ones (default: 7000).
+        chunk: tokens to read at a time, of a stream or a file (default: 8192).
+        per_token: with files, also a line for every byte.
+        json: print one JSON object.
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the command."""
-    parser.epilog = "To change settings of the data: seqboat eval runs/classify --data.test new.csv"
-    parser.add_argument(
-        "run", help="folder of a run, one checkpoint (step-N) in it, or a bundled model: enwik8-small"
-    )
-    parser.add_argument(
-        "--split", choices=("train", "val", "test"), default="test", help="what to score (default: test)"
-    )
-    parser.add_argument(
-        "--which", choices=("best", "latest"), default="best", help="which checkpoint (default: best)"
-    )
-    parser.add_argument(
-        "--batch-size", "--batch_size", metavar="N", type=int, help="examples at a time (default: the run's)"
-    )
-    parser.add_argument(
-        "--limit", type=int, metavar="N", help="score at most N examples; with --mode, the first N tokens"
-    )
-    parser.add_argument(
-        "--mode",
-        choices=("windows", "stream"),
-        help="how a language model reads a long text: in overlapping windows, or once with a carried state "
-        "(default: as in training)",
-    )
-    parser.add_argument("--window", type=int, help="tokens in a window (default: 8192)")
-    parser.add_argument(
-        "--context", type=int, help="tokens of context before the scored ones (default: 7000)"
-    )
-    parser.add_argument("--chunk", type=int, help="tokens of a stream to read at a time (default: 8192)")
-    parser.add_argument(
-        "--data-dir", "--data_dir", metavar="FOLDER", help="where the prepared data is (default: the run's)"
-    )
-    parser.add_argument("--device", default="auto", help="auto (default), cpu or cuda")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    add_control_arguments(parser)
-
-
-def run(options: argparse.Namespace) -> int:
-    """Run the command."""
-    from seqboat.console import printable
+    examples:
+      seqboat eval runs/reviews --data.test new.csv         settings of the data
+      seqboat eval enwik8-small --per-token log.txt | jq -c 'select(.bits > 15)'
+    """
     from seqboat.run import Run
-    from seqboat.training.display import metric_text, rate_text
-    from seqboat.training.parallel import choose_device
-    from seqboat.training.plan import baseline_text
-    from seqboat.training.record import read_told
 
-    for name in ("batch_size", "limit"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be an integer >= 1, got {value}")
-    reading = make_reading(options)
-    control = read_control(options)
-    fields = [*([f"--data.data_dir={options.data_dir}"] if options.data_dir else []), *options.fields]
-    device = choose_device(options.device, what="--device")
-    source = Run(options.run, options.which, fields)
+    if files:
+        given = {"--limit": limit, "--mode": mode, "--json": json, "overrides": control.record()}
+        wrong = [name for name, value in given.items() if value]
+        if wrong:
+            raise ValueError(f"{wrong[0]} cannot be used with files")
+        return score_files(run, files, per_token, chunk, shared)
+    if per_token:
+        raise ValueError("--per-token needs files to score")
+    reading = make_reading(mode, {"window": window, "context": context, "chunk": chunk})
+    device = shared.chosen()
+    source = Run(run, shared.which, shared.fields(fields))
+    changed = control.record()
     result = source.evaluate(
-        options.split,
-        batch_size=options.batch_size,
-        limit=options.limit,
+        split,
+        batch_size=batch_size,
+        limit=limit,
         progress=show_progress if sys.stderr.isatty() else None,
         reading=reading,
         device=device,
-        control=None if control is None else control.applied,
+        control=control.applied if changed else None,
         details=True,
     )
-    if control is not None:
-        result["control"] = control.record()
+    if changed:
+        result["control"] = changed
+    tell(result, source, control, json)
+    return 0
+
+
+def tell(result: dict[str, Any], source: Run, control: Control, as_json: bool) -> None:
+    """Print the scores of a split."""
+    from seqboat.console import printable
+    from seqboat.training.display import metric_text, rate_text
+    from seqboat.training.plan import baseline_text
+    from seqboat.training.record import read_told
+
     baselines = read_told(source.folder).get("baselines")
     if baselines:
         result["baselines"] = baselines
-    if options.json:
+    if as_json:
         plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in result.items()}
-        print(json.dumps(plain))
-    else:
-        what = f"{result['examples']:,} examples of {result['split']}"
-        if "mode" in result:
-            what = f"{result['tokens']:,} tokens of {result['split']}, {reading_text(result)}"
-        print(f"{result['run']}, step {result['step']}, {what}")
-        if control is not None:
-            print(f"overrides: {control.describe()}")
-        print(f"{metric_text(result)}  active % {rate_text(result['activation'])}")
-        if baselines and (text := baseline_text(baselines)):
-            print(f"baselines on {baselines['split']}, {baselines['metric']}: {text}")
-        for line in outcome_lines(result):
-            print(printable(line))
-    return 0
+        print(jsons.dumps(plain))
+        return
+    what = f"{result['examples']:,} examples of {result['split']}"
+    if "mode" in result:
+        what = f"{result['tokens']:,} tokens of {result['split']}, {reading_text(result)}"
+    print(f"{result['run']}, step {result['step']}, {what}")
+    if control.record():
+        print(f"overrides: {control.describe()}")
+    print(f"{metric_text(result)}  active % {rate_text(result['activation'])}")
+    if baselines and (text := baseline_text(baselines)):
+        print(f"baselines on {baselines['split']}, {baselines['metric']}: {text}")
+    for line in outcome_lines(result):
+        print(printable(line))
 
 
 LISTED = 30
@@ -175,23 +178,21 @@ def _cut(label: str, size: int = 24) -> str:
     return label if len(label) <= size else label[: size - 1] + "…"
 
 
-def make_reading(options: argparse.Namespace) -> Windows | Streaming | None:
+def make_reading(mode: str | None, given: Mapping[str, int | None]) -> Windows | Streaming | None:
     """How to read a long text, if the options say so."""
     from seqboat.training.evaluate import Streaming, Windows
 
     kinds = {"windows": (Windows, ("window", "context")), "stream": (Streaming, ("chunk",))}
-    for mode, (_, names) in kinds.items():
+    for needed, (_, names) in kinds.items():
         for name in names:
-            if getattr(options, name) is not None and options.mode != mode:
-                raise ValueError(f"--{name} works only with --mode {mode}, got {_mode_text(options.mode)}")
-    if options.mode is None:
+            if given[name] is not None and mode != needed:
+                got = "no --mode" if mode is None else f"--mode {mode}"
+                raise ValueError(f"--{name} works only with --mode {needed}, got {got}")
+    if mode is None:
         return None
-    kind, names = kinds[options.mode]
-    return kind(**{name: getattr(options, name) for name in names if getattr(options, name) is not None})
-
-
-def _mode_text(mode: str | None) -> str:
-    return "no --mode" if mode is None else f"--mode {mode}"
+    kind, names = kinds[mode]
+    sizes: dict[str, Any] = {name: given[name] for name in names if given[name] is not None}
+    return kind(**sizes)
 
 
 def reading_text(result: dict[str, Any]) -> str:
@@ -204,3 +205,63 @@ def reading_text(result: dict[str, Any]) -> str:
 def show_progress(done: int, batches: int) -> None:
     """Count batches on one line of the terminal."""
     print(f"\r{done}/{batches} batches", end="\n" if done == batches else "", file=sys.stderr, flush=True)
+
+
+def score_files(run: str, files: Sequence[str], per_token: bool, chunk: int | None, shared: Shared) -> int:
+    """Bits per byte of files by a language model; each is scored by itself, its first byte costs 8 bits."""
+    from seqboat.run import Run
+    from seqboat.text.scoring import CHUNK, read_chunks, score, total
+
+    for name in files:
+        if name != "-" and not Path(name).is_file():
+            raise ValueError(f"{name} is not a file")
+    if files.count("-") > 1:
+        raise ValueError("standard input (-) can be read only once")
+    device = shared.chosen()
+    model = Run(run, shared.which).language_model.to(device)
+    for name in files:
+        with sys.stdin.buffer if name == "-" else open(name, "rb") as file:
+            parts: Iterable[Scores] = score(model, read_chunks(file, chunk or CHUNK))
+            if sys.stderr.isatty():
+                parts = show_bytes(name, parts)
+            if per_token:
+                parts = print_tokens(name, parts)
+            sums = total(parts)
+        line = {
+            "file": name,
+            "bytes": sums.tokens,
+            "bits": sums.bits,
+            "bits_per_byte": sums.bits_per_token,
+            "activation": sums.activation,
+        }
+        print(jsons.dumps(line), flush=True)
+    return 0
+
+
+def print_tokens(name: str, parts: Iterable[Scores]) -> Iterator[Scores]:
+    """Print a line for every byte that goes by."""
+    position = 0
+    for part in parts:
+        lines = []
+        for i, (token, bits) in enumerate(zip(part.tokens.tolist(), part.bits.tolist(), strict=True)):
+            active = [None if layer is None else bool(layer[i]) for layer in part.active]
+            line = {"file": name, "position": position + i, "byte": token, "bits": bits, "active": active}
+            lines.append(jsons.dumps(line) + "\n")
+        position += len(lines)
+        sys.stdout.write("".join(lines))
+        yield part
+
+
+def show_bytes(name: str, parts: Iterable[Scores]) -> Iterator[Scores]:
+    """Count bytes on one line of the terminal."""
+    done, bits = 0, 0.0
+    for part in parts:
+        done, bits = done + len(part.tokens), bits + float(part.bits.sum())
+        print(
+            f"\r{name}: {done:,} bytes, {bits / done:.4f} bits per byte",
+            end="",
+            file=sys.stderr,
+            flush=True,
+        )
+        yield part
+    print("\r\033[K", end="", file=sys.stderr, flush=True)

@@ -1,81 +1,107 @@
-"""`seqboat explain`: what a trained model makes of one input, and which tokens attended."""
+"""`seqboat explain`: which tokens attended in one input; without an input, what attention contributes."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
+import json as jsons
+import math
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from seqboat.cli.control import add_control_arguments, read_control, read_layers
+from seqboat.cli.options import Control, Shared, read_layers
+from seqboat.cli.parser import Count
 from seqboat.console import typed_bytes
 from seqboat.core.extras import missing
 
 if TYPE_CHECKING:
+    from seqboat.analysis.interventions import InterventionResult
     from seqboat.analysis.traces import Examples
     from seqboat.report.explain import Sequences
     from seqboat.tasks.task import Task
 
-EPILOG = """\
-  seqboat explain runs/listops --text "[MAX 2 9 [MIN 4 7 ] 0 ]"
-  seqboat explain enwik8-small --file notes.txt --layer 2
-  seqboat explain runs/image --image cat.png --html cat.html
-  seqboat explain runs/retrieval --file one.txt --file two.txt --json
-  seqboat explain runs/speech --wav yes.wav --off 2
-
-Layers are counted from 1. Tasks that compare two sequences take two inputs.
-"""
 MOST = 64 << 20
 """Bytes of a file beyond which it is refused."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the command."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = EPILOG
-    parser.add_argument(
-        "run", nargs="?", help="folder of a run, or one checkpoint in it (default: the bundled model)"
-    )
-    parser.add_argument("--text", action="append", default=[], help="the input: text, or tokens of the task")
-    parser.add_argument(
-        "--file", action="append", default=[], help="the input: a text file; - is standard input"
-    )
-    parser.add_argument("--image", action="append", default=[], metavar="PNG", help="the input: an image")
-    parser.add_argument("--wav", action="append", default=[], help="the input: a sound file")
-    parser.add_argument("--layer", metavar="LAYERS", help="show only these layers, such as 2 or 1,3")
-    parser.add_argument(
-        "--which", choices=("best", "latest"), default="best", help="which checkpoint (default: best)"
-    )
-    parser.add_argument(
-        "--data-dir", "--data_dir", metavar="FOLDER", help="where the prepared data is (default: the run's)"
-    )
-    parser.add_argument("--color", choices=("auto", "always", "never"), default="auto", help="default: auto")
-    parser.add_argument("--html", metavar="FILE", help="also write an interactive page")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    add_control_arguments(parser)
+def run(
+    run: str | None = None,
+    *,
+    text: Sequence[str] = (),
+    file: Sequence[str] = (),
+    image: Sequence[str] = (),
+    wav: Sequence[str] = (),
+    layer: str | None = None,
+    color: Literal["auto", "always", "never"] = "auto",
+    html: str | None = None,
+    json: bool = False,
+    split: Literal["train", "val", "test"] = "test",
+    limit: Count = 500,
+    batch_size: Count | None = None,
+    thresholds: str | None = None,
+    plot: Path | None = None,
+    control: Control,
+    shared: Shared,
+    fields: Sequence[str] = (),
+) -> int:
+    """Show which tokens attended in an input; without an input, measure on held-out data what attention contributes.
 
+    Args:
+        run: folder of a run, or a checkpoint in it (default: the bundled model).
+        text: the input: text, or tokens of the task. Tasks that compare two sequences take two inputs.
+        file: the input: a text file; - is standard input.
+        image: the input: an image.
+        wav: the input: a sound file.
+        layer: show only these layers, such as 2 or 1,3.
+        color: mark what attended with colors.
+        html: also write an interactive page.
+        json: print one JSON object.
+        split: without an input: what to score, with routers as they are and overridden layer by layer.
+        limit: without an input: examples to score.
+        batch_size: without an input: examples at a time (default: the run's).
+        thresholds: without an input: probabilities to try, such as 0.3,0.7 (default: 0.1 to 0.9).
+        plot: without an input: draw a figure, .svg, .pdf or .png.
 
-def run(options: argparse.Namespace) -> int:
-    """Run the command."""
-    control = read_control(options)
-    given = [(kind, value) for kind in ("text", "file", "image", "wav") for value in getattr(options, kind)]
+    examples:
+      seqboat explain runs/listops --text "[MAX 2 9 [MIN 4 7 ] 0 ]"
+    """
+    inputs = {"text": text, "file": file, "image": image, "wav": wav}
+    given = [(kind, value) for kind, values in inputs.items() for value in values]
     if not given:
-        raise ValueError("give the input: --text, --file, --image or --wav")
+        wrong = {"--layer": layer, "--html": html, "overrides": control.record()}
+        for name in [name for name, value in wrong.items() if value]:
+            raise ValueError(f"{name} needs an input: --text, --file, --image or --wav")
+        tried = read_thresholds(thresholds)
+        return contribution(run, split, limit, batch_size, tried, plot, json, shared, fields)
+    if plot is not None or thresholds is not None:
+        raise ValueError(f"{'--plot' if plot else '--thresholds'} cannot be used with an input")
+    return one_input(run, given, layer, color, html, json, control, shared, fields)
 
+
+def one_input(
+    run: str | None,
+    given: Sequence[tuple[str, str]],
+    layer: str | None,
+    color: str,
+    html: str | None,
+    as_json: bool,
+    control: Control,
+    shared: Shared,
+    fields: Sequence[str],
+) -> int:
+    """What the model makes of one input, and which tokens attended."""
     from seqboat.analysis.traces import sites
     from seqboat.core.checks import check_output
     from seqboat.report.explain import as_record, explain, longest, render, subject
     from seqboat.report.page import finite
     from seqboat.run import find_run
 
-    folder = find_run(options.run)
-    if options.html is not None:
-        check_output("--html", Path(options.html))
-    fields = [f"--data.data_dir={options.data_dir}"] if options.data_dir else []
+    folder = find_run(run)
+    if html is not None:
+        check_output("--html", Path(html))
     lengths: list[int] = []
 
     def read(task: Task) -> Sequences:
@@ -83,32 +109,153 @@ def run(options: argparse.Namespace) -> int:
         lengths.extend(len(part) for part in parts)
         return parts
 
-    examples = subject(folder, read, options.which, fields)
+    examples = subject(folder, read, shared.which, shared.fields(fields))
     most = longest(examples.task)
     if max(lengths) > most:
         print(f"only the first {most:,} of {max(lengths):,} tokens are read", file=sys.stderr)
     layers = None
-    if options.layer is not None:
+    if layer is not None:
         found = sites(examples.model)
-        layers = sorted(number - 1 for number in read_layers("--layer", options.layer, found))
-    with contextlib.nullcontext() if control is None else control.applied(examples.model):
+        layers = sorted(number - 1 for number in read_layers("--layer", layer, found))
+    with contextlib.nullcontext() if not control.record() else control.applied(examples.model):
         sample = explain(examples)
-        if options.html is not None:
-            write_html(Path(options.html), examples, str(folder))
-    by_hand = {} if control is None else {"control": control.record()}
-    if options.json:
+        if html is not None:
+            write_html(Path(html), examples, str(folder))
+    by_hand = {} if not control.record() else {"control": control.record()}
+    if as_json:
         head = {"run": str(folder), "step": examples.step, "task": examples.task.name, **by_hand}
-        print(json.dumps(finite(head | as_record(sample, examples.task, layers))))
+        print(jsons.dumps(finite(head | as_record(sample, examples.task, layers))))
         return 0
     lines = [f"{folder}, step {examples.step}"]
-    if control is not None:
+    if control.record():
         lines.append(f"overrides: {control.describe()}")
     width = shutil.get_terminal_size().columns
-    lines.append(render(sample, examples.task, layers, use_color(options.color), width))
+    lines.append(render(sample, examples.task, layers, use_color(color), width))
     # a terminal that knows few characters shows question marks
     encoding = sys.stdout.encoding or "utf-8"
     print("\n".join(lines).encode(encoding, "replace").decode(encoding))
     return 0
+
+
+def contribution(
+    run: str | None,
+    split: Literal["train", "val", "test"],
+    limit: int,
+    batch_size: int | None,
+    thresholds: tuple[float, ...] | None,
+    plot: Path | None,
+    as_json: bool,
+    shared: Shared,
+    fields: Sequence[str],
+) -> int:
+    """Scores of the run unchanged, without the attention of each layer, with only one, with none, with all, and with
+    other thresholds, on the same examples; errors are standard errors over the examples."""
+    if plot is not None:
+        check_plot(plot)
+
+    from seqboat.analysis.interventions import THRESHOLDS, intervene
+    from seqboat.report.page import finite
+    from seqboat.run import Run, find_run
+
+    folder = find_run(run)
+    outcomes, metric, examples = intervene(
+        folder,
+        split,
+        limit,
+        thresholds=THRESHOLDS if thresholds is None else thresholds,
+        which=shared.which,
+        batch_size=batch_size,
+        fields=shared.fields(fields),
+        device=shared.chosen(),
+        progress=show_settings if sys.stderr.isatty() else None,
+    )
+    if plot is not None:
+        draw(outcomes, metric, plot)
+    if as_json:
+        record = {
+            "run": str(folder),
+            "split": split,
+            "examples": examples,
+            "metric": metric,
+            "outcomes": [outcome.as_record() for outcome in outcomes],
+        }
+        print(jsons.dumps(finite(record)))
+    else:
+        shown = folder.name if Run(folder).shipped else str(folder)
+        print(f"{shown}, {examples:,} examples of {split}")
+        print("\n".join(table(outcomes, metric)))
+    return 0
+
+
+def read_thresholds(text: str | None) -> tuple[float, ...] | None:
+    """The thresholds given on the command line; None if there are none."""
+    if text is None:
+        return None
+    try:
+        values = tuple(float(word) for word in text.split(",") if word.strip())
+    except ValueError:
+        raise ValueError(f"--thresholds must be numbers with commas between them, got {text!r}") from None
+    for value in values:
+        if not 0 <= value <= 1:
+            raise ValueError(f"--thresholds must be between 0 and 1, got {value:g}")
+    return values
+
+
+def check_plot(path: Path) -> None:
+    """Refuse what could not be written at the end."""
+    from seqboat.core.checks import check_output
+    from seqboat.core.extras import check_installed
+
+    if path.suffix.lower() not in (".svg", ".pdf", ".png"):
+        raise ValueError(f"--plot must end with .svg, .pdf or .png, got {path.name!r}")
+    check_installed("matplotlib", "--plot")
+    check_output("--plot", path)
+
+
+def table(outcomes: Sequence[InterventionResult], metric: str) -> list[str]:
+    """A line per setting: score and change with their standard errors, activation."""
+    from seqboat.training.display import rate_text
+
+    usual = outcomes[0].metrics[metric]
+    wide = max(len(outcome.setting.name) for outcome in outcomes)
+    lines = [f"{'':{wide}}  {metric + ' ± error':>17}  {'change ± error':>17}  active %, by layer"]
+    for outcome in outcomes:
+        score = outcome.metrics[metric]
+        first = outcome is outcomes[0]
+        change = "" if first else f"{score - usual:+.4f}{_error(outcome.change_error)}"
+        rates = rate_text(outcome.activation)
+        value = f"{score:.4f}{_error(outcome.error)}"
+        lines.append(f"{outcome.setting.name:{wide}}  {value:>17}  {change:>17}  {rates}")
+    return lines
+
+
+def _error(value: float | None) -> str:
+    return "" if value is None else f" ± {value:.4f}"
+
+
+def draw(outcomes: Sequence[InterventionResult], metric: str, path: Path) -> None:
+    """The same as a picture."""
+    from seqboat.analysis.interventions import intervention_figure
+    from seqboat.plotting import save_figure
+
+    forced = {
+        outcome.setting.name: (outcome.metrics[metric], outcome.error)
+        for outcome in outcomes[1:]
+        if outcome.setting.threshold is None
+    }
+    moved = {
+        outcome.setting.threshold: (outcome.metrics[metric], outcome.error, outcome.rate)
+        for outcome in outcomes
+        if outcome.setting.threshold is not None and math.isfinite(outcome.metrics[metric])
+    }
+    usual = (outcomes[0].metrics[metric], outcomes[0].error)
+    save_figure(intervention_figure(forced, moved, metric=metric, usual=usual), path)
+
+
+def show_settings(outcome: InterventionResult, done: int, settings: int) -> None:
+    """Count settings on one line of the terminal."""
+    end = "\n" if done == settings else ""
+    print(f"\r\033[K{done}/{settings} {outcome.setting.name}", end=end, file=sys.stderr, flush=True)
 
 
 def use_color(choice: str) -> bool:

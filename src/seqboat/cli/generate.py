@@ -2,137 +2,115 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from seqboat.cli.options import Shared
+from seqboat.cli.parser import Count
 from seqboat.console import printable, typed_bytes
 
-EPILOG = """\
-The text is streamed. The prompt is printed only with --echo. Without --prompt, it is read from standard input:
 
-  seqboat generate RUN --prompt "The history of" --max-new-bytes 500 --temperature 0.8 --seed 0
-  seqboat generate RUN < book.txt
-  seqboat generate RUN --prompt "Dear reader," --save-state letter.safetensors
-  seqboat generate RUN --load-state letter.safetensors
-  seqboat generate RUN --load-state letter.safetensors --prompt "Yours,"
-  seqboat generate RUN --prompt "The history of" --n 8 --seed 0
-"""
+def run(
+    run: str | None = None,
+    *,
+    prompt: str | None = None,
+    max_new_bytes: Count = 256,
+    greedy: bool = False,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
+    seed: int | None = None,
+    stop: Sequence[str] = (),
+    n: Count = 1,
+    echo: bool = False,
+    save_state: Path | None = None,
+    load_state: Path | None = None,
+    chunk: Count | None = None,
+    shared: Shared,
+) -> int:
+    """Continue a text with a language model; the prompt is read from standard input unless it is given.
 
+    Args:
+        run: folder of a run, or a checkpoint in it (default: the bundled model).
+        prompt: text to continue; - reads standard input.
+        max_new_bytes: bytes to generate.
+        greedy: always choose the most probable byte.
+        temperature: values below 1 favor probable bytes (default: 1).
+        top_k: sample from the K most probable bytes.
+        top_p: sample from the most probable bytes whose total reaches P, in (0, 1].
+        min_p: sample from bytes at least P times as probable as the most probable one.
+        repetition_penalty: values above 1 make bytes that have occurred less likely (default: 1).
+        seed: makes sampling repeatable.
+        stop: stop before this text; may be given several times.
+        n: texts to generate from one reading of the prompt; the likeliest is printed first.
+        echo: print the prompt first.
+        save_state: save the state at the end.
+        load_state: continue from a saved state.
+        chunk: bytes of the prompt to read at a time.
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the command."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = EPILOG
-    parser.add_argument(
-        "run", nargs="?", help="folder of a run, or one checkpoint in it (default: the bundled model)"
-    )
-    parser.add_argument("--which", choices=("best", "latest"), default="best", help="which checkpoint")
-    parser.add_argument("--prompt", metavar="TEXT", help="text to continue; - reads standard input")
-    parser.add_argument(
-        "--max-new-bytes", type=int, default=256, metavar="N", help="bytes to generate (default: 256)"
-    )
-    parser.add_argument("--greedy", action="store_true", help="always choose the most probable byte")
-    parser.add_argument(
-        "--temperature", type=float, metavar="X", help="values below 1 favor probable bytes (default: 1)"
-    )
-    parser.add_argument("--top-k", type=int, metavar="K", help="sample from the K most probable bytes")
-    parser.add_argument(
-        "--top-p",
-        type=float,
-        metavar="P",
-        help="sample from the most probable bytes whose total reaches P, in (0, 1]",
-    )
-    parser.add_argument(
-        "--min-p",
-        type=float,
-        metavar="P",
-        help="sample from bytes at least P times as probable as the most probable one",
-    )
-    parser.add_argument(
-        "--repetition-penalty",
-        type=float,
-        metavar="X",
-        help="values above 1 make bytes that have occurred less likely (default: 1)",
-    )
-    parser.add_argument("--seed", type=int, help="seed that makes sampling repeatable")
-    parser.add_argument(
-        "--stop",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="stop before this text; may be given several times",
-    )
-    parser.add_argument(
-        "--n",
-        type=int,
-        default=1,
-        metavar="N",
-        help="number of texts to generate from one reading of the prompt; the likeliest is printed first",
-    )
-    parser.add_argument("--echo", action="store_true", help="print the prompt first")
-    parser.add_argument("--save-state", metavar="FILE", help="save the state at the end")
-    parser.add_argument("--load-state", metavar="FILE", help="continue from a saved state")
-    parser.add_argument("--chunk", type=int, metavar="N", help="bytes of the prompt to read at a time")
-    parser.add_argument("--device", default="auto", help="auto (default), cpu or cuda")
-
-
-def run(options: argparse.Namespace) -> int:
-    """Run the command."""
+    examples:
+      seqboat generate enwik8-small --prompt "The history of" --temperature 0.8 --seed 0
+      seqboat generate RUN --prompt "Dear reader," --save-state letter.safetensors
+      seqboat generate RUN --load-state letter.safetensors --prompt "Yours,"
+    """
     from seqboat.text.generate import SamplingConfig
 
     # check what can be checked before a model is loaded
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
-    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    if options.temperature is not None and options.temperature <= 0:
+    given = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "seed": seed,
+    }
+    if temperature is not None and temperature <= 0:
         raise ValueError(
-            f"--temperature must be above 0, got {options.temperature:g}; "
-            "--greedy always takes the most probable byte"
+            f"--temperature must be above 0, got {temperature:g}; --greedy always takes the most probable byte"
         )
-    sampling = SamplingConfig(greedy=options.greedy, **given)
-    for name in ("max_new_bytes", "chunk", "n"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be an integer >= 1, got {value}")
-    if "" in options.stop:
+    chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    sampling = SamplingConfig(greedy=greedy, **chosen)
+    if "" in stop:
         raise ValueError("--stop must not be empty")
-    if options.n > 1 and options.save_state is not None:
+    if n > 1 and save_state is not None:
         raise ValueError("--save-state keeps the state of one text: leave out --n")
-    if options.n > 1 and options.greedy:
+    if n > 1 and greedy:
         raise ValueError("--greedy gives the same text every time: leave out --n")
-    stops = [typed_bytes(stop) for stop in options.stop]
-    prompt = read_prompt(options)
+    stops = [typed_bytes(word) for word in stop]
+    start = read_prompt(prompt, load_state is not None)
 
     from seqboat.run import Run
     from seqboat.text.generate import best_of, stream
     from seqboat.text.session import CHUNK, check_state_path, load_session, save_session
-    from seqboat.training.parallel import choose_device
 
-    device = choose_device(options.device, what="--device")
-    if options.save_state is not None:
-        check_state_path(Path(options.save_state))
-    model = Run(options.run, options.which).language_model.to(device)
-    session = None if options.load_state is None else load_session(options.load_state, model)
+    device = shared.chosen()
+    if save_state is not None:
+        check_state_path(save_state)
+    model = Run(run, shared.which).language_model.to(device)
+    session = None if load_state is None else load_session(load_state, model)
     if session is not None and session.batch != 1:
-        raise ValueError(f"{options.load_state} holds {session.batch} texts, expected 1")
+        raise ValueError(f"{load_state} holds {session.batch} texts, expected 1")
     settings: dict[str, Any] = {
-        "max_new_bytes": options.max_new_bytes,
+        "max_new_bytes": max_new_bytes,
         "sampling": sampling,
         "stop": stops,
         "session": session,
-        "chunk": options.chunk or CHUNK,
-        "progress": show_progress if sys.stderr.isatty() and len(prompt) > CHUNK else None,
+        "chunk": chunk or CHUNK,
+        "progress": show_progress if sys.stderr.isatty() and len(start) > CHUNK else None,
     }
     terminal = sys.stdout.isatty()
-    if options.n > 1:
-        for number, (text, bits) in enumerate(best_of(model, prompt, options.n, **settings), 1):
-            shown = prompt.decode() + text.text if options.echo else text.text
-            write(f"--- {number} of {options.n}, {bits:.3f} bits per byte\n{shown}\n", terminal)
+    if n > 1:
+        for number, (text, bits) in enumerate(best_of(model, start, n, **settings), 1):
+            shown = start.decode() + text.text if echo else text.text
+            write(f"--- {number} of {n}, {bits:.3f} bits per byte\n{shown}\n", terminal)
         return 0
-    texts = stream(model, prompt, **settings)
-    if options.echo:
-        write(prompt.decode(), terminal)
+    texts = stream(model, start, **settings)
+    if echo:
+        write(start.decode(), terminal)
     try:
         for piece in texts:
             write(piece.text, terminal)
@@ -140,19 +118,19 @@ def run(options: argparse.Namespace) -> int:
         if terminal:
             # what comes next on the screen starts on a new line
             write("\n", terminal)
-    if options.save_state is not None:
-        save_session(options.save_state, texts.session, model)
+    if save_state is not None:
+        save_session(save_state, texts.session, model)
     return 0
 
 
-def read_prompt(options: argparse.Namespace) -> bytes:
+def read_prompt(given: str | None, continues: bool) -> bytes:
     """The prompt, from the command line or standard input; empty only where there is a state to continue from."""
-    if options.prompt is not None and options.prompt != "-":
-        prompt, source = typed_bytes(options.prompt), "--prompt"
-    elif options.prompt is None and options.load_state is not None:
+    if given is not None and given != "-":
+        prompt, source = typed_bytes(given), "--prompt"
+    elif given is None and continues:
         return b""
     else:
-        if sys.stdin is None or (options.prompt is None and sys.stdin.isatty()):
+        if sys.stdin is None or (given is None and sys.stdin.isatty()):
             raise ValueError("there is nothing to continue from: give --prompt TEXT, or pipe in a text")
         prompt, source = sys.stdin.buffer.read(), "standard input"
     if not prompt:

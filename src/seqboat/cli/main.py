@@ -1,4 +1,4 @@
-"""The command line: a table of commands, each a module that adds its arguments and runs.
+"""The command line: a table of commands, each a module with a function whose signature is its parser.
 
 Help must not wait for torch, so commands import what they need when they run. Errors that a user can cause are
 one line and exit code 2; anything else is a failure with exit code 1 and its traceback under --debug.
@@ -8,107 +8,112 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import inspect
 import os
+import shlex
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from importlib import import_module
-from typing import Any, NoReturn
+from typing import Any
 
+from seqboat.cli.parser import FIELDS, Parser, call, fill
 from seqboat.core.extras import EXTRAS, missing
 from seqboat.version import __version__
 
 COMMANDS = {
-    "data": ("seqboat.cli.data", "list, prepare, verify and show data sets"),
-    "train": ("seqboat.cli.train", "train a model from a recipe; any setting can be changed"),
-    "eval": ("seqboat.cli.eval", "score a trained run on held-out data"),
-    "predict": ("seqboat.cli.predict", "predict labels, numbers or tags for new inputs"),
-    "report": (
-        "seqboat.cli.report",
-        "write an HTML page about a run, token by token, or comparing several runs",
-    ),
-    "explain": (
-        "seqboat.cli.explain",
-        "show what a model predicts for one input, and which tokens attend",
-    ),
-    "intervene": (
-        "seqboat.cli.intervene",
-        "measure what attention contributes: switch it off layer by layer, or move thresholds",
-    ),
-    "reproduce": (
-        "seqboat.cli.reproduce",
-        "run the paper's experiments and write the results next to its numbers",
-    ),
-    "generate": ("seqboat.cli.generate", "generate text with a language model"),
-    "score": (
-        "seqboat.cli.score",
-        "measure bits per byte of files with a language model",
-    ),
-    "quantize": ("seqboat.cli.quantize", "convert a language model to int8 weights"),
-    "export-hf": ("seqboat.cli.export_hf", "export a run to Hugging Face transformers"),
-    "export-onnx": (
-        "seqboat.cli.export_onnx",
-        "export a run to ONNX, for onnxruntime and browsers",
-    ),
-    "import-published": (
-        "seqboat.cli.import_published",
-        "turn a checkpoint of the published implementation into a run",
-    ),
-    "export-published": (
-        "seqboat.cli.export_published",
-        "export a run as a checkpoint of the published implementation",
-    ),
-    "list": (
-        "seqboat.cli.list",
-        "list recipes, rows, ablations, mixers, tasks, routers, SSMs or plug-ins",
-    ),
-    "doctor": (
-        "seqboat.cli.doctor",
-        "check versions, kernels and every heavy operation on this machine",
-    ),
-    "bench": ("seqboat.cli.bench", "compare the time and memory of mixers"),
+    "train": "train a model: a recipe, or your own table, folder or text",
+    "eval": "score a run on held-out data, or on files",
+    "predict": "answers for new inputs; every row keeps its ids",
+    "generate": "continue a text with a language model",
+    "explain": "which tokens attended in an input, and what attention contributes",
+    "report": "one HTML page about a run: scores, errors, token by token",
+    "export": "write a run for Hugging Face, ONNX, int8, or the published code",
+    "bench": "time and memory of layers, side by side",
+    "doctor": "check that everything computes correctly on this machine",
+    "paper": "data sets, tables and figures of the paper",
 }
-"""Name, module and one line of help of every command, in the order of the help text."""
+"""Every command, a module of `seqboat.cli`, with one line of help."""
+
+MOVED = {
+    "demo": "train demo",
+    "score": "eval",
+    "intervene": "explain",
+    "quantize": "export --to int8",
+    "export-hf": "export --to hf",
+    "export-onnx": "export --to onnx",
+    "export-published": "export --to published",
+    "import-published": "paper import",
+    "data": "paper data",
+    "list": "paper list",
+    "reproduce": "paper run",
+}
+"""Commands of before, and what they are now; they go with the next version."""
 
 
 class UsageError(Exception):
     """A mistake that the user can fix: the message says what was wrong and what was expected."""
 
 
-class Parser(argparse.ArgumentParser):
-    """Reports a mistake in one line, without the whole usage."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message} ({self.prog} --help)\n")
-
-
-def build_parser() -> tuple[Parser, dict[str, Parser]]:
-    """The parser, and those of the commands by name."""
+def build_parser() -> Parser:
+    """The parser of the first word: help and version import no command."""
     parser = Parser(prog="seqboat", description="Sequence models that attend only where attention pays off.")
+    parser.usage = "seqboat COMMAND ..."
     parser.add_argument("--version", action="version", version=f"seqboat {__version__}")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    found = {}
-    for name, (module, line) in COMMANDS.items():
-        found[name] = commands.add_parser(name, help=line, description=line[0].upper() + line[1:] + ".")
-        import_module(module).add_arguments(found[name])
-        _add_import(found[name])
-    return parser, found
+    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
+    for name, line in COMMANDS.items():
+        commands.add_parser(name, help=line, add_help=False)
+    parser.epilog = (
+        "seqboat COMMAND --help lists its options; seqboat paper list recipes shows what can be trained."
+    )
+    return parser
+
+
+def command_parser(name: str, command: Any) -> Parser:
+    """The parser of a command; those of verbs have their function."""
+    parser = Parser(prog=f"seqboat {name}")
+    if hasattr(command, "VERBS"):
+        parser.usage = f"seqboat {name} VERB ..."
+        parser.description = f"{COMMANDS[name][:1].upper()}{COMMANDS[name][1:]}."
+        verbs: Any = {"title": "verbs", "metavar": "VERB", "required": True}
+        groups = {"": parser.add_subparsers(prog=parser.prog, dest="verb", **verbs)}
+        for words, (function, line) in command.VERBS.items():
+            group, _, verb = words.rpartition(" ")
+            if group not in groups:
+                inner = groups[""].add_parser(group, help="verbs: " + _verbs(command, group))
+                inner.usage = f"seqboat {name} {group} VERB ..."
+                groups[group] = inner.add_subparsers(prog=f"{parser.prog} {group}", dest="inner", **verbs)
+            found = groups[group].add_parser(verb, help=line)
+            fill(found, function)
+            found.set_defaults(function=function)
+            _add_import(found)
+        return parser
+    if hasattr(command, "add_arguments"):
+        command.add_arguments(parser)
+    else:
+        fill(parser, command.run)
+        parser.set_defaults(function=command.run)
+    _add_import(parser)
+    return parser
+
+
+def _verbs(command: Any, group: str) -> str:
+    return ", ".join(words.rpartition(" ")[2] for words in command.VERBS if words.startswith(f"{group} "))
 
 
 def _add_import(parser: argparse.ArgumentParser) -> None:
-    """Let a command, or its verbs, take plug-ins."""
-    verbs = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
-    for verb in [parser] if not verbs else verbs[0].choices.values():
-        verb.add_argument(
-            "--import",
-            dest="imports",
-            action="append",
-            default=[],
-            metavar="MODULE",
-            help="also load the plug-in in this module (installed plug-ins load by themselves)",
-        )
+    """Let a command take plug-ins."""
+    parser.add_argument(
+        "--import",
+        dest="imports",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="also load the plug-in in this module (installed plug-ins load by themselves)",
+    )
+    parser.add_argument("--debug", action="store_true", help=argparse.SUPPRESS)
 
 
 def _load_plugins(modules: Sequence[str]) -> None:
@@ -222,13 +227,13 @@ class Output:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit code."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    name = next((word for word in arguments if word in COMMANDS), "")
-    command = import_module(COMMANDS[name][0]) if name else None
+    arguments = _moved(list(sys.argv[1:] if arguments is None else arguments))
+    name = next((word for word in arguments if not word.startswith("-")), "")
+    command = import_module(f"seqboat.cli.{name}") if name in COMMANDS else None
     before, form = sys.stdout, warnings.formatwarning
     if "--debug" not in arguments:
         warnings.formatwarning = partial(one_line_warning, " ".join(["seqboat", name]).strip())
-    output = Output(before, survive=getattr(command, "SURVIVES_OUTPUT", False))
+    output = Output(before, survive=_survives(command, arguments))
     sys.stdout = output
     try:
         try:
@@ -248,6 +253,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout, warnings.formatwarning = before, form
 
 
+def _survives(command: Any, arguments: Sequence[str]) -> bool:
+    """Whether a command, or its verb, goes on without an output."""
+    found = getattr(command, "SURVIVES_OUTPUT", False)
+    return found if isinstance(found, bool) else bool({*found} & {*arguments})
+
+
+def _moved(arguments: list[str]) -> list[str]:
+    """The arguments with a command of before replaced by what it is now, which is said."""
+    place = next((i for i, word in enumerate(arguments) if not word.startswith("-")), None)
+    if place is None or arguments[place] not in MOVED:
+        return arguments
+    old = arguments[place]
+    new = "paper page" if arguments[place : place + 2] == ["reproduce", "page"] else MOVED[old]
+    rest = arguments[place + 1 + (new == "paper page") :]
+    if old == "export-onnx":
+        rest = [word for word in rest if word != "--out"]
+    changed = [*arguments[:place], *new.split(), *rest]
+    print(f"seqboat {old} is now: {shlex.join(['seqboat', *changed])}", file=sys.stderr)
+    return changed
+
+
 def one_line_warning(prog: str, message: Warning | str, *_: Any, **__: Any) -> str:
     """A warning as users of the command line see it, without the line of code that raised it."""
     return f"{prog}: warning: {one_line(message)}\n"
@@ -264,40 +290,77 @@ def _explained(command: Any, asked: argparse.Namespace, fields: Sequence[str]) -
     return 0
 
 
-def _run(arguments: Sequence[str], name: str, command: Any, output: Output) -> int:
-    parser, commands = build_parser()
-    fields: list[str] = []
-    if getattr(command, "TAKES_FIELDS", False):
-        place = list(arguments).index(name) + 1
-        known = [option for action in commands[name]._actions for option in action.option_strings]
-        rest, fields = split_fields(arguments[place:], known)
-        arguments = [*arguments[:place], *rest]
-    if {"-h", "--help"} & set(arguments) and hasattr(command, "explain_recipe"):
-        rest = [word for word in arguments[list(arguments).index(name) + 1 :] if word not in ("-h", "--help")]
-        asked, _ = commands[name].parse_known_args(rest)
+def _run(arguments: list[str], name: str, command: Any, output: Output) -> int:
+    if command is None:
+        build_parser().parse_args(arguments)
+        return 0
+    place = arguments.index(name)
+    debug = "--debug" in arguments[:place]
+    for word in arguments[:place]:
+        if word != "--debug":
+            build_parser().parse_args(arguments)  # says what is wrong with it
+    parser = command_parser(name, command)
+    rest, fields = [_hyphens(word) for word in arguments[place + 1 :]], list[str]()
+    if _takes_fields(command):
+        rest, fields = split_fields(rest, _options(parser))
+    if {"-h", "--help"} & set(rest) and hasattr(command, "explain_recipe"):
+        asked, _ = parser.parse_known_args([word for word in rest if word not in ("-h", "--help")])
         if asked.recipe is not None:
             return _explained(command, asked, fields)
-    options = parser.parse_args(arguments)
+    try:
+        options = parser.parse_args(rest)
+    except SystemExit as stop:
+        if stop.code:
+            return 2
+        raise
+    function = getattr(options, "function", None)
+    if fields and function and FIELDS not in inspect.signature(function).parameters:
+        parser.error(f"unrecognized arguments: {' '.join(fields)}")
     options.fields = fields
     output.check()
     try:
         _load_plugins(options.imports)
-        return int(command.run(options))
+        return call(function, options, fields) if function else int(command.run(options))
     except (UsageError, ValueError) as error:
-        if options.debug:
+        if debug or options.debug:
             raise
-        print(f"seqboat {options.command}: error: {one_line(error)}", file=sys.stderr)
+        print(f"seqboat {name}: error: {one_line(error)}", file=sys.stderr)
         return 2
     except (BrokenPipeError, OutputError):
         raise
     except Exception as error:
-        if options.debug:
+        if debug or options.debug:
             raise
         library = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
         if library in EXTRAS:
             line = missing(library, "this command")
-            print(f"seqboat {options.command}: error: {line}", file=sys.stderr)
+            print(f"seqboat {name}: error: {line}", file=sys.stderr)
             return 2
         kind = type(error).__name__
-        print(f"seqboat {options.command}: {kind}: {one_line(error)} (--debug shows where)", file=sys.stderr)
+        print(f"seqboat {name}: {kind}: {one_line(error)} (--debug shows where)", file=sys.stderr)
         return 1
+
+
+def _hyphens(word: str) -> str:
+    """An option written with underscores; fields have dots."""
+    name, equals, value = word.partition("=")
+    plain = name.startswith("--") and "." not in name
+    return name.replace("_", "-") + equals + value if plain else word
+
+
+def _takes_fields(command: Any) -> bool:
+    """Whether a command, or one of its verbs, takes settings by their dotted names."""
+    if hasattr(command, "add_arguments"):
+        return getattr(command, "TAKES_FIELDS", False)
+    functions = [function for function, _ in getattr(command, "VERBS", {}).values()] or [command.run]
+    return any(FIELDS in inspect.signature(function).parameters for function in functions)
+
+
+def _options(parser: argparse.ArgumentParser) -> list[str]:
+    """Names of all options of a command and its verbs."""
+    found: list[str] = []
+    for action in parser._actions:
+        found += action.option_strings
+        if isinstance(action, argparse._SubParsersAction):
+            found += [name for inner in action.choices.values() for name in _options(inner)]
+    return found

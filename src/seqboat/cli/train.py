@@ -27,9 +27,9 @@ describes every field; --print-config prints them all. Choose parts such as mixe
 keeps the recipe's settings as far as it supports them:
 
   seqboat train lra.listops-small --seed=1 --training.batch_size=16
-  seqboat train lra.image/mega-chunk                           (seqboat list rows)
-  seqboat train lra.image-small --model.mixer NAME             (seqboat list mixers)
-  seqboat train recall --model.mixer.router sigmoid            (seqboat list routers)
+  seqboat train lra.image/mega-chunk                           (seqboat paper list rows)
+  seqboat train lra.image-small --model.mixer NAME             (seqboat paper list mixers)
+  seqboat train recall --model.mixer.router sigmoid            (seqboat paper list routers)
   seqboat train classify --data.train reviews.csv
   seqboat train classify --data.train reviews.csv --from enwik8-small
   seqboat train lm --data.text notes/*.txt
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EPILOG
     parser.add_argument(
-        "recipe", nargs="?", help="name of a recipe (seqboat list recipes, rows or ablations)"
+        "recipe", nargs="?", help="name of a recipe (seqboat paper list recipes, rows or ablations)"
     )
     parser.add_argument(
         "--config", metavar="FILE", help="JSON file of settings, in addition to a recipe or instead of one"
@@ -108,7 +108,7 @@ def run(options: argparse.Namespace) -> int:
 
         config = start_from(config, options.start)
     if config is None:
-        raise ValueError("give a recipe (seqboat list recipes), --config FILE, or --resume --out DIR")
+        raise ValueError("give a recipe (seqboat paper list recipes), --config FILE, or --resume --out DIR")
     folder = Path(options.out or default_folder(config.recipe))
     is_first = os.environ.get("RANK", "0") == "0"
     with naming(source):

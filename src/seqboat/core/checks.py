@@ -12,9 +12,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-ABSENT = "absent"
-"""Key of a field's metadata: the value meant by a file from before the field existed, and fields such files have."""
-
 
 def require(condition: bool, message: str) -> None:
     """Raise a ValueError with this message unless the condition holds."""

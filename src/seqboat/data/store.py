@@ -312,8 +312,8 @@ class ArrayStore:
             folder = old  # a process died between two renames; only who prepares data puts it back
         if not (folder / MANIFEST).exists():
             raise MissingData(
-                f"{folder} contains no prepared data: run `seqboat data prepare {name}`"
-                f" (`seqboat data list` says what is needed and where to get it)"
+                f"{folder} contains no prepared data: run `seqboat paper data prepare {name}`"
+                f" (`seqboat paper data list` says what is needed and where to get it)"
             )
         return cls(folder)
 
@@ -370,7 +370,7 @@ class ArrayStore:
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
-    again = f"run `seqboat data prepare {folder.name}` again"
+    again = f"run `seqboat paper data prepare {folder.name}` again"
     try:
         manifest = read_json(folder / MANIFEST)
     except ValueError as error:

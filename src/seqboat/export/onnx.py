@@ -434,7 +434,9 @@ class OnnxModel:
             reason = " ".join(str(error).split())[:200]
             raise ValueError(f"{self.path} is not a whole ONNX file: {reason}") from error
         self.about: dict[str, str] = dict(self.session.get_modelmeta().custom_metadata_map)
-        require(self.about.get("format") == FORMAT, f"{self.path} was not written by `seqboat export-onnx`")
+        require(
+            self.about.get("format") == FORMAT, f"{self.path} was not written by `seqboat export --to onnx`"
+        )
         self.form = self.about["form"]
         self.state_parts: list[dict[str, Any]] = json.loads(self.about.get("state", "[]"))
         self.names = [output.name for output in self.session.get_outputs()]

@@ -6,7 +6,7 @@
     model = AutoModelForCausalLM.from_pretrained("exported")
     tokenizer = AutoTokenizer.from_pretrained("exported")
 
-`seqboat export-hf RUN DIR` writes such a folder; docs/transformers.md says what works and what does not.
+`seqboat export --to hf RUN DIR` writes such a folder; docs/transformers.md says what works and what does not.
 """
 
 from seqboat.core.extras import missing

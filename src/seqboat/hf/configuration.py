@@ -15,8 +15,8 @@ from seqboat.training.settings_io import part_from_dict, to_dict
 class SeqBoatModelConfig(PreTrainedConfig):
     """A stack of mixers over a vocabulary.
 
-    A mixer is given by its configuration or as a dictionary with its `name` (`seqboat list mixers`); fields that
-    the dictionary lacks get their defaults, and all fields are stored.
+    A mixer is given by its configuration or as a dictionary with its `name` (`seqboat paper list mixers`); fields
+    that the dictionary lacks get their defaults, and all fields are stored.
     """
 
     model_type = "seqboat"

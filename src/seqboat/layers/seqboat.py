@@ -9,14 +9,14 @@ attention, causal ones to the sum of both branches.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqboat.core.checks import ABSENT, check_choice, check_positive, check_rate
+from seqboat.core.checks import check_choice, check_positive, check_rate
 from seqboat.core.documents import Documents
 from seqboat.core.mixer import MixerOutput, RecurrentMixer, keep_rows
 from seqboat.core.nn import NORMS, FeedForward, Norm, NormName, init_linear, make_norm
@@ -30,8 +30,6 @@ from seqboat.ssm.diagonal import SSMConfig
 from seqboat.ssm.ema import EMA, EMAConfig
 
 InitName = Literal["scaled", "paper"]
-FIRST_FIELDS = ("ssm", "router", "gau", "causal", "norm", "prenorm", "dropout")
-"""Fields that every version has written to files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +64,10 @@ class SeqBoatConfig(Settings):
     """Whether the norm comes before the branch instead of after the layer."""
     dropout: float = 0.0
     """Rate of dropout."""
-    form: Form = field(default="paper", metadata={ABSENT: ("paper", FIRST_FIELDS)})
+    form: Form = "paper"
     """What a token counts in its output and in the memory of others: m = clamp(3 (2p - 1), 0, 1) on both ("gated"),
     or the confidence p on its output alone ("paper"), under which nothing tells the router what to remember."""
-    init: InitName = field(default="scaled", metadata={ABSENT: ("paper", FIRST_FIELDS)})
+    init: InitName = "scaled"
     """Initial weights: scaled to the widths, with every token active, or those of the paper."""
 
     def __post_init__(self) -> None:

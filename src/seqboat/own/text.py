@@ -18,7 +18,7 @@ import codecs
 import glob
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from seqboat.console import Advance
-from seqboat.core.checks import ABSENT, check_choice, check_positive, require
+from seqboat.core.checks import check_choice, check_positive, require
 from seqboat.data.copies import prepared_copy
 from seqboat.data.sources import open_stream
 from seqboat.data.store import ArrayStore, ArrayWriter, Prepared, Skips, Staging
@@ -43,8 +43,6 @@ NOTED = 5
 """Files that are not UTF-8 to tell of."""
 LINE_END = 10
 Documents = Literal["files", "lines", "joined"]
-FIRST_FIELDS = ("text", "segment", "context", "window", "holdout", "data_dir")
-"""Fields that every version has written to files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +63,7 @@ class LMTextTaskConfig:
     """Fraction of the text to hold out for validation, and as much again for testing; both are taken from its end."""
     data_dir: str = "data"
     """The data folder, for prepared copies of large files."""
-    documents: Documents = field(default="files", metadata={ABSENT: ("joined", FIRST_FIELDS)})
+    documents: Documents = "files"
     """What is a text by itself, which knows nothing of those before it: a file, a line, or all files joined."""
 
     def __post_init__(self) -> None:

@@ -24,7 +24,7 @@ TARGETS: dict[str, Target] = {
     target.name: target
     for target in (LRA, SPEECH, ENWIK8, ABLATION, TRADEOFF, ACTIVATION, CONFIDENCE, SPAN, EFFICIENCY)
 }
-"""Every target of `seqboat reproduce` by its name, in the order of the page."""
+"""Every target of `seqboat paper run` by its name, in the order of the page."""
 
 GROUPS = {
     "tables": ("lra", "speech", "enwik8"),

@@ -36,7 +36,7 @@ def read_rows(files: Sequence[Path]) -> list[Row]:
     found: dict[tuple[str, ...], tuple[Row, str]] = {}
     for path in files:
         if not path.is_file():
-            raise ValueError(f"there is no {path}: `seqboat reproduce TARGET` writes results.jsonl")
+            raise ValueError(f"there is no {path}: `seqboat paper run TARGET` writes results.jsonl")
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
             row, place = _parse(line, f"{path}, line {number}"), f"{path}, line {number}"
             if key(row) in found:
@@ -105,7 +105,7 @@ def write_page(page: Path, rows: Sequence[Row], targets: Sequence[Target]) -> No
     lines = [
         "# Results",
         "",
-        "`seqboat reproduce page` writes this page from results.jsonl; do not edit it by hand. Minutes are those of",
+        "`seqboat paper page` writes this page from results.jsonl; do not edit it by hand. Minutes are those of",
         "training and its evaluations: wall-clock time, and processor time, which depends less on what else runs.",
         "",
     ]
@@ -126,7 +126,7 @@ def _section(target: Target, scale: Scale, rows: Sequence[Row], pictures: Pictur
         mine = [row for row in mine if target.name in row["observed"]]
     found = {trial.name: [row for row in mine if row["trial"] == trial.name] for trial in trials}
     shown = [row for some in found.values() for row in some]
-    command = f"seqboat reproduce {target.name} --scale {scale}"
+    command = f"seqboat paper run {target.name} --scale {scale}"
     size = "small variants on two cores" if scale == "small" else "as published"
     lines = [
         f"## {target.title}: {size}",

@@ -1,4 +1,4 @@
-"""What a target of `seqboat reproduce` consists of: runs that are trained.
+"""What a target of `seqboat paper run` consists of: runs that are trained.
 
     table_run("lra", "mega", "image", "paper")      one row of table 1 on one task
     table_runs("lra", "small")                      all rows on all tasks

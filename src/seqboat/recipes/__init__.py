@@ -63,7 +63,7 @@ def find_recipe(name: str) -> Recipe:
     parts = {whole.rpartition(".")[2]: whole for whole in reversed(every)}
     near = difflib.get_close_matches(name, [*every, *parts], n=1, cutoff=0.6)
     near = [parts.get(found, found) for found in near]
-    hint = f"did you mean {near[0]}?" if near else "`seqboat list recipes` shows all"
+    hint = f"did you mean {near[0]}?" if near else "`seqboat paper list recipes` shows all"
     raise ValueError(f"recipe {name!r} is unknown; {hint}")
 
 

@@ -25,7 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from seqboat.core.checks import ABSENT, check_positive, require
+from seqboat.core.checks import check_positive, require
 from seqboat.core.state import check_state, concat_rows, map_state, rebuild, select_rows, tensors
 from seqboat.data.files import replacing
 from seqboat.models.backbone import BackboneState
@@ -197,7 +197,7 @@ def _spell(config: Any) -> str:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         # how weights began is no setting of a trained model
-        if value != field.default and ABSENT not in field.metadata:
+        if value != field.default and field.name != "init":
             parts.append(f"{field.name}={_spell(value)}")
     return f"{type(config).__name__}({', '.join(parts)})"
 

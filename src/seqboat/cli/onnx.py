@@ -1,84 +1,48 @@
-"""`seqboat export-onnx`: write a trained run for onnxruntime, on servers, in other languages and in browsers."""
+"""A run as files for onnxruntime, on servers, in other languages and in browsers."""
 
 from __future__ import annotations
 
-import argparse
 import copy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from torch import nn
 
     from seqboat.run import Run
 
-EPILOG = """\
-The step form reads one token per sequence, with the state as inputs and outputs. The sequence form reads whole
-sequences of any batch size and length. model.json lists the checksums of the files and describes the model. Before
-the folder is kept, every file is run in onnxruntime and compared with the model.
-
-  seqboat export-onnx RUN
-  seqboat export-onnx RUN --out small --form step --int8
-  seqboat export-onnx RUN --check small
-"""
 TOLERANCE = 1e-3
 """Largest difference of two scores between a file and its model."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of the command."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = EPILOG
-    parser.add_argument("run", help="folder of a run, one checkpoint in it, or the name of a bundled model")
-    parser.add_argument(
-        "--out", metavar="FOLDER", help="where to write (default: NAME-onnx in the current folder)"
-    )
-    parser.add_argument(
-        "--form",
-        choices=("step", "sequence", "both"),
-        help="what to write (default: both for language models, otherwise sequence)",
-    )
-    parser.add_argument("--int8", action="store_true", help="store the weights of linear layers as int8")
-    parser.add_argument(
-        "--opset", type=int, default=18, metavar="N", help="version of ONNX operators (default: 18)"
-    )
-    parser.add_argument("--which", choices=("best", "latest"), default="best", help="which checkpoint")
-    parser.add_argument(
-        "--check",
-        metavar="FOLDER",
-        help="compare files written earlier with the run, without writing anything",
-    )
-
-
-def run(options: argparse.Namespace) -> int:
-    """Run the command."""
+def to_onnx(
+    run: str,
+    folder: Path,
+    form: str | None,
+    int8: bool,
+    opset: int,
+    checks: bool,
+    which: Literal["best", "latest"],
+) -> int:
+    """Write files for onnxruntime; every one is run there and compared with the model before the folder is kept."""
     from seqboat.core.checks import require
     from seqboat.core.extras import check_installed
     from seqboat.run import Run
-    from seqboat.training.checkpoint import CheckpointError
 
     for module in ("onnx", "onnxscript", "onnxruntime"):
-        check_installed(module, "export-onnx")
+        check_installed(module, "export --to onnx")
     from seqboat.export.onnx import FORMS, OPSETS, write_folder
     from seqboat.models.heads import LanguageModel
 
-    try:
-        source = Run(options.run, options.which)
-        if options.check is not None:
-            given = [name for name in ("out", "form", "int8") if getattr(options, name)]
-            require(not given, f"--check writes nothing: leave out --{', --'.join(given)}")
-            return check(source, Path(options.check))
-        require(
-            options.opset in OPSETS,
-            f"--opset must be between {OPSETS[0]} and {OPSETS[-1]}, got {options.opset}",
-        )
-        folder = Path(options.out or f"{source.folder.resolve().name}-onnx")
-        model = prepare(source, options.int8)
-        every = FORMS if isinstance(model, LanguageModel) else ("sequence",)
-        forms = {None: every, "both": FORMS}.get(options.form, (options.form,))
-        notes = write_folder(model, folder, forms, describe(source, model), options.opset, verify)
-    except CheckpointError as error:
-        raise ValueError(str(error)) from error
+    source = Run(run, which)
+    if checks:
+        require(not (form or int8), "--check writes nothing: leave out --form and --int8")
+        return check(source, folder)
+    require(opset in OPSETS, f"--opset must be between {OPSETS[0]} and {OPSETS[-1]}, got {opset}")
+    model = prepare(source, int8)
+    every = FORMS if isinstance(model, LanguageModel) else ("sequence",)
+    forms = FORMS if form == "both" else every if form is None else (form,)
+    notes = write_folder(model, folder, forms, describe(source, model), opset, verify)
     for name, note in notes.items():
         print(f"{folder / name}: {(folder / name).stat().st_size:,} bytes, {note}")
     return 0

@@ -1,17 +1,16 @@
-"""Override routers on the command line: which layers attend, above which probability, how much, or exactly where.
+"""Options that commands share, and overrides of routers.
 
     --off 1,3 --on 2      layers, counted from 1, or all
     --threshold 0.7       activate above this probability
     --cap 0.25            at most this fraction of the tokens of a sequence
     --mask FILE           which positions attend, as .npy or JSON: (time,) for all layers or (layers, time)
 
-They go to the attention of every layer they are meant for; other modules of a layer are left alone. `seqboat eval`
-and `seqboat explain` take them; in Python, `seqboat.override_activation` does the same and more.
+Overrides go to the attention of every layer they are meant for; other modules of a layer are left alone. In Python,
+`seqboat.override_activation` does the same and more.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -19,12 +18,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tokenize import TokenError
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from seqboat.data.files import open_regular
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
     from numpy.typing import NDArray
     from torch import Tensor, nn
 
@@ -34,33 +34,48 @@ MAX_MASK = 64 << 20
 """Bytes of a mask's file beyond which it is refused."""
 
 
-def add_control_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments as a group."""
-    group = parser.add_argument_group("override the routers")
-    group.add_argument(
-        "--off", metavar="LAYERS", help="no token attends in these layers: such as 1,3, or all"
-    )
-    group.add_argument("--on", metavar="LAYERS", help="every token attends in these layers")
-    group.add_argument("--threshold", type=float, metavar="P", help="tokens attend above this probability")
-    group.add_argument(
-        "--cap", type=float, metavar="FRACTION", help="at most this fraction of each sequence attends"
-    )
-    group.add_argument(
-        "--mask", metavar="FILE", help="which positions attend: .npy or JSON, (time,) or (layers, time)"
-    )
+@dataclass(frozen=True, kw_only=True)
+class Shared:
+    """Shared options.
+
+    Args:
+        which: which checkpoint, the best or the latest.
+        data_dir: where the prepared data is.
+        device: auto, cpu or cuda.
+    """
+
+    which: Literal["best", "latest"] = "best"
+    data_dir: str | None = None
+    device: str = "auto"
+
+    def chosen(self) -> torch.device:
+        """Where to compute."""
+        from seqboat.training.parallel import choose_device
+
+        return choose_device(self.device, what="--device")
+
+    def fields(self, given: Sequence[str]) -> list[str]:
+        """The settings of the data that were given, with its folder."""
+        return [*([f"--data.data_dir={self.data_dir}"] if self.data_dir else []), *given]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Control:
-    """What overrides the routers."""
+    """Override the routers.
+
+    Args:
+        off: no token attends in these layers: such as 1,3, or all.
+        on: every token attends in these layers.
+        threshold: tokens attend above this probability.
+        cap: at most this fraction of each sequence attends.
+        mask: file of positions that attend, .npy or JSON, (time,) or (layers, time).
+    """
 
     off: str | None = None
-    """layers, as they were typed"""
     on: str | None = None
     threshold: float | None = None
     cap: float | None = None
     mask: str | None = None
-    """name of a file"""
 
     def __post_init__(self) -> None:
         for name in ("threshold", "cap"):
@@ -102,13 +117,6 @@ class Control:
                 )
                 stack.enter_context(overridden(site.sma.policy, override))
             yield
-
-
-def read_control(options: argparse.Namespace) -> Control | None:
-    """What the arguments say; None if they say nothing."""
-    names = ("off", "on", "threshold", "cap", "mask")
-    control = Control(**{name: getattr(options, name) for name in names})
-    return control if control.record() else None
 
 
 def read_layers(what: str, text: str | None, found: Sequence[Any]) -> set[int]:
