@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -15,6 +16,7 @@ from seqboat.layers.gau import GAUConfig
 from seqboat.layers.seqboat import SeqBoatConfig
 from seqboat.models.backbone import BackboneConfig
 from seqboat.tasks import TASKS
+from seqboat.tasks.listops import HEADER, Expression, format_line
 from seqboat.tasks.task import Dataset, Example, Kind, Split, Task
 from seqboat.training.config import EvaluationConfig, RunConfig, TrainingConfig
 from seqboat.training.display import Display
@@ -156,3 +158,9 @@ def numbers_of(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Records without what depends on the machine."""
     skip = ("tokens_per_s", "memory_mb", "step_memory_mb", "seconds", "elapsed", "processor")
     return [{k: v for k, v in record.items() if k not in skip} for record in records]
+
+
+def write_listops(path: Path, expressions: Iterable[Expression]) -> None:
+    """A table in the published format (basic_train.tsv and so on)."""
+    lines = [HEADER, *map(format_line, expressions)]
+    path.write_text("".join(line + "\n" for line in lines), encoding="ascii", newline="\n")

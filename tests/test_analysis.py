@@ -39,7 +39,7 @@ from seqboat.tasks import (
     SpeechTaskConfig,
     TextTaskConfig,
 )
-from seqboat.tasks.expressions import TOKENS, encode
+from seqboat.tasks.listops import TOKENS, encode
 from seqboat.tasks.task import IGNORE
 from seqboat.training.evaluate import Windows
 from small_runs import ToyConfig, register, small_run

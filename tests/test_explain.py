@@ -28,7 +28,7 @@ from seqboat.reference import under
 from seqboat.report.explain import explain, render, subject
 from seqboat.run import Run
 from seqboat.tasks import ListOpsTaskConfig, PathfinderTaskConfig, SpeechTaskConfig
-from seqboat.tasks.expressions import decode
+from seqboat.tasks.listops import decode
 from small_runs import ToyConfig, register, small_run
 
 ANSI = re.compile(r"\033\[[0-9;]*m")

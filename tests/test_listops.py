@@ -13,9 +13,9 @@ import pytest
 
 from seqboat.data.shards import make_parts
 from seqboat.data.store import ArrayStore, Staging
-from seqboat.tasks import expressions as exprs
 from seqboat.tasks import listops
-from seqboat.tasks.expressions import Expression, ListOpsConfig
+from seqboat.tasks.listops import Expression, ListOpsConfig
+from small_runs import write_listops
 
 SMALL = ListOpsConfig(max_depth=5, max_arguments=5, longer_than=9, shorter_than=101)
 
@@ -64,13 +64,13 @@ def shape(tokens: Sequence[str]) -> tuple[int, list[int]]:
 
 def test_values_agree_with_a_stack_machine():
     for config, count in ((SMALL, 900), (ListOpsConfig(), 100)):
-        for tokens, value in exprs.generate(count, seed=3, config=config):
+        for tokens, value in listops.generate(count, seed=3, config=config):
             assert evaluate(tokens) == value, " ".join(tokens)
 
 
 @pytest.mark.parametrize("config", [SMALL, ListOpsConfig()])
 def test_expressions_keep_to_the_configuration(config: ListOpsConfig):
-    expressions = exprs.generate(150, seed=1, config=config)
+    expressions = listops.generate(150, seed=1, config=config)
     assert len({e.tokens for e in expressions}) == 150
     depths, counts = [], []
     for tokens, _ in expressions:
@@ -82,13 +82,13 @@ def test_expressions_keep_to_the_configuration(config: ListOpsConfig):
         counts.extend(arguments)
     assert max(depths) == config.max_depth
     assert (min(counts), max(counts)) == (2, config.max_arguments)
-    assert {token for e in expressions for token in e.tokens} == set(exprs.TOKENS[1:])
+    assert {token for e in expressions for token in e.tokens} == set(listops.TOKENS[1:])
 
 
 def test_shares_of_operators_and_argument_counts():
     """Unfiltered, an argument is an operator with the given probability; counts and operators are uniform."""
     config = ListOpsConfig(max_depth=3, max_arguments=4, longer_than=0, shorter_than=10_000)
-    roots = [e.tokens for e in exprs.generate(3000, seed=5, config=config)]
+    roots = [e.tokens for e in listops.generate(3000, seed=5, config=config)]
     inner, arguments = 0, 0
     for tokens in roots:
         depth = 0
@@ -99,16 +99,16 @@ def test_shares_of_operators_and_argument_counts():
     # keeping only distinct expressions takes a few short ones away, so the shares are not exactly these
     assert abs(inner / arguments - 0.25) < 0.03
     first = [tokens[0] for tokens in roots]
-    assert all(abs(first.count(name) / 3000 - 0.25) < 0.03 for name in exprs.OPERATORS)
+    assert all(abs(first.count(name) / 3000 - 0.25) < 0.03 for name in listops.OPERATORS)
 
 
 def test_same_seed_same_expressions():
-    assert exprs.generate(50, seed=7, config=SMALL) == exprs.generate(50, seed=7, config=SMALL)
-    assert exprs.generate(50, seed=7, config=SMALL) != exprs.generate(50, seed=8, config=SMALL)
-    first = exprs.generate(20, seed=7, config=SMALL)
-    assert list(islice(exprs.iterate(7, SMALL), 20)) == first
+    assert listops.generate(50, seed=7, config=SMALL) == listops.generate(50, seed=7, config=SMALL)
+    assert listops.generate(50, seed=7, config=SMALL) != listops.generate(50, seed=8, config=SMALL)
+    first = listops.generate(20, seed=7, config=SMALL)
+    assert list(islice(listops.iterate(7, SMALL), 20)) == first
     # the bytes of a seed never change: data made anywhere, by any version, is the same
-    assert " ".join(exprs.generate(1, seed=0, config=SMALL)[0].tokens) == (
+    assert " ".join(listops.generate(1, seed=0, config=SMALL)[0].tokens) == (
         "[MAX 8 0 3 6 [MAX [MAX [MED 9 8 ] 0 5 1 7 ] 8 9 5 5 ] ]"
     )
 
@@ -116,7 +116,7 @@ def test_same_seed_same_expressions():
 @pytest.fixture
 def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of 100 expressions for a configuration that has 3,600, so that blocks have some in common."""
-    monkeypatch.setattr(exprs, "BLOCK_TOKENS", 1000)
+    monkeypatch.setattr(listops, "BLOCK_TOKENS", 1000)
 
 
 COMMON = ListOpsConfig(max_depth=2, max_arguments=3, longer_than=0, shorter_than=10)
@@ -124,11 +124,11 @@ COMMON = ListOpsConfig(max_depth=2, max_arguments=3, longer_than=0, shorter_than
 
 @pytest.mark.usefixtures("short_blocks")
 def test_blocks_are_joined_without_repetition() -> None:
-    expressions = exprs.generate(450, seed=3, config=COMMON)
+    expressions = listops.generate(450, seed=3, config=COMMON)
     assert len(set(expressions)) == 450
     blocks = [
-        [Expression(exprs.decode(ids), value) for ids, value in islice(stream, 100)]
-        for stream in (exprs.iterate_block(3, COMMON, block) for block in range(6))
+        [Expression(listops.decode(ids), value) for ids, value in islice(stream, 100)]
+        for stream in (listops.iterate_block(3, COMMON, block) for block in range(6))
     ]
     assert expressions[:100] == blocks[0]
     assert 100 < len({e for block in blocks[:2] for e in block}) < 200
@@ -138,9 +138,9 @@ def test_blocks_are_joined_without_repetition() -> None:
 
 @pytest.mark.usefixtures("short_blocks")
 def test_the_first_block_is_the_whole_stream_of_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = exprs.generate(100, seed=3, config=COMMON)
-    monkeypatch.setattr(exprs, "BLOCK_TOKENS", 10**9)
-    assert exprs.generate(100, seed=3, config=COMMON) == first
+    first = listops.generate(100, seed=3, config=COMMON)
+    monkeypatch.setattr(listops, "BLOCK_TOKENS", 10**9)
+    assert listops.generate(100, seed=3, config=COMMON) == first
 
 
 @pytest.mark.usefixtures("short_blocks")
@@ -161,10 +161,10 @@ def test_prepared_blocks_are_the_expressions_of_the_seed(
 
     one = run(tmp_path / "one", 1)
     store = ArrayStore.find(tmp_path / "one", "listops")
-    expressions = exprs.generate(450, seed=3, config=COMMON)
+    expressions = listops.generate(450, seed=3, config=COMMON)
     assert store["val.labels"].tolist() == [value for _, value in expressions[400:430]]
     starts = store["test.offsets"]
-    assert exprs.decode(store["test.tokens"][starts[4] : starts[5]]) == expressions[434].tokens
+    assert listops.decode(store["test.tokens"][starts[4] : starts[5]]) == expressions[434].tokens
     assert run(tmp_path / "two", 2) == one
 
     real = listops._make_block
@@ -185,11 +185,11 @@ def test_prepared_blocks_are_the_expressions_of_the_seed(
 
 @pytest.mark.usefixtures("short_blocks")
 def test_a_configuration_with_too_few_expressions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (exprs, listops):
+    for module in (listops,):
         monkeypatch.setattr(module, "MAX_DRAWS", 2000)
     tiny = ListOpsConfig(max_depth=2, max_arguments=2, longer_than=0, shorter_than=10)
     with pytest.raises(ValueError, match="no more than 400 distinct"):
-        exprs.generate(401, config=tiny)
+        listops.generate(401, config=tiny)
     with pytest.raises(ValueError, match="no more than 400 distinct"), Staging(tmp_path, "tiny") as staging:
         listops.prepare_drawn(staging, {"train": 401}, 0, 1, lambda count: None, tiny)
     assert not list(tmp_path.iterdir())
@@ -203,10 +203,10 @@ def test_what_goes_wrong_in_another_process_is_said_in_this_one() -> None:
 
 
 def test_impossible_configurations_are_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(exprs, "MAX_DRAWS", 20_000)
+    monkeypatch.setattr(listops, "MAX_DRAWS", 20_000)
     tiny = ListOpsConfig(max_depth=2, max_arguments=2, longer_than=0, shorter_than=100)
     with pytest.raises(ValueError, match="no more than 400 distinct"):
-        exprs.generate(401, config=tiny)  # four operators on two digits
+        listops.generate(401, config=tiny)  # four operators on two digits
     for options, message in (
         ({"max_depth": 1}, "max_depth must be an integer >= 2, got 1"),
         ({"max_arguments": 1}, "max_arguments must be"),
@@ -216,53 +216,47 @@ def test_impossible_configurations_are_refused(monkeypatch: pytest.MonkeyPatch):
         with pytest.raises(ValueError, match=message):
             ListOpsConfig(**options)
     with pytest.raises(ValueError, match="count must be"):
-        exprs.generate(-1)
+        listops.generate(-1)
 
 
 def test_ids():
     tokens = ("[MAX", "4", "[MIN", "7", "3", "]", "1", "]")
-    ids = exprs.encode(tokens)
-    assert ids.min() > exprs.PAD == 0
-    assert exprs.decode(ids) == tokens
-    assert exprs.decode([*ids[:3].tolist(), 0, 0]) == tokens[:3]
+    ids = listops.encode(tokens)
+    assert ids.min() > listops.PAD == 0
+    assert listops.decode(ids) == tokens
+    assert listops.decode([*ids[:3].tolist(), 0, 0]) == tokens[:3]
     with pytest.raises(ValueError, match="got '11'"):
-        exprs.encode(["[MAX", "11", "]"])
+        listops.encode(["[MAX", "11", "]"])
 
 
 def test_published_table(tmp_path: Path):
     expression = Expression(("[MAX", "4", "[MIN", "7", "3", "]", "1", "]"), 4)
     line = "( ( ( ( [MAX 4 ) ( ( ( [MIN 7 ) 3 ) ] ) ) 1 ) ] )\t4"
-    assert exprs.format_line(expression) == line
-    assert exprs.parse_line(line + "\r\n") == expression
-    expressions = exprs.generate(30, seed=2, config=SMALL)
-    exprs.write_table(tmp_path / "basic_test.tsv", expressions)
+    assert listops.format_line(expression) == line
+    assert listops.parse_line(line + "\r\n") == expression
+    expressions = listops.generate(30, seed=2, config=SMALL)
+    write_listops(tmp_path / "basic_test.tsv", expressions)
     text = (tmp_path / "basic_test.tsv").read_text()
     assert text.startswith("Source\tTarget\n( (") and text.count("\n") == 31
-    assert list(exprs.read_table(tmp_path / "basic_test.tsv")) == expressions
+    assert [listops.parse_line(line) for line in text.splitlines()[1:]] == expressions
     # every operator, argument and bracket after the first part of a list closes one parenthesis
     assert all(text.count(c) == sum(len(e.tokens) - 1 for e in expressions) for c in "()")
 
 
-def test_broken_tables_are_refused(tmp_path: Path):
-    path = tmp_path / "broken.tsv"
-    for text, message in (
-        ("a,b\n", "broken.tsv: first line must be"),
-        ("Source\tTarget\n( [MIN 3 )\n", "line 2: a line must be an expression, a tab and a digit"),
-        ("Source\tTarget\n( ( ( [MIN 3 ) 4 ) ] )\t12\n", "line 2: a line must be"),
-        (
-            "Source\tTarget\n( ( ( [MIN 3 ) 4\t3\n",
-            "line 2: tokens must be one whole expression; got '.MIN 3 4'",
-        ),
-        ("Source\tTarget\n[MIN 3 ] 4 ]\t3\n", "line 2: tokens must be one whole expression"),
-        ("Source\tTarget\n\t3\n", "line 2: tokens must be one whole expression; got ''"),
-        ("Source\tTarget\n( [AVG 3 )\t3\n", r"line 2: tokens must be .* got '\[AVG'"),
+def test_broken_lines_are_refused() -> None:
+    for line, message in (
+        ("( [MIN 3 )", "a line must be an expression, a tab and a digit"),
+        ("( ( ( [MIN 3 ) 4 ) ] )\t12", "a line must be"),
+        ("( ( ( [MIN 3 ) 4\t3", r"tokens must be one whole expression; got '\[MIN 3 4'"),
+        ("[MIN 3 ] 4 ]\t3", "tokens must be one whole expression"),
+        ("\t3", "tokens must be one whole expression; got ''"),
+        ("( [AVG 3 )\t3", r"tokens must be .* got '\[AVG'"),
     ):
-        path.write_text(text)
         with pytest.raises(ValueError, match=message):
-            list(exprs.read_table(path))
+            listops.parse_line(line)
     with pytest.raises(ValueError, match="not closed"):
-        exprs.to_source(["[MIN", "3"])
+        listops.to_source(["[MIN", "3"])
     with pytest.raises(ValueError, match="must begin with"):
-        exprs.to_source(["3"])
+        listops.to_source(["3"])
     with pytest.raises(ValueError, match="got 2 more after its end"):
-        exprs.to_source(["[MIN", "3", "4", "]", "5", "]"])
+        listops.to_source(["[MIN", "3", "4", "]", "5", "]"])

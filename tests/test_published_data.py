@@ -17,15 +17,14 @@ from seqboat.data.prepare import prepare as prepare_data
 from seqboat.data.store import ArrayStore
 from seqboat.run import Run
 from seqboat.tasks import enwik8
-from seqboat.tasks.expressions import ListOpsConfig, generate, write_table
 from seqboat.tasks.image import ImageTaskConfig
-from seqboat.tasks.listops import ListOpsTaskConfig
+from seqboat.tasks.listops import ListOpsConfig, ListOpsTaskConfig, generate
 from seqboat.tasks.retrieval import RetrievalTaskConfig
 from seqboat.tasks.speech import SpeechTaskConfig
 from seqboat.tasks.stored import shuffled_rows
 from seqboat.tasks.text import TextTaskConfig
 from seqboat.training.trainer import train
-from small_runs import Spy, small_run
+from small_runs import Spy, small_run, write_listops
 
 END = 2
 
@@ -128,7 +127,7 @@ def test_listops(form: str, brackets: str, tmp_path: Path) -> None:
     made = {split: generate(6, seed, config) for seed, split in enumerate(("train", "val", "test"))}
     (tmp_path / "table").mkdir()
     for split, some in made.items():
-        write_table(tmp_path / "table" / f"basic_{split}.tsv", some)
+        write_listops(tmp_path / "table" / f"basic_{split}.tsv", some)
     names = {"train": "train", "val": "valid", "test": "test"}
     rows = {
         names[split]: [["(", *(t.replace("[", brackets) for t in e.tokens), ")"] for e in some]

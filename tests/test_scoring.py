@@ -19,7 +19,7 @@ from seqboat.mixers import TransformerConfig
 from seqboat.models.backbone import BackboneConfig
 from seqboat.models.heads import LanguageModel
 from seqboat.run import Run
-from seqboat.tasks.recall import RecallTaskConfig
+from seqboat.tasks.diagnostics import RecallTaskConfig
 from seqboat.text.scoring import read_chunks, score, total
 from seqboat.training.evaluate import Streaming, evaluate
 from seqboat.training.parallel import World

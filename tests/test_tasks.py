@@ -45,12 +45,12 @@ from seqboat.tasks import (
     TextTaskConfig,
 )
 from seqboat.tasks import enwik8 as enwik8_module
-from seqboat.tasks.expressions import Expression, encode, generate, write_table
-from seqboat.tasks.expressions import ListOpsConfig as DrawnListOps
 from seqboat.tasks.image import to_gray
-from seqboat.tasks.short_listops import ShortListOpsTaskConfig
+from seqboat.tasks.listops import Expression, ShortListOpsTaskConfig, encode, generate
+from seqboat.tasks.listops import ListOpsConfig as DrawnListOps
 from seqboat.tasks.speech import SAMPLES, WORDS, random_parts, read_wav, speaker_part
 from seqboat.tasks.task import draw_subset
+from small_runs import write_listops
 
 FAKE = bytes(np.random.default_rng(1).integers(32, 127, 20_000, dtype=np.uint8))
 
@@ -63,7 +63,7 @@ def listops_files(folder: Path) -> Path:
     config = DrawnListOps(max_depth=3, max_arguments=3, longer_than=4, shorter_than=20)
     expressions = generate(24, config=config)
     for split, part in zip(SPLITS, (expressions[:16], expressions[16:20], expressions[20:]), strict=True):
-        write_table(folder / f"basic_{split}.tsv", part)
+        write_listops(folder / f"basic_{split}.tsv", part)
     return folder
 
 

@@ -31,8 +31,8 @@ from seqboat.data.fairseq import (
 from seqboat.data.files import write_text
 from seqboat.recipes import find_recipe
 from seqboat.run import Run
-from seqboat.tasks.expressions import PARENTHESES, SYMBOLS, TOKENS
 from seqboat.tasks.image import ImageTaskConfig
+from seqboat.tasks.listops import PARENTHESES, SYMBOLS, TOKENS
 from seqboat.tasks.pathfinder import PathfinderTaskConfig
 from seqboat.tasks.stored import END as OUR_END
 from seqboat.tasks.stored import SequenceTaskConfig

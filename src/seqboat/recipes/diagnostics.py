@@ -7,10 +7,8 @@ from seqboat.layers.routers import TemperedSoftmaxConfig
 from seqboat.layers.seqboat import SeqBoatConfig
 from seqboat.models.backbone import BackboneConfig
 from seqboat.ssm.ema import EMAConfig
-from seqboat.tasks.copy import CopyTaskConfig
-from seqboat.tasks.needle import NeedleTaskConfig
-from seqboat.tasks.recall import RecallTaskConfig
-from seqboat.tasks.short_listops import ShortListOpsTaskConfig
+from seqboat.tasks.diagnostics import CopyTaskConfig, NeedleTaskConfig, RecallTaskConfig
+from seqboat.tasks.listops import ShortListOpsTaskConfig
 from seqboat.tasks.task import TaskConfig
 from seqboat.training.config import EvaluationConfig, RunConfig, TrainingConfig
 from seqboat.training.optim import OptimizerConfig, ScheduleConfig

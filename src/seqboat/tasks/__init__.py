@@ -3,15 +3,12 @@
 from seqboat.core.settings import FAMILIES
 from seqboat.own.task import ClassifyTaskConfig, RegressTaskConfig, TagTaskConfig
 from seqboat.own.text import LMTextTaskConfig
-from seqboat.tasks.copy import CopyTaskConfig
+from seqboat.tasks.diagnostics import CopyTaskConfig, NeedleTaskConfig, RecallTaskConfig
 from seqboat.tasks.enwik8 import Enwik8TaskConfig
 from seqboat.tasks.image import ImageTaskConfig
-from seqboat.tasks.listops import ListOpsTaskConfig
-from seqboat.tasks.needle import NeedleTaskConfig
+from seqboat.tasks.listops import ListOpsTaskConfig, ShortListOpsTaskConfig
 from seqboat.tasks.pathfinder import PathfinderTaskConfig, PathXTaskConfig
-from seqboat.tasks.recall import RecallTaskConfig
 from seqboat.tasks.retrieval import RetrievalTaskConfig
-from seqboat.tasks.short_listops import ShortListOpsTaskConfig
 from seqboat.tasks.speech import SpeechTaskConfig
 from seqboat.tasks.task import IGNORE, SPLITS, Batch, Dataset, Example, Loss, Split, Task, TaskConfig
 from seqboat.tasks.text import TextTaskConfig
