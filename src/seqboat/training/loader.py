@@ -11,16 +11,9 @@ same global batches.
 from __future__ import annotations
 
 import contextlib
-import math
-import os
-import signal
-import threading
-import time
 from collections.abc import Generator, Iterator, Sequence
 from functools import lru_cache
 from multiprocessing import ProcessError
-from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -280,101 +273,28 @@ def batches(
         generator=torch.Generator(),
     )
     iterator = iter(loader)
-    crew = _Crew(iterator, timeout)
     try:
         while True:
             try:
-                with crew.waiting():
-                    item = _next(iterator)
+                item = next(iterator)
             except StopIteration:
                 return
-            except (RuntimeError, *_BROKEN) as error:
+            except (RuntimeError, OSError, EOFError, ProcessError) as error:
                 waiting = list(asked[0].examples) if asked else []
-                reason = "; ".join(crew.stuck or [first_line(error), *crew.stopped()])
                 raise LoaderError(
-                    f"dataset {task.name}, split {split}, records {waiting}: {reason}"
+                    f"dataset {task.name}, split {split}, records {waiting}: {first_line(error)}"
                 ) from error
             if isinstance(item, _Failure):
                 raise LoaderError(item.message)
             yield Loaded(asked.pop(0), item)
     finally:
-        crew.dismiss()
-
-
-class _Crew:
-    """The workers of a loader. A thread watches them, because torch waits without end for a worker that was
-    stopped after it announced a batch: it is killed, which torch notices.
-    """
-
-    def __init__(self, iterator: object, timeout: float) -> None:
-        self.iterator, self.timeout = iterator, timeout
-        self.workers: list[BaseProcess] = list(getattr(iterator, "_workers", ()))
-        self.stuck: list[str] = []
-        self._deadline = math.inf
-        self._ended = threading.Event()
-        if self.workers:
-            threading.Thread(target=self._watch, daemon=True).start()
-
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """A block that waits for a batch."""
-        # a second later than torch, which knows more where it notices by itself
-        self._deadline = time.monotonic() + self.timeout + 1
-        try:
-            yield
-        finally:
-            self._deadline = math.inf
-
-    def _watch(self) -> None:
-        while not self._ended.wait(min(1.0, self.timeout)):
-            if time.monotonic() > self._deadline:
-                self.stuck = [f"no data for {self.timeout:g} s", *self.stopped()]
-                for worker in self.workers:
-                    if worker.pid is not None and (not self.stopped() or _is_stopped(worker.pid)):
-                        with contextlib.suppress(ProcessLookupError):
-                            os.kill(worker.pid, signal.SIGKILL)
-                return
-
-    def stopped(self) -> list[str]:
-        """Which workers are alive but do not run, as far as the system tells."""
-        return [
-            f"worker {number} (pid {worker.pid}) is stopped"
-            for number, worker in enumerate(self.workers)
-            if worker.pid is not None and _is_stopped(worker.pid)
-        ]
-
-    def dismiss(self) -> None:
-        """End the workers; stuck ones are killed, because workers ignore SIGTERM."""
-        self._ended.set()
-        if self.workers:
+        if workers:
             with contextlib.suppress(Exception):
-                self.iterator._shutdown_workers()  # type: ignore[attr-defined]
-        for worker in self.workers:
-            if worker.is_alive():
-                worker.kill()
-                worker.join()
-
-
-def _is_stopped(pid: int) -> bool:
-    """Whether a process is stopped; always False on systems without /proc."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
-    except OSError:
-        return False
-
-
-_BROKEN = (OSError, EOFError, ProcessError)
-"""What reading from a worker raises that was killed while it handed over a tensor."""
-
-
-def _next(iterator: Iterator[Batch | _Failure]) -> Batch | _Failure:
-    """The next item. A connection that breaks is asked again: torch then sees that the worker is dead."""
-    for _ in range(8):
-        try:
-            return next(iterator)
-        except _BROKEN:
-            continue
-    return next(iterator)
+                iterator._shutdown_workers()  # type: ignore[attr-defined]
+            for worker in getattr(iterator, "_workers", ()):
+                if worker.is_alive():  # they ignore SIGTERM
+                    worker.kill()
+                    worker.join()
 
 
 def first_line(error: BaseException) -> str:
