@@ -8,8 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from seqboat import Classifier
 from seqboat.cli.main import main
+from seqboat.mixers import MIXERS
+from seqboat.ops.attention import FUNCTIONS, Seen, attend
 from seqboat.own.task import ClassifyTaskConfig, RegressTaskConfig
 from seqboat.run import Run
 from seqboat.tasks import TASKS
@@ -82,3 +86,42 @@ def test_a_run_without_a_finite_score_is_not_finished(
     outcome = train(small_run(), tmp_path / "run", display=spy)
     assert outcome.exit_code == EXIT_DIVERGED and outcome.message == "no evaluation gave a finite accuracy"
     assert "step 12: accuracy is not finite: nan" in spy.messages
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_a_row_that_overflows_leaves_its_batch_alone(name: str) -> None:
+    """In every type, for short and long rows: the others are what they are beside any row."""
+    for dtype, large in ((torch.float32, 3e38), (torch.float16, 2e4), (torch.float16, math.inf)):
+        for seed, time in ((0, 7), (2, 7), (3, 40)):
+            torch.manual_seed(seed)
+            model = Classifier(mixer=name, d_model=16, num_layers=2, channels=2, classes=3).to(dtype).eval()
+            x = torch.randn(4, time, 2).to(dtype)
+            lengths = torch.tensor([time, 3, time, 5])
+            mask = torch.arange(time) < lengths[:, None]
+            row = seed % 4
+            wild = x.clone()
+            wild[row] = large
+            with torch.no_grad():
+                expected, found = model(x, mask).logits, model(wild, mask).logits
+            others = [other for other in range(4) if other != row]
+            assert found[others].isfinite().all()
+            assert (found[others] - expected[others]).abs().max() <= 1e-2 * expected.abs().max()
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("value", [math.nan, math.inf, 3e38])
+def test_a_group_that_overflows_leaves_the_others_alone(function: str, value: float) -> None:
+    """Of banded attention, where a block of tokens holds several groups."""
+    torch.manual_seed(0)
+    counts = torch.tensor([5, 40, 300, 11])
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+    group = torch.arange(4).repeat_interleave(counts)
+    q, k, v = (torch.randn(len(group), size) for size in (4, 4, 8))
+    seen = Seen(group, offsets, 300, 20, 20)
+    expected = attend(q, k, v, seen, function)
+    for part in (q, k, v):
+        before = part[7].clone()
+        part[7] = value
+        found = attend(q, k, v, seen, function)
+        part[7] = before
+        assert torch.equal(found[group != 1], expected[group != 1])

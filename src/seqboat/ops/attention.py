@@ -360,14 +360,18 @@ def banded(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     """The operator behind `attend`: q, k, v, the fields of `Neighbors`, rate and seed of dropout."""
     *fields, dropout, seed = rest
     near = Neighbors(*fields)
-    with torch.autocast(q.device.type, enabled=False):
+    if not len(q):
+        return v.new_empty(0, v.shape[1])
+
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor]:
         found = _by_kernel("attention", q, v, near, dropout, q, k, v)
-        return _forward(q, k, v, near, dropout, seed) if found is None else found
+        return (_forward(q, k, v, near, dropout, seed) if found is None else found,)
+
+    with torch.autocast(q.device.type, enabled=False):
+        return _confine(forward, (q, k, v), near.group, 1, 2)[0]
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, near: Neighbors, dropout: float, seed: int) -> Tensor:
-    if not len(q):
-        return v.new_empty(0, v.shape[1])
     q, k, wide = _wide(q), _wide(k), _wide(v)
     band, weigh = _Band(q, near), FUNCTIONS[near.function].weights
     queries, keys, values = band.queries(band.pad(q)), band.keys(band.pad(k)), band.keys(band.pad(wide))
@@ -403,7 +407,8 @@ def _attend_backward(
             found = _by_kernel("attention_backward", q, v, near, dropout, grad, out, q, k, v)
         if found is None:
             parts = _wide(grad), _wide(q), _wide(k), _wide(v)
-            found = _confine(partial(_backward, near, dropout, seed), parts, near.group)
+            # four factors at most meet in a product
+            found = _confine(partial(_backward, near, dropout, seed), parts, near.group, 3, 4)
         types = q.dtype, k.dtype, v.dtype, q.dtype if near.table is None else near.table.dtype
         return tuple(part.to(dtype) for part, dtype in zip(found, types, strict=True))
 
@@ -444,26 +449,40 @@ def _backward(
 
 
 def _confine(
-    backward: Callable[..., tuple[Tensor, ...]], parts: tuple[Tensor, ...], group: Tensor
+    run: Callable[..., tuple[Tensor, ...]],
+    parts: tuple[Tensor, ...],
+    group: Tensor,
+    by_token: int,
+    factors: int,
 ) -> tuple[Tensor, ...]:
-    """Run the backward pass so that what is not finite in one group reaches no token of another.
+    """Run a pass so that what is not finite in one group reaches no token of another.
 
     A block holds tokens of several groups, and the weights between them, which are zero, times NaN would be NaN. This
-    covers gradients that are not finite, and tokens so large that a product of theirs overflows.
+    covers inputs that are not finite, and tokens so large that a product of theirs overflows.
+
+    Args:
+        run: from `parts` to results, (tokens, ...) but for those that are sums over tokens.
+        parts: each (tokens, ...).
+        group: (tokens,), as in `Seen`.
+        by_token: how many of the results are (tokens, ...).
+        factors: how many numbers meet in a product at most.
     """
     # on a CPU looking costs nothing compared to the pass itself; elsewhere it would wait for the device
     if group.device.type == "cpu":
-        results = backward(*parts)
-        if all(part.sum().isfinite() for part in results[:3]):
+        results = run(*parts)
+        if all(part.sum().isfinite() for part in results[:by_token]):
             return results
     bad = torch.zeros_like(group, dtype=torch.bool)
-    for part in parts:  # four factors at most meet in a product
-        bad |= ~(part.abs() < torch.finfo(part.dtype).max ** 0.25).all(dim=1)
-    results = backward(*(torch.where(bad[:, None], 0, part) for part in parts))
+    for part in parts:
+        # of the type that sums have
+        limit = torch.finfo(torch.promote_types(part.dtype, torch.float32)).max ** (1 / factors)
+        bad |= ~(part.abs() < limit).all(dim=1)
+    results = run(*(torch.where(bad[:, None], 0, part) for part in parts))
     number = F.pad((group[1:] != group[:-1]).cumsum(0), (1, 0))
     counts = torch.zeros_like(number).index_add_(0, number, bad.to(number.dtype))
-    spoiled = torch.where(counts[number] > 0, torch.nan, 0.0).to(parts[0].dtype)[:, None]
-    return *(part + spoiled for part in results[:3]), results[3] + spoiled.sum()
+    spoiled = torch.where(counts[number] > 0, torch.nan, 0.0)[:, None]
+    found = [part + spoiled.to(part.dtype) for part in results[:by_token]]
+    return *found, *(part + spoiled.sum().to(part.dtype) for part in results[by_token:])
 
 
 def _like(q: Tensor, table: Tensor | None) -> Tensor:
