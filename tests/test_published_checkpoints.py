@@ -11,7 +11,7 @@ import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from published_cases import PublishedModel, read, real, save_checkpoint, settings, write_dictionaries
 from seqboat import compat
-from seqboat.cli import import_published
+from seqboat.cli import paper
 from seqboat.cli.main import main
 from seqboat.compat.checkpoints import read_checkpoint
 from seqboat.compat.runs import RECIPES, export_run, import_run
@@ -270,7 +270,7 @@ def test_settings_that_do_not_fit(change: dict[str, Any], message: str, tmp_path
 
 
 def test_recipes_of_the_command() -> None:
-    assert import_published.RECIPES == RECIPES
+    assert get_args(paper.Recipe) == RECIPES
 
 
 def test_what_an_import_needs(
