@@ -6,9 +6,8 @@ import contextlib
 import copy
 import dataclasses
 import io
-import json
-import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
-    DataCollatorForLanguageModeling,
+    DataCollatorWithFlattening,
     DynamicCache,
     GPT2Config,
     GPT2LMHeadModel,
@@ -40,7 +39,6 @@ from transformers import (
 )
 from transformers.utils import logging
 
-import seqboat.hf.__main__ as launcher
 from seqboat.core.state import select_rows, state_bytes, tensors
 from seqboat.hf import (
     SeqBoatCache,
@@ -50,12 +48,12 @@ from seqboat.hf import (
     SeqBoatModel,
     byte_tokenizer,
 )
-from seqboat.hf.export import to_transformers
+from seqboat.hf.save import to_transformers
 from seqboat.layers.gau import GAUConfig
 from seqboat.layers.seqboat import SeqBoatConfig as LayerConfig
 from seqboat.mixers import MIXERS
 from seqboat.models.backbone import BackboneConfig
-from seqboat.models.heads import Classifier, LanguageModel
+from seqboat.models.heads import Classifier, LanguageModel, Tagger
 from seqboat.ssm.s4d import S4DConfig
 
 WINDOW = 4
@@ -131,7 +129,9 @@ def beams_by_steps(model: LanguageModel, prompt: list[int], new: int, beams: int
     return paths[int(scores.argmax())].tolist()
 
 
-def check_generation(new: int, beams: int) -> None:
+@pytest.mark.parametrize("beams", [1, 4])
+def test_generated_tokens_are_those_of_the_core(beams: int) -> None:
+    new = 60
     model, core = hf_model(), core_model()
     batch = pad(PROMPTS)
     settings = {"max_new_tokens": new, "do_sample": False, "num_beams": beams, "pad_token_id": 0}
@@ -152,34 +152,13 @@ def check_generation(new: int, beams: int) -> None:
     assert min(int(count) for count in active) > 4 * WINDOW
 
 
-@pytest.mark.parametrize("beams", [1, 4])
-def test_generated_tokens_are_those_of_the_core(beams: int) -> None:
-    check_generation(new=60, beams=beams)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("beams", [1, 4])
-def test_two_thousand_generated_tokens_are_those_of_the_core(beams: int) -> None:
-    check_generation(new=2000, beams=beams)
-
-
-def check_without_cache(new: int) -> None:
+def test_beams_without_a_cache_are_the_same() -> None:
     model = hf_model()
     batch = pad(PROMPTS)
-    settings = {"max_new_tokens": new, "do_sample": False, "num_beams": 4, "pad_token_id": 0}
+    settings = {"max_new_tokens": 25, "do_sample": False, "num_beams": 4, "pad_token_id": 0}
     assert torch.equal(
         model.generate(**batch, **settings), model.generate(**batch, **settings, use_cache=False)
     )
-
-
-def test_beams_without_a_cache_are_the_same() -> None:
-    check_without_cache(new=25)
-
-
-@pytest.mark.slow
-def test_many_tokens_of_beams_without_a_cache_are_the_same() -> None:
-    # the whole sequence is read again for every token: this takes a time that grows with the square
-    check_without_cache(new=400)
 
 
 def test_sampling_does_not_depend_on_the_cache() -> None:
@@ -218,7 +197,7 @@ def test_generation_goes_on_from_a_returned_cache() -> None:
     cache = first.past_key_values
     assert isinstance(cache, SeqBoatCache)
     # the last token has been chosen but not read
-    assert cache.get_seq_length() == first.sequences.shape[1] - 1 and cache.batch_size == 3
+    assert cache.get_seq_length() == first.sequences.shape[1] - 1 and cache.whole.batch_size == 3
     said = torch.tensor([[4, 5], [6, 7], [8, 9]])
     ids = torch.cat([first.sequences, said], dim=1)
     mask = F.pad(batch["attention_mask"], (0, ids.shape[1] - batch["attention_mask"].shape[1]), value=1)
@@ -294,18 +273,16 @@ def test_a_cache_under_the_library_operations() -> None:
     assert cache.state.seen.tolist() == [6, 3, 11]
     cache.batch_repeat_interleave(2)
     cache.batch_select_indices(torch.tensor([0, 2]))
-    assert cache.state.seen.tolist() == [6, 3] and cache.batch_size == 2
+    assert cache.state.seen.tolist() == [6, 3] and cache.whole.batch_size == 2
     for (_, got), (_, was) in zip(tensors(cache.state.layers), tensors(before.layers), strict=True):
         assert torch.equal(got, was[[2, 0]])
     assert cache.get_max_length() == -1 and cache.get_mask_sizes(5, 0) == (16, 0)
     with pytest.raises(ValueError, match="cannot be rolled back"):
         cache.crop(1)
-    with pytest.raises(ValueError, match="has 1 layers, the model 2"):
-        SeqBoatCache(1).put(before, 1)
     with pytest.raises(NotImplementedError):
         cache.update(torch.zeros(1), torch.zeros(1), 0)
     cache.reset()
-    assert cache.state is None and cache.get_seq_length() == 0 and cache.batch_size == -1
+    assert cache.state is None and cache.get_seq_length() == 0 and cache.whole.batch_size == -1
     again = model(**pad(PROMPTS), past_key_values=cache).past_key_values
     assert again is cache and again.state.seen.tolist() == [3, 11, 6]
 
@@ -361,7 +338,7 @@ def test_every_causal_mixer_saves_and_loads(tmp_path: Path) -> None:
         assert_same_numbers(model(**batch).logits, expected, name=name)
         model.save_pretrained(tmp_path / name)
         again = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype="auto")
-        assert type(again) is SeqBoatForCausalLM and again.config.mixer == model.config.mixer
+        assert type(again) is SeqBoatForCausalLM and again.config.backbone == model.config.backbone
         assert same_tensors(dict(again.state_dict()), dict(model.state_dict())), name
         assert_same_numbers(again(**batch).logits, expected, name=name)
 
@@ -463,15 +440,6 @@ def test_logits_of_some_tokens() -> None:
         model(**batch, logits_to_keep=1, labels=batch["input_ids"])
 
 
-def test_outputs_as_tuples() -> None:
-    model = hf_model()
-    batch = pad(PROMPTS)
-    loss, logits, cache = model(**batch, labels=batch["input_ids"], return_dict=False)
-    assert loss.shape == () and logits.shape == (3, 11, 64) and isinstance(cache, SeqBoatCache)
-    assert len(model(**batch, use_cache=False, return_dict=False)) == 1
-    assert model(**batch, use_cache=False).past_key_values is None
-
-
 @pytest.mark.parametrize(
     ("inputs", "message"),
     [
@@ -539,21 +507,27 @@ def test_a_new_head_on_a_trained_stack(tmp_path: Path) -> None:
 
 def test_configurations(tmp_path: Path) -> None:
     default = SeqBoatConfig()
-    assert default.backbone() == BackboneConfig(mixer=LayerConfig(causal=True), vocab=256)
-    given = SeqBoatConfig(hidden_size=16, mixer={"name": "mega-chunk", "causal": True, "chunk": 4})
-    assert given.mixer is not None and given.mixer["chunk"] == 4 and given.mixer["d_z"] > 0
-    assert SeqBoatConfig(mixer=LAYER).backbone().mixer == LAYER
+    assert default.stack() == BackboneConfig(mixer=LayerConfig(causal=True), vocab=256)
+    given = SeqBoatConfig(
+        backbone={"d_model": 16, "mixer": {"name": "mega-chunk", "causal": True, "chunk": 4}}
+    )
+    assert given.backbone is not None and given.backbone["mixer"]["d_z"] > 0 and given.hidden_size == 16
     given.save_pretrained(tmp_path)
     again = AutoConfig.from_pretrained(tmp_path)
-    assert type(again) is SeqBoatConfig and again.backbone() == given.backbone()
-    with pytest.raises(ValueError, match=r"field 'mixer\.windw' is unknown"):
-        SeqBoatConfig(mixer={"name": "seqboat", "windw": 3})
-    with pytest.raises(ValueError, match=r"mixer: name 'rnn' is unknown"):
-        SeqBoatConfig(mixer={"name": "rnn"})
+    assert type(again) is SeqBoatConfig and again.stack() == given.stack()
+    with pytest.raises(ValueError, match=r"field 'backbone\.mixer\.windw' is unknown"):
+        SeqBoatConfig(backbone={"mixer": {"name": "seqboat", "windw": 3}})
+    with pytest.raises(ValueError, match=r"backbone\.mixer.*'rnn' is unknown"):
+        SeqBoatConfig(backbone={"mixer": {"name": "rnn"}})
     with pytest.raises(ValueError, match="num_layers must be an integer >= 1, got 0"):
-        SeqBoatConfig(num_hidden_layers=0)
-    real = dataclasses.replace(STACK, vocab=None, channels=3)
-    assert SeqBoatConfig.from_backbone(real).backbone() == real
+        SeqBoatConfig(backbone={"num_layers": 0})
+    with pytest.raises(ValueError, match="of an earlier version: export the run again"):
+        SeqBoatConfig(vocab_size=32, mixer={"name": "seqboat"})
+    for stack in (
+        dataclasses.replace(STACK, vocab=None, channels=3),
+        dataclasses.replace(STACK, final_norm_affine=False, head_bias=False, head_init="xavier"),
+    ):
+        assert SeqBoatConfig.from_backbone(stack).stack() == stack
 
 
 def test_other_sizes_of_the_vocabulary(tmp_path: Path) -> None:
@@ -570,20 +544,6 @@ def test_other_sizes_of_the_vocabulary(tmp_path: Path) -> None:
     assert_same_numbers(again(torch.tensor([[66, 1]])).logits, model(torch.tensor([[66, 1]])).logits)
     with pytest.raises(ValueError, match=r"token ids in 0..66, got 67"):
         again(torch.tensor([[67]]))
-
-
-def test_published_head_and_final_norm(tmp_path: Path) -> None:
-    """Options of the backbone travel with the model."""
-    mixer = dataclasses.replace(STACK.mixer, prenorm=True)  # type: ignore[type-var]
-    stack = dataclasses.replace(
-        STACK, mixer=mixer, final_norm_affine=False, head_bias=False, head_init="xavier"
-    )
-    core = Classifier(stack, 3).eval()
-    to_transformers(core).save_pretrained(tmp_path)
-    again = AutoModelForSequenceClassification.from_pretrained(tmp_path)
-    assert again.config.backbone() == stack and again.head.out.bias is None
-    inputs = torch.tensor([[3, 1, 4, 1, 5]])
-    assert_same_numbers(again(inputs).logits, core(inputs).logits)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -731,63 +691,6 @@ def test_pipelines(tmp_path: Path) -> None:
     assert judge("Some text")[0]["label"] in ("LABEL_0", "LABEL_1")
 
 
-def test_the_trainer_learns_and_saves(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
-    tokenizer = byte_tokenizer(padding_side="right")
-    texts = ["abcabcabcabc", "abcab", "bcabcabca", "cabc"] * 6
-    data = [tokenizer(text) for text in texts]
-    torch.manual_seed(0)
-    model = to_transformers(LanguageModel(dataclasses.replace(STACK, vocab=256)), pad_token_id=0)
-    arguments = TrainingArguments(
-        output_dir=str(tmp_path / "out"),
-        per_device_train_batch_size=3,
-        per_device_eval_batch_size=4,
-        gradient_accumulation_steps=2,
-        max_steps=12,
-        learning_rate=0.02,
-        logging_steps=4,
-        save_steps=12,
-        gradient_checkpointing=True,
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-    )
-    trainer = Trainer(
-        model=model,
-        args=arguments,
-        train_dataset=data,
-        eval_dataset=data[:4],
-        data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False),
-        processing_class=tokenizer,
-    )
-    with contextlib.redirect_stdout(io.StringIO()):
-        before = trainer.evaluate()["eval_loss"]
-        trainer.train()
-        after = trainer.evaluate()["eval_loss"]
-    assert after < before - 1
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "checkpoint-12")
-    batch = tokenizer(texts[:4], padding=True, return_tensors="pt")
-    assert same_tensors(dict(again.state_dict()), dict(model.state_dict()))
-    assert_same_numbers(again(**batch).logits, model.eval()(**batch).logits)
-
-
-def test_another_program_with_the_models_registered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "program.py").write_text(
-        "import sys, transformers\nprint(__name__, sys.argv[1:], transformers.SeqBoatForCausalLM.__name__)\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["seqboat.hf", "program", "--flag", "x"])
-    assert launcher.main() == 0
-    assert capsys.readouterr().out == "__main__ ['--flag', 'x'] SeqBoatForCausalLM\n"
-    for bad in ([], ["--help"]):
-        monkeypatch.setattr(sys, "argv", ["seqboat.hf", *bad])
-        assert launcher.main() == 2
-        assert capsys.readouterr().err == launcher.USAGE + "\n"
-
-
 def test_only_models_of_tokens_are_converted() -> None:
     with pytest.raises(
         ValueError, match="only language models, classifiers and taggers can be exported, not a Linear"
@@ -795,31 +698,120 @@ def test_only_models_of_tokens_are_converted() -> None:
         to_transformers(torch.nn.Linear(2, 2))
 
 
-def test_what_is_saved(saved: Path) -> None:
-    assert {path.name for path in saved.iterdir()} == {
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "sha256.json",
-    }
-    assert json.loads((saved / "config.json").read_text())["model_type"] == "seqboat"
+@pytest.mark.parametrize("head", ["next token", "sequence", "number", "tokens"])
+def test_the_trainer_takes_a_step_with_every_head(head: str, tmp_path: Path) -> None:
+    """Two micro-batches of different lengths give the step of the whole batch."""
+    pytest.importorskip("accelerate")
+    layer = dataclasses.replace(LAYER, causal=head == "next token")
+    stack, labels = dataclasses.replace(STACK, mixer=layer), [0, 2, 1, 0]
+    rows = [*PROMPTS, [5, 6, 7, 8]]
+    torch.manual_seed(0)
+    core: Any = Classifier(stack, 1 if head == "number" else 3)
+    if head == "next token":
+        core = LanguageModel(stack)
+    elif head == "tokens":
+        core = Tagger(stack, 3)
+    model = to_transformers(core, pad_token_id=0)
+    if head == "number":
+        model.config.problem_type = "regression"
+
+    def collate(places: list[dict[str, int]]) -> dict[str, Tensor]:
+        batch = pad([rows[place["input_ids"]] for place in places])
+        if head in ("sequence", "number"):
+            wanted = torch.tensor([labels[place["input_ids"]] for place in places])
+            return {**batch, "labels": wanted.float() if head == "number" else wanted}
+        wanted = batch["input_ids"] if head == "next token" else batch["input_ids"] % 3
+        # the first token has no score before it
+        scored = batch["attention_mask"].bool() & (batch["attention_mask"].cumsum(dim=1) > 1)
+        return {**batch, "labels": wanted.masked_fill(~scored, -100)}
+
+    every = [{"input_ids": place} for place in range(4)]
+    expected = copy.deepcopy(model).train()
+    expected(**collate(every)).loss.backward()
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_steps=1,
+        learning_rate=0.1,
+        optim="sgd",
+        max_grad_norm=0.0,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        remove_unused_columns=False,
+        save_strategy="no",
+        eval_strategy="no",
+    )
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    trainer = Trainer(
+        model=model, args=arguments, train_dataset=every, eval_dataset=every, data_collator=collate
+    )
+    with contextlib.redirect_stdout(io.StringIO()):
+        trainer.train()
+        assert trainer.evaluate()["eval_loss"] > 0
+    for name, parameter in expected.named_parameters():
+        step = torch.zeros_like(parameter) if parameter.grad is None else 0.1 * parameter.grad
+        torch.testing.assert_close(
+            model.get_parameter(name), before[name] - step, atol=1e-5, rtol=1e-4, msg=name
+        )
 
 
-def test_generation_takes_the_lean_step_until_the_state_is_needed() -> None:
-    """Greedy decoding is lean from the first single token on; beams, which reorder the state, are not."""
+# packed documents: every position 0 begins one
+
+LENGTHS = (4, 1, 9)
+same = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-10)
+
+
+def test_flattened_examples_are_read_as_if_alone() -> None:
     model = hf_model()
-    ids = torch.tensor([[1, 2, 3]])
-    cache = SeqBoatCache(len(model.model.backbone.layers))
-    text = model.generate(ids, past_key_values=cache, max_new_tokens=12, do_sample=False)
-    assert cache._lean is not None and cache.get_seq_length() == 14
-    with torch.no_grad():
-        whole = model(text[:, :-1])
-        scores = model(text[:, -1:], past_key_values=cache).logits[:, -1]
-        again = copy.deepcopy(cache)
-        assert cache._lean is None, "whoever reads the state gets it back"
-        torch.testing.assert_close(scores, model(text).logits[:, -1], atol=1e-4, rtol=1e-4)
-        assert whole.logits[0, 2:].argmax(dim=-1).tolist() == text[0, 3:].tolist()
-        one, two = (model(text[:, :1], past_key_values=part).logits for part in (cache, again))
-        torch.testing.assert_close(one, two)
-    beams = model.generate(ids, num_beams=3, max_new_tokens=6, do_sample=False)
-    assert beams.shape == (1, 9)
+    documents = [torch.randint(64, (length,)).tolist() for length in LENGTHS]
+    batch = DataCollatorWithFlattening()([{"input_ids": ids} for ids in documents])
+    out = model(**batch)
+    logits = out.logits[0].split(LENGTHS)
+    total = torch.zeros((), dtype=torch.float64)
+    for ids, found in zip(documents, logits, strict=True):
+        alone = torch.tensor([ids])
+        expected = model(alone, labels=alone)
+        same(found, expected.logits[0])
+        total += expected.loss * (len(ids) - 1)
+    same(out.loss, total / sum(length - 1 for length in LENGTHS), rtol=1e-10, atol=1e-10)
+    # whoever made the labels: first tokens are no targets
+    plain = model(batch["input_ids"], labels=batch["input_ids"], position_ids=batch["position_ids"])
+    same(plain.loss, out.loss)
+
+
+def test_packed_documents_with_padding_and_a_cache() -> None:
+    model = hf_model()
+    ids = torch.randint(64, (2, 7))
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]])
+    position_ids = torch.tensor([[1, 1, 0, 1, 0, 1, 2], [0, 1, 2, 3, 0, 1, 2]])
+    out = model(ids, attention_mask=mask, position_ids=position_ids, use_cache=True)
+    same(out.logits[:, 4:], model(ids[:, 4:]).logits)
+    same(out.logits[:1, 2:4], model(ids[:1, 2:4]).logits)
+    # the cache holds the last documents; one of the sequences starts another
+    more = torch.randint(64, (2, 2))
+    after = model(more, past_key_values=out.past_key_values, position_ids=torch.tensor([[3, 4], [0, 1]]))
+    longer = model(torch.cat([ids[:1, 4:], more[:1]], dim=1)).logits[:, 3:]
+    same(after.logits[:1], longer)
+    same(after.logits[1:], model(more[1:]).logits)
+
+
+def test_positions_of_a_single_document_change_nothing() -> None:
+    model = hf_model()
+    ids = torch.randint(64, (2, 5))
+    plain = model(ids, output_hidden_states=True, position_ids=torch.arange(5)[None])
+    assert_same_numbers(plain.logits, model(ids).logits)
+
+
+def test_packed_documents_that_are_refused() -> None:
+    model = hf_model()
+    ids, packed = torch.randint(64, (1, 4)), torch.tensor([[0, 1, 0, 1]])
+    with pytest.raises(ValueError, match="no output_hidden_states"):
+        model(ids, position_ids=packed, output_hidden_states=True)
+    with pytest.raises(ValueError, match="position_ids must have shape"):
+        model(ids, position_ids=packed[:, :2])
+    classifier = SeqBoatForSequenceClassification(model.config)
+    with pytest.raises(ValueError, match="takes no packed documents"):
+        classifier(ids, position_ids=packed)

@@ -87,15 +87,15 @@ def test_what_is_no_regular_file_is_no_state(kind: str, model: LanguageModel, tm
 @pytest.fixture
 def exported(run: Path, tmp_path: Path) -> Path:
     pytest.importorskip("transformers")
-    from seqboat.hf.export import export_run
+    from seqboat.cli.hf import export_run
 
     return export_run(run, tmp_path / "exported").folder
 
 
 HUGE = [
-    ({"num_hidden_layers": 10**9}, "exported: the configuration asks for 1,000,000,000 layers"),
-    ({"hidden_size": 20_000}, "exported: the configuration asks for a model far larger than its weights"),
-    ({"vocab_size": 10**12}, "exported: the configuration asks for a model far larger than its weights"),
+    ({"num_layers": 10**9}, "exported: the configuration asks for 1,000,000,000 layers"),
+    ({"d_model": 20_000}, "exported: the configuration asks for a model far larger than its weights"),
+    ({"vocab": 10**12}, "exported: the configuration asks for a model far larger than its weights"),
 ]
 
 
@@ -107,7 +107,9 @@ def test_a_configuration_cannot_ask_for_more_than_its_weights(
     from transformers import AutoModelForCausalLM
 
     path = exported / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    config = json.loads(path.read_text())
+    config["backbone"] |= changes
+    path.write_text(json.dumps(config))
     with pytest.raises(ValueError, match=message):
         AutoModelForCausalLM.from_pretrained(exported)
 

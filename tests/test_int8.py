@@ -158,7 +158,7 @@ def test_the_command_writes_a_run(small: Path, run: Path, capsys: pytest.Capture
 
 def test_transformers_gets_the_rounded_weights(small: Path) -> None:
     pytest.importorskip("transformers")
-    from seqboat.hf.export import to_transformers
+    from seqboat.hf.save import to_transformers
 
     model, ids = Run(small).language_model, torch.arange(30)[None]
     theirs = to_transformers(model).eval()

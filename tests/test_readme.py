@@ -59,7 +59,7 @@ def make_listops_run(folder: Path) -> None:
 
 def make_exported_model(folder: Path) -> None:
     """The folder that docs/transformers.md loads."""
-    from seqboat.hf.export import export_run
+    from seqboat.cli.hf import export_run
 
     export_run(write_lm_run(folder / "lm"), folder / "exported")
 

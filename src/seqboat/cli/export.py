@@ -87,7 +87,7 @@ def to_hf(run: str, folder: Path, shared: Shared) -> int:
         raise ValueError(str(error)) from error
     from transformers.utils import logging
 
-    from seqboat.hf.export import export_run
+    from seqboat.cli.hf import export_run
 
     logging.disable_progress_bar()
     done = export_run(run, folder, shared.which)

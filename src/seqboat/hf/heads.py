@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers.modeling_outputs import (
@@ -22,9 +23,8 @@ from transformers.utils.generic import can_return_tuple
 from seqboat.core.checks import require
 from seqboat.core.nn import masked_mean
 from seqboat.hf.configuration import SeqBoatModelConfig
-from seqboat.hf.model import SeqBoatModel, SeqBoatPreTrainedModel, read_mask
+from seqboat.hf.model import IGNORE, SeqBoatModel, SeqBoatPreTrainedModel, read_mask
 from seqboat.models.heads import Head
-from seqboat.tasks.task import IGNORE
 
 
 class _WithHead(SeqBoatPreTrainedModel):
@@ -33,7 +33,7 @@ class _WithHead(SeqBoatPreTrainedModel):
     def __init__(self, config: SeqBoatModelConfig) -> None:
         super().__init__(config)
         self.model = SeqBoatModel(config)
-        self.head = Head(config.backbone(), 1, config.num_labels)
+        self.head = Head(config.stack(), 1, config.num_labels)
         self.post_init()
 
     def _read(self, inputs: dict[str, Any]) -> BaseModelOutputWithPast:
@@ -44,6 +44,9 @@ class _WithHead(SeqBoatPreTrainedModel):
 class SeqBoatForSequenceClassification(_WithHead):
     """One answer for a sequence, from the mean over its real tokens."""
 
+    # losses are means over examples: `Trainer` divides those of micro-batches by their number
+    accepts_loss_kwargs = False
+
     @can_return_tuple
     def forward(
         self,
@@ -51,12 +54,14 @@ class SeqBoatForSequenceClassification(_WithHead):
         attention_mask: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
         **inputs: Any,
     ) -> SequenceClassifierOutput:
         """Score the labels of each sequence; see `SeqBoatModel.forward` for all inputs.
 
         Args:
             labels: (batch,) classes or values, or (batch, num_labels) of 0 and 1, depending on `config.problem_type`.
+            num_items_in_batch: not read: the loss is the mean over these sequences.
         """
         require(
             inputs.get("position_ids") is None,
@@ -76,6 +81,8 @@ class SeqBoatForSequenceClassification(_WithHead):
 class SeqBoatForTokenClassification(_WithHead):
     """One class for every token."""
 
+    accepts_loss_kwargs = True
+
     @can_return_tuple
     def forward(
         self,
@@ -83,12 +90,14 @@ class SeqBoatForTokenClassification(_WithHead):
         attention_mask: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
         **inputs: Any,
     ) -> TokenClassifierOutput:
         """Score the classes of each token; see `SeqBoatModel.forward` for all inputs.
 
         Args:
             labels: (batch, time) classes; -100 for tokens that are not scored. Padding never is.
+            num_items_in_batch: divisor of the summed loss; the number of scored tokens by default.
         """
         inputs |= {"input_ids": input_ids, "attention_mask": attention_mask, "inputs_embeds": inputs_embeds}
         out = self._read(inputs)
@@ -97,5 +106,8 @@ class SeqBoatForTokenClassification(_WithHead):
         if labels is not None:
             mask = read_mask(attention_mask, logits.shape[1])
             wanted = labels if mask is None else labels.masked_fill(~mask, IGNORE)
-            loss = F.cross_entropy(logits.flatten(0, 1).float(), wanted.flatten(), ignore_index=IGNORE)
+            scores = logits.flatten(0, 1).float()
+            total = F.cross_entropy(scores, wanted.flatten(), ignore_index=IGNORE, reduction="sum")
+            count = (wanted != IGNORE).sum() if num_items_in_batch is None else num_items_in_batch
+            loss = total / torch.as_tensor(count, device=total.device).clamp(min=1)
         return TokenClassifierOutput(loss=loss, logits=logits, hidden_states=out.hidden_states)

@@ -33,7 +33,9 @@ from seqboat.hf.cache import SeqBoatCache
 from seqboat.hf.configuration import SeqBoatModelConfig
 from seqboat.hf.weights import build_backbone, check_weights, loading, write_checksums
 from seqboat.models.backbone import Backbone
-from seqboat.tasks.task import IGNORE
+
+IGNORE = -100
+"""The label of what is not scored."""
 
 
 @contextmanager
@@ -192,8 +194,8 @@ class SeqBoatPreTrainedModel(PreTrainedModel):
         cls, pretrained_model_name_or_path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any
     ) -> Any:
         """Like the library's, but strict: local weights are verified, and no weight of the stack may be missing."""
-        place = pretrained_model_name_or_path
-        size = None
+        place, size = pretrained_model_name_or_path, None
+        kwargs["trust_remote_code"] = False
         if place is not None and Path(place).is_dir():
             size = check_weights(Path(place) / (kwargs.get("subfolder") or ""))
         with loading(size):
@@ -230,7 +232,7 @@ class SeqBoatModel(SeqBoatPreTrainedModel):
         # the library builds models on the meta device before loading, but some mixers draw random numbers when built
         meta = torch.get_default_device().type == "meta"
         with torch.device("cpu") if meta else nullcontext():
-            self.backbone = build_backbone(config.backbone())
+            self.backbone = build_backbone(config.stack())
         self.post_init()
 
     @can_return_tuple
@@ -260,13 +262,13 @@ class SeqBoatModel(SeqBoatPreTrainedModel):
             position_ids: (batch, time); every token at position 0 begins a packed document, which is computed as if
                 it were alone. Other values are not read: positions follow from the order of the tokens.
         """
+        ids = self.config.channels is None
         given = [x for x in (input_ids, inputs_embeds, input_values) if x is not None]
-        wanted = "input_ids and inputs_embeds" if self.config.channels is None else "input_values"
         require(
-            len(given) == 1 and (input_values is None) == (self.config.channels is None),
-            f"exactly one of {wanted} must be given"
-            if self.config.channels is None
-            else f"{wanted} must be given",
+            len(given) == 1 and (input_values is None) == ids,
+            "exactly one of input_ids and inputs_embeds must be given"
+            if ids
+            else "input_values must be given",
         )
         require(
             not (output_attentions or self.config.output_attentions),
@@ -274,9 +276,7 @@ class SeqBoatModel(SeqBoatPreTrainedModel):
         )
         inputs = given[0]
         batch, time = inputs.shape[:2]
-        hidden = (
-            output_hidden_states if output_hidden_states is not None else self.config.output_hidden_states
-        )
+        hidden = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         cache = self._cache(past_key_values, use_cache)
         past = 0 if cache is None else cache.get_seq_length()
         check_attention_mask(attention_mask, batch, time, past)
@@ -286,19 +286,19 @@ class SeqBoatModel(SeqBoatPreTrainedModel):
             cu_seqlens is None or (inputs_embeds is None and not hidden),
             "packed documents (position_ids) need input_ids or input_values, and no output_hidden_states",
         )
-        single = time == 1 and inputs_embeds is None and not hidden and not self.training
-        single = single and cu_seqlens is None
-        if single and cache is not None and (mask is None or bool(mask.all())):
-            found = cache.step(self.backbone, inputs[:, 0])
+        whole = None if cache is None else cache.whole
+        single = time == 1 and not (inputs_embeds is not None or hidden or self.training)
+        single = single and cu_seqlens is None and past > 0
+        if single and whole is not None and (mask is None or bool(mask.all())):
+            found = whole.step(self.backbone, inputs[:, 0])
             if found is not None:
                 return BaseModelOutputWithPast(last_hidden_state=found[:, None], past_key_values=cache)
         kept: list[Tensor] = []
         # not earlier: whoever reads the state takes it from the lean step
-        state = None if cache is None else cache.state
-        if state is not None and single:
-            assert cache is not None
+        state = None if whole is None else whole.state
+        if single and whole is not None and state is not None:
             rows = None if mask is None else mask[:, 0]
-            out = self.backbone.step(inputs[:, 0], state, rows, inplace=cache.overwritable)
+            out = self.backbone.step(inputs[:, 0], state, rows, inplace=whole.may_overwrite())
             out = out._replace(y=out.y[:, None])
         else:
             with ExitStack() as changed:
@@ -307,9 +307,9 @@ class SeqBoatModel(SeqBoatPreTrainedModel):
                 if hidden:
                     changed.enter_context(keep_hidden(self.backbone, kept))
                 out = self.backbone(inputs, mask, state, cu_seqlens=cu_seqlens)
-        if cache is not None:
+        if whole is not None:
             assert out.state is not None
-            cache.put(out.state, time)
+            whole.put(out.state, time)
         return BaseModelOutputWithPast(
             last_hidden_state=out.y,
             past_key_values=cache,
@@ -329,7 +329,7 @@ class SeqBoatModel(SeqBoatPreTrainedModel):
     def _cache(self, given: SeqBoatCache | None, use_cache: bool | None) -> SeqBoatCache | None:
         wanted = self.config.use_cache if use_cache is None else use_cache
         if given is None:
-            return SeqBoatCache(len(self.backbone.layers)) if wanted and self.backbone.causal else None
+            return SeqBoatCache() if wanted and self.backbone.causal else None
         require(
             isinstance(given, SeqBoatCache),
             f"past_key_values must be a SeqBoatCache, as the model returns it; got {type(given).__name__}",
@@ -358,7 +358,7 @@ class SeqBoatForCausalLM(SeqBoatPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = SeqBoatModel(config)
         require(self.model.backbone.causal, "a language model needs causal mixers: set causal in mixer")
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size or 0, bias=False)
         self.post_init()
 
     def get_output_embeddings(self) -> nn.Module:
@@ -394,7 +394,7 @@ class SeqBoatForCausalLM(SeqBoatPreTrainedModel, GenerationMixin):
             )
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
         if generation_config.use_cache and model_kwargs.get("past_key_values") is None:
-            model_kwargs["past_key_values"] = SeqBoatCache(len(self.model.backbone.layers))
+            model_kwargs["past_key_values"] = SeqBoatCache()
 
     @can_return_tuple
     def forward(

@@ -1,30 +1,13 @@
-"""Export a trained run to a folder that transformers loads: configuration, weights, tokenizer, model card."""
+"""A run as a folder that Hugging Face transformers loads: configuration, weights, tokenizer, model card."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import torch
-from torch import nn
-from transformers import GenerationConfig
-
-from seqboat.core.checks import require
-from seqboat.data.files import making_folder
-from seqboat.export.int8 import float_tensors
-from seqboat.hf.configuration import SeqBoatModelConfig
-from seqboat.hf.heads import SeqBoatForSequenceClassification, SeqBoatForTokenClassification
-from seqboat.hf.model import SeqBoatForCausalLM, SeqBoatPreTrainedModel
-from seqboat.hf.tokenizer import PAD, byte_tokenizer
-from seqboat.models.backbone import BackboneConfig, MixerConfig
-from seqboat.models.heads import Classifier, LanguageModel, Tagger
-from seqboat.own.inputs import Tokens
-from seqboat.own.targets import LabelsTarget, NumberTarget
-from seqboat.own.task import OwnTask
-from seqboat.run import Run
-from seqboat.training.checkpoint import Checkpoint
-from seqboat.training.config import RunConfig
-from seqboat.training.settings_io import to_dict
+if TYPE_CHECKING:
+    from seqboat.hf.model import SeqBoatPreTrainedModel
+    from seqboat.run import Run
 
 TokenizerKind = Literal["bytes", "own"] | None
 
@@ -38,34 +21,6 @@ class Exported(NamedTuple):
     """what it includes: a tokenizer of bytes, the one of the run, or none"""
 
 
-def to_transformers(model: nn.Module, **settings: Any) -> SeqBoatPreTrainedModel:
-    """A language model, classifier or tagger of the core as a model of transformers, with copies of its weights.
-
-    Args:
-        model: reads token ids or real values.
-        settings: further fields of the configuration, such as pad_token_id or id2label.
-    """
-    require(
-        isinstance(model, LanguageModel | Classifier | Tagger),
-        f"only language models, classifiers and taggers can be exported, not a {type(model).__name__}",
-    )
-    assert isinstance(model, LanguageModel | Classifier | Tagger)
-    backbone = model.backbone.config
-    if isinstance(model, LanguageModel):
-        ours = SeqBoatForCausalLM(SeqBoatModelConfig.from_backbone(backbone, **settings))
-    else:
-        labels = {} if "id2label" in settings else {"num_labels": model.head.out.out_features}
-        kind = (
-            SeqBoatForTokenClassification if isinstance(model, Tagger) else SeqBoatForSequenceClassification
-        )
-        ours = kind(SeqBoatModelConfig.from_backbone(backbone, **labels, **settings))
-        ours.head.load_state_dict(float_tensors(model.head))
-    ours.to(model.backbone.embedding.weight.dtype)
-    # the library's model has weights in floating point: those that int8 codes stand for
-    ours.model.backbone.load_state_dict(float_tensors(model.backbone))
-    return ours.train(model.training)
-
-
 def export_run(run: Path | str, folder: Path | str, which: str = "best") -> Exported:
     """Export a trained run to a folder that transformers loads. The folder appears complete or not at all.
 
@@ -74,13 +29,25 @@ def export_run(run: Path | str, folder: Path | str, which: str = "best") -> Expo
         folder: must not exist, or be empty.
         which: "best" or "latest".
     """
+    from transformers import GenerationConfig
+
+    from seqboat.core.checks import require
+    from seqboat.data.files import making_folder
+    from seqboat.hf.model import SeqBoatForCausalLM
+    from seqboat.hf.save import to_transformers
+    from seqboat.hf.tokenizer import PAD, byte_tokenizer
+    from seqboat.own.inputs import Tokens
+    from seqboat.own.targets import NumberTarget
+    from seqboat.own.task import OwnTask
+    from seqboat.run import Run
+    from seqboat.training.settings_io import to_dict
+
     folder = Path(folder)
     if folder.exists():
         require(folder.is_dir(), f"{folder} is a file: choose a folder that does not exist yet")
         require(not any(folder.iterdir()), f"{folder} is not empty: choose a folder that does not exist yet")
     source = Run(run, which)
-    checkpoint, config, core = source.checkpoint, source.config, source.model
-    name = to_dict(config)["task"]["name"]
+    name = to_dict(source.config)["task"]["name"]
     tokens = source.task.source if isinstance(source.task, OwnTask) else None
     pad = PAD
     kind: TokenizerKind = None
@@ -90,7 +57,7 @@ def export_run(run: Path | str, folder: Path | str, which: str = "best") -> Expo
         kind = "own"
         pad = tokens.tokenizer.pad_token_id or PAD
     try:
-        model = to_transformers(core, pad_token_id=pad, **head_settings(source))
+        model = to_transformers(source.model, pad_token_id=pad, **head_settings(source))
         if isinstance(source.task, OwnTask) and isinstance(source.task.target, NumberTarget):
             _in_own_units(model, source.task.facts)
     except ValueError as error:
@@ -106,13 +73,17 @@ def export_run(run: Path | str, folder: Path | str, which: str = "best") -> Expo
         elif isinstance(tokens, Tokens):
             tokens.tokenizer.model_max_length = tokens.max_length
             tokens.tokenizer.save_pretrained(stage)
-        card = model_card(model, config, checkpoint, kind)
+        card = model_card(model, source, kind)
         (stage / "README.md").write_text(card, encoding="utf-8")
     return Exported(model, folder, kind)
 
 
 def head_settings(run: Run) -> dict[str, Any]:
     """Fields of the configuration that say what the outputs of a run's model mean, and what its inputs are."""
+    from seqboat.models.heads import Classifier, Tagger
+    from seqboat.own.targets import LabelsTarget, NumberTarget
+    from seqboat.own.task import OwnTask
+
     settings: dict[str, Any] = {}
     labels = run.checkpoint.state.get("labels") or ()
     if labels and isinstance(run.model, Classifier | Tagger):
@@ -131,6 +102,10 @@ def head_settings(run: Run) -> dict[str, Any]:
 
 def _in_own_units(model: SeqBoatPreTrainedModel, facts: dict[str, Any]) -> None:
     """Let a regression model answer in the units of its targets, not in standard deviations from their mean."""
+    import torch
+
+    from seqboat.core.checks import require
+
     out = model.head.out
     require(out.bias is not None, "a number needs a head with a bias (model.head_bias)")
     with torch.no_grad():
@@ -138,13 +113,14 @@ def _in_own_units(model: SeqBoatPreTrainedModel, facts: dict[str, Any]) -> None:
         out.bias.mul_(facts["target_std"]).add_(facts["target_mean"])
 
 
-def model_card(
-    model: SeqBoatPreTrainedModel, config: RunConfig, checkpoint: Checkpoint, tokenizer: TokenizerKind
-) -> str:
+def model_card(model: SeqBoatPreTrainedModel, run: Run, tokenizer: TokenizerKind) -> str:
     """README.md of an export: how to load it, what it is, what it was trained on."""
+    from seqboat.hf.heads import SeqBoatForTokenClassification
+    from seqboat.hf.model import SeqBoatForCausalLM
+
     lm = isinstance(model, SeqBoatForCausalLM)
-    backbone: BackboneConfig = model.model.backbone.config
-    mixer = to_dict(backbone.mixer, MixerConfig)
+    config, checkpoint = run.config, run.checkpoint
+    stack = model.config.backbone
     count = sum(parameter.numel() for parameter in model.parameters())
     task = config.build_task()
     best = checkpoint.state.get("progress", {}).get("best")
@@ -164,7 +140,7 @@ def model_card(
         tokens = "Token ids are " + (
             "the bytes of UTF-8." if tokenizer == "bytes" else "those of its tokenizer."
         )
-    elif backbone.vocab is None:
+    elif stack["vocab"] is None:
         names, load = auto, "print(model(input_values=values).logits)  # (batch, time, channels)"
         tokens = (
             f"Inputs are real values, normalized as `input_facts` of the configuration says ({task.name})."
@@ -172,6 +148,7 @@ def model_card(
     else:
         names, load = auto, "print(model(input_ids).logits)  # token ids as the task numbers them"
         tokens = f"There is no tokenizer: token ids are those of the task `{task.name}`."
+    what = "A language model" if lm else "A tagger" if tagger else "A classifier"
     return f"""---
 library_name: transformers
 pipeline_tag: {"text-generation" if lm else "token-classification" if tagger else "text-classification"}
@@ -181,8 +158,8 @@ tags:
 
 # {config.recipe or task.name}
 
-A {"language model" if lm else "tagger" if tagger else "classifier"} of {backbone.num_layers} `{mixer["name"]}` \
-layers of width {backbone.d_model}, {count:,} parameters, made with seqboat. {tokens}
+{what} of {stack["num_layers"]} `{stack["mixer"]["name"]}` layers \
+of width {stack["d_model"]}, {count:,} parameters, made with seqboat. {tokens}
 
 ```python
 import seqboat.hf  # pip install 'seqboat[hf]'; tells transformers what this model is
