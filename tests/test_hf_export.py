@@ -65,7 +65,7 @@ def run_card(card: str, folder: Path) -> str:
 
 def test_a_language_model(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "exported"
-    assert main(["export-hf", str(folder / "lm"), str(out)]) == 0
+    assert main(["export", "--to", "hf", str(folder / "lm"), str(out)]) == 0
     printed = capsys.readouterr()
     assert f"{out}: SeqBoatForCausalLM" in printed.out and "tokenizer: bytes" in printed.out
     assert printed.err == ""
@@ -86,7 +86,7 @@ def test_a_language_model(folder: Path, tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_a_classifier_knows_its_labels(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "a" / "exported"
-    assert main(["export-hf", str(folder / "classify"), str(out), "--which", "latest"]) == 0
+    assert main(["export", "--to", "hf", str(folder / "classify"), str(out), "--which", "latest"]) == 0
     core = Run(folder / "classify", "latest").model
     model, tokenizer = (
         AutoModelForSequenceClassification.from_pretrained(out),
@@ -105,9 +105,9 @@ def test_labels_are_those_of_the_run(folder: Path, tmp_path: Path) -> None:
     content = table.read_text()
     try:
         table.write_text(content.replace("word 1,good", "word 1,better"))
-        assert main(["export-hf", str(folder / "classify"), str(tmp_path / "one")]) == 0
+        assert main(["export", "--to", "hf", str(folder / "classify"), str(tmp_path / "one")]) == 0
         table.unlink()
-        assert main(["export-hf", str(folder / "classify"), str(tmp_path / "two")]) == 0
+        assert main(["export", "--to", "hf", str(folder / "classify"), str(tmp_path / "two")]) == 0
     finally:
         table.write_text(content)
     for name in ("one", "two"):
@@ -116,7 +116,7 @@ def test_labels_are_those_of_the_run(folder: Path, tmp_path: Path) -> None:
 
 def test_ids_that_are_no_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(small_run(ToyConfig(kind="lm"), **ONCE), tmp_path / "run", display=Spy())
-    assert main(["export-hf", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    assert main(["export", "--to", "hf", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     assert "no tokenizer" in capsys.readouterr().out
     assert not (tmp_path / "out" / "tokenizer.json").exists()
     assert "There is no tokenizer" in (tmp_path / "out" / "README.md").read_text()
@@ -128,7 +128,7 @@ def test_ids_that_are_no_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     """The one line of a refused export."""
-    assert main(["export-hf", *map(str, arguments)]) == 2
+    assert main(["export", "--to", "hf", *map(str, arguments)]) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and printed.err.count("\n") == 1
     return printed.err
@@ -148,7 +148,7 @@ def test_runs_that_cannot_be_exported(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_models_of_real_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(small_run(ToyConfig(real=True), **ONCE), tmp_path / "real", display=Spy())
-    assert main(["export-hf", str(tmp_path / "real"), str(tmp_path / "out")]) == 0
+    assert main(["export", "--to", "hf", str(tmp_path / "real"), str(tmp_path / "out")]) == 0
     assert "no tokenizer: the model reads real values (input_values)" in capsys.readouterr().out
     assert "Inputs are real values" in (tmp_path / "out" / "README.md").read_text()
 
@@ -159,7 +159,7 @@ def test_places_that_are_taken(folder: Path, tmp_path: Path, capsys: pytest.Capt
     assert "is not empty" in refusal(capsys, folder / "lm", tmp_path)
     assert (tmp_path / "file").read_text() == "mine" and len(list(tmp_path.iterdir())) == 1
     (tmp_path / "empty").mkdir()
-    assert main(["export-hf", str(folder / "lm"), str(tmp_path / "empty")]) == 0
+    assert main(["export", "--to", "hf", str(folder / "lm"), str(tmp_path / "empty")]) == 0
 
 
 def test_a_damaged_checkpoint(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,7 +181,7 @@ def test_nothing_is_left_when_writing_fails(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("seqboat.hf.model.write_checksums", fail)
-    assert main(["export-hf", str(folder / "lm"), str(tmp_path / "out")]) == 1
+    assert main(["export", "--to", "hf", str(folder / "lm"), str(tmp_path / "out")]) == 1
     assert "No space left" in capsys.readouterr().err and list(tmp_path.iterdir()) == []
 
 
@@ -197,7 +197,7 @@ def test_without_the_library(
 
 @pytest.mark.slow
 def test_without_the_import_transformers_does_not_know_the_model(folder: Path, tmp_path: Path) -> None:
-    assert main(["export-hf", str(folder / "lm"), str(tmp_path / "out")]) == 0
+    assert main(["export", "--to", "hf", str(folder / "lm"), str(tmp_path / "out")]) == 0
     code = f"from transformers import AutoModelForCausalLM as A; A.from_pretrained({str(tmp_path / 'out')!r})"
     for first, expected in (("", 1), ("import seqboat.hf; ", 0)):
         done = subprocess.run(
@@ -237,7 +237,7 @@ torch.distributed.destroy_process_group()
 
 @pytest.mark.slow
 def test_the_trainer_with_two_processes(folder: Path, tmp_path: Path) -> None:
-    assert main(["export-hf", str(folder / "lm"), str(tmp_path / "model")]) == 0
+    assert main(["export", "--to", "hf", str(folder / "lm"), str(tmp_path / "model")]) == 0
     script = tmp_path / "script.py"
     script.write_text(TRAINER)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -259,7 +259,7 @@ def test_a_published_model(tmp_path: Path) -> None:
     file = save_checkpoint(tmp_path / "a.pt", read("language_model"), "slag_lm_enwik8_base_v2")
     data = write_dictionaries(tmp_path / "data", [str(code) for code in range(97, 97 + 19)])
     import_run(file, tmp_path / "run", data)
-    assert main(["export-hf", str(tmp_path / "run"), str(tmp_path / "hf")]) == 0
+    assert main(["export", "--to", "hf", str(tmp_path / "run"), str(tmp_path / "hf")]) == 0
     tokens = torch.tensor([[97, 98, 10, 99]])
     logits = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")(tokens).logits
     torch.testing.assert_close(logits, Run(tmp_path / "run").language_model(tokens).logits)

@@ -106,8 +106,9 @@ class Int8Weight(nn.Module):
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x W^T + b."""
-        few = 0 < x.numel() <= FEW * self.codes.shape[1] and x.dtype == self.scale.dtype == torch.float32
-        if few and x.is_cpu and not (torch.compiler.is_compiling() or x.requires_grad):
+        plain = x.is_cpu and x.dtype == self.scale.dtype == torch.float32 and not x.requires_grad
+        # nothing to look at while torch traces: there the number of tokens is not known
+        if not torch.compiler.is_compiling() and plain and 0 < x.numel() <= FEW * self.codes.shape[1]:
             key = self.codes.data_ptr(), self.codes._version
             if self._packed is None or self._packed[0] != key:
                 self._packed = key, pack(self.codes)
