@@ -232,9 +232,6 @@ SEQBOATS = {
     "truncated": SeqBoatConfig(
         init="paper", ssm=replace(SMALL_EMA, truncation=6), gau=replace(SMALL_GAU, span="chunk")
     ),
-    "fft": SeqBoatConfig(
-        init="paper", ssm=replace(SMALL_EMA, method="fft"), gau=replace(SMALL_GAU, attention="laplace")
-    ),
 }
 for kernel, kernel_class in SSMS.items():
     SEQBOATS.setdefault(kernel, SeqBoatConfig(init="paper", ssm=shrink(kernel_class()), gau=SMALL_GAU))
@@ -265,7 +262,7 @@ VARIANTS: dict[str, Sequence[dict[str, Any]]] = {
 
 CORES: dict[str, SSMConfig] = {name: shrink(kernel_class()) for name, kernel_class in SSMS.items()} | {
     "s4d": S4DConfig(d_state=4, block=8, init="lin"),
-    "s4d-fft": S4DConfig(d_state=4, method="fft", init="inv"),
+    "s4d-inv": S4DConfig(d_state=4, init="inv"),
     "ema-truncated": replace(SMALL_EMA, truncation=6),
     "ema-conv-truncated": EMAConvConfig(d_state=4, conv=3, truncation=6),
     "liquid-kb": LiquidS4Config(d_state=4, block=8, order=3, kernel="kb"),

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from seqboat.cli.main import main
 from seqboat.doctor import examine, machine, operations
+from seqboat.ops import kernels
 from seqboat.ops.attention import Neighbors, banded
-from seqboat.ops.kernels import registry
-from seqboat.ops.kernels.registry import IMPLEMENTATIONS, SEAM, Implementation, using_kernels
+from seqboat.ops.kernels import using_kernels
 
 CPU = torch.device("cpu")
 
@@ -39,16 +39,17 @@ def _few_cases(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             found.setdefault(case.operation, []).append(case)
     few = [case for some in found.values() for case in some[:2]]
     monkeypatch.setattr(examine, "cases", lambda: iter(few))
-    before = dict(SEAM.disabled)
+    before = dict(kernels.DISABLED)
     yield
-    SEAM.disabled.clear()
-    SEAM.disabled.update(before)
+    kernels.DISABLED.clear()
+    kernels.DISABLED.update(before)
 
 
 def register(monkeypatch: pytest.MonkeyPatch, function: str) -> None:
-    kernel = Implementation("triton", f"test_doctor:{function}")
-    operation = function.partition("_")[2]
-    monkeypatch.setitem(IMPLEMENTATIONS, operation, [kernel])
+    kernel, operation = globals()[function], function.partition("_")[2]
+    monkeypatch.setattr(kernels, "_load", lambda name: kernel)
+    monkeypatch.setattr(kernels, "missing", lambda: None)
+    monkeypatch.setattr(kernels, "refuse", lambda x, **sizes: None)
     few = [case for case in operations.cases() if case.operation == operation][:2]
     monkeypatch.setattr(examine, "cases", lambda: iter(few))
     monkeypatch.setattr(examine, "check_contract", lambda device: {})
@@ -65,11 +66,10 @@ def test_a_sound_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     checked = {(found["operation"], found["dtype"]) for found in record["operations"] if found["cases"]}
     assert checked == {
         (operation, dtype)
-        for operation in registry.OPERATIONS
-        if not operation.endswith("_backward")
+        for operation in kernels.OPERATIONS
         for dtype in ("float64", "float32", "bf16", "fp16")
     }
-    assert set(record["kernels"]) == set(registry.OPERATIONS)
+    assert set(record["kernels"]) == set(kernels.OPERATIONS)
 
 
 @pytest.mark.parametrize("dtype", operations.BOUNDS)
@@ -98,7 +98,7 @@ def test_a_wrong_kernel_is_named_and_replaced(
     case = next(case for case in operations.cases() if case.operation == "attention")
     with using_kernels("triton", "attention"):
         assert max(operations.measure(case, CPU, torch.float64)) < 1e-10
-        assert SEAM.refused["attention", "triton"].startswith("disabled: disagrees with the reference")
+        assert kernels.REFUSED["attention"].startswith("disagrees with the reference")
 
 
 def test_a_kernel_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -138,14 +138,6 @@ def test_devices_and_files_that_are_not_there(tmp_path: Path, capsys: pytest.Cap
     assert main(["doctor", "--device", "cuda:7"]) == 2
     assert "--device cuda:7" in capsys.readouterr().err
     assert main(["doctor", "--json", str(tmp_path / "none" / "x.json")]) == 2
-
-
-def test_choices_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    with using_kernels("auto"):
-        monkeypatch.setenv("SEQBOAT_KERNELS", "triton,scan=torch")
-        registry._read_environment()
-        assert SEAM.choice["attention"] == "triton"
-        assert SEAM.choice["scan"] == SEAM.choice["scan_backward"] == "torch"
 
 
 def test_a_user_that_the_system_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,10 +134,6 @@ def test_state_given_to_a_bidirectional_mixer(case: Case) -> None:
         (lambda: EMA(8, EMAConfig(block=0), causal=True), "block must be an integer >= 1, got 0"),
         (lambda: EMA(8, EMAConfig(truncation=0), causal=True), "truncation must be an integer >= 1, got 0"),
         (
-            lambda: EMA(8, EMAConfig(method="loop"), causal=True),  # type: ignore[arg-type]
-            "method must be one of scan, fft; got 'loop'",
-        ),
-        (
             lambda: S4D(8, S4DConfig(d_state=5), causal=True),
             "d_state of S4D must be even (conjugate pairs), got 5",
         ),

@@ -250,7 +250,6 @@ ROUTER_CONFIGS: list[RouterConfig] = [
 def cases(draw: st.DrawFn, *, causal: bool, complex_states: bool) -> Case:
     """Any layer and any batch, small."""
     truncation = draw(st.none() | st.none() | st.integers(1, 12))
-    method = draw(st.sampled_from(["scan", "scan", "fft"]))
     block = draw(st.sampled_from([1, 2, 3, 5, 8, 16, 64]))
     ssm: EMAConfig | S4DConfig
     if complex_states:
@@ -259,14 +258,12 @@ def cases(draw: st.DrawFn, *, causal: bool, complex_states: bool) -> Case:
             init=draw(st.sampled_from(["legs", "lin", "inv", "inv-lin"])),
             rule=draw(st.sampled_from(["zoh", "zoh", "bilinear"])),
             truncation=truncation,
-            method=method,  # type: ignore[arg-type]
             block=block,
         )
     else:
         ssm = EMAConfig(
             d_state=draw(st.integers(1, 5)),
             truncation=truncation,
-            method=method,  # type: ignore[arg-type]
             block=block,
         )
     positions = draw(st.sampled_from(list(POSITIONS)))

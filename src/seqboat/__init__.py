@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from seqboat.models.backbone import Backbone, BackboneConfig
     from seqboat.models.compile import compile_model, compile_step
     from seqboat.models.heads import Classifier, LanguageModel, Matcher
-    from seqboat.ops.kernels.registry import kernels, use_kernels, using_kernels
+    from seqboat.ops.kernels import kernels, use_kernels, using_kernels
     from seqboat.plugins import load_plugin
     from seqboat.retrofitting.model import RateSchedule, Retrofit, load_retrofit, retrofit
     from seqboat.ssm import SSMS
@@ -103,7 +103,7 @@ _HOMES = {
     "dead_routers": "layers.watch",
     "detach_state": "core.state",
     "extract": "layers.packing",
-    "kernels": "ops.kernels.registry",
+    "kernels": "ops.kernels",
     "load_plugin": "plugins",
     "load_retrofit": "retrofitting.model",
     "override_activation": "layers.policy",
@@ -114,8 +114,8 @@ _HOMES = {
     "set_training_step": "layers.routers",
     "state_bytes": "core.state",
     "update_budgets": "layers.policy",
-    "use_kernels": "ops.kernels.registry",
-    "using_kernels": "ops.kernels.registry",
+    "use_kernels": "ops.kernels",
+    "using_kernels": "ops.kernels",
 }
 """Where each public name lives."""
 

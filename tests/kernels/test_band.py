@@ -13,7 +13,7 @@ from closeness import difference
 from seqboat.layers.gau import GAUConfig
 from seqboat.ops.attention import Neighbors
 from seqboat.ops.functions import ATTENTIONS, AttentionName
-from seqboat.ops.kernels.triton_band_launch import attention, attention_backward
+from seqboat.ops.kernels.triton_band import attention, attention_backward
 from seqboat.ops.positions import PositionsName
 from seqboat.reference import MemoryEntry, attend, sees
 
@@ -163,7 +163,7 @@ def test_half_precision_is_near(dtype: torch.dtype) -> None:
 
 
 def test_a_band_in_segments_equals_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    from seqboat.ops.kernels import triton_band_launch
+    from seqboat.ops.kernels import triton_band
 
     case = Case((90, 60), 4, 5, 9, False, "softmax", "original", 30)
     made = make(case, 7)
@@ -171,7 +171,7 @@ def test_a_band_in_segments_equals_the_whole(monkeypatch: pytest.MonkeyPatch) ->
     out = attention(q, k, v, made.near)
     grad = torch.randn_like(out)
     whole = attention_backward(grad, out, q, k, v, made.near)
-    monkeypatch.setattr(triton_band_launch, "SCORES", 1)
+    monkeypatch.setattr(triton_band, "SCORES", 1)
     parts = attention_backward(grad, out, q, k, v, made.near)
     for a, b in zip(whole, parts, strict=True):
         assert difference(b, a.double()) < TOLERANCE

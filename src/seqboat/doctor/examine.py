@@ -21,7 +21,7 @@ from seqboat.layers.seqboat import SeqBoat, SeqBoatConfig
 from seqboat.mixers import MIXERS
 from seqboat.models.backbone import BackboneConfig
 from seqboat.models.heads import LanguageModel
-from seqboat.ops.kernels.registry import IMPLEMENTATIONS, SEAM, disable, forget_runs, kernels, using_kernels
+from seqboat.ops.kernels import CHOSEN, DISABLED, RAN, REFUSED, kernels, using_kernels
 from seqboat.ssm.ema import EMAConfig
 
 Tell = Callable[[str], None]
@@ -43,7 +43,7 @@ class Finding:
     worst: str
     """the case with the largest error"""
     wrong: str | None = None
-    """the operation that disagrees: the forward or the backward one"""
+    """the operation, if it disagrees"""
     note: str | None = None
     """why it did not compute some cases"""
 
@@ -85,28 +85,22 @@ def _compare(operation: str, name: str, dtype: str, some: list[Case], device: to
         # an implementation that fails says so below
         warnings.simplefilter("ignore", RuntimeWarning)
         for case in some:
-            forget_runs()
-            failed = set(SEAM.disabled)
+            RAN.clear()
+            before = operation in DISABLED
             errors = measure(case, device, kind)
-            if name != "torch":
-                for part in set(SEAM.disabled) - failed:
-                    reason = SEAM.disabled[part]
-                    return Finding(
-                        operation, name, dtype, done, 0.0, 0.0, BOUNDS[kind], case.name, part[0], reason
-                    )
-                if not any(ran == name for _, ran in SEAM.ran):
-                    refused = SEAM.refused.get((operation, name))
-                    notes += [refused] if refused and refused not in notes else []
-                    continue
+            if name != "torch" and operation in DISABLED and not before:
+                return Finding(
+                    operation, name, dtype, done, 0.0, 0.0, BOUNDS[kind], case.name, operation, DISABLED[operation]
+                )  # fmt: skip
+            if name != "torch" and not RAN:
+                refused = REFUSED.get(operation)
+                notes += [refused] if refused and refused not in notes else []
+                continue
             done += 1
             if max(errors) >= max(worst):
                 worst, at = Errors(*map(max, zip(errors, worst, strict=True))), case.name
-    bound, wrong = BOUNDS[kind], None
-    if not worst.outputs <= bound:
-        wrong = operation
-    elif not worst.gradients <= bound:
-        backward = [part.name for part in IMPLEMENTATIONS.get(f"{operation}_backward", ())]
-        wrong = f"{operation}_backward" if name in ("torch", *backward) else operation
+    bound = BOUNDS[kind]
+    wrong = None if max(worst) <= bound else operation
     note = "; ".join(notes) or None
     return Finding(operation, name, dtype, done, worst.outputs, worst.gradients, bound, at, wrong, note)
 
@@ -123,9 +117,7 @@ def _line(finding: Finding) -> str:
 
 def _fall_back(finding: Finding, operation: str, tell: Tell) -> None:
     assert finding.wrong is not None
-    reason = f"disagrees with the reference in {finding.dtype}: {finding.worst}"
-    for part in {operation, finding.wrong}:
-        disable(part, finding.implementation, reason)
+    DISABLED[operation] = f"disagrees with the reference in {finding.dtype}: {finding.worst}"
     tell(
         f"           {finding.implementation} is disabled for {operation}: torch computes it in this process; "
         f"elsewhere set SEQBOAT_KERNELS={operation}=torch"
@@ -226,7 +218,7 @@ def bench(device: torch.device, length: int, width: int = 128) -> dict[str, floa
         return run
 
     found = {"tokens": float(batch * length), "seqboat": seconds(step(layer), device)}
-    if SEAM.open or device.type != "cpu":
+    if CHOSEN:
         with using_kernels("torch"):
             found["seqboat, plain torch"] = seconds(step(layer), device)
     found["transformer"] = seconds(step(transformer), device)

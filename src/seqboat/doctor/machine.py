@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from seqboat.ops.kernels.registry import kernels
+from seqboat.ops.kernels import kernels
 from seqboat.training.record import device_name, probe_bf16, processor_name, versions
 
 SLOW = 1.5

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from seqboat.core.checks import check_positive
-from seqboat.ops.kernels.registry import SEAM, attempt, pick
+from seqboat.ops.kernels import CHOSEN, attempt
 
 HIDDEN = -1e30
 """Score of a masked key: its exponential is zero, and a query without visible keys stays finite."""
@@ -125,7 +125,7 @@ def attend(
     """
     if weight is not None:
         q, k, v = weigh_keys(q, k, v, weight, function)
-    if not torch.compiler.is_compiling() and not SEAM.open and len(q):
+    if not torch.compiler.is_compiling() and "attention" not in CHOSEN and len(q):
         left, right = (min(side, seen.longest - 1) for side in (seen.left, seen.right))
         if _is_short(len(q), len(seen.offsets) - 1, seen.longest, left + right + 1):
             return _dense(q, k, v, seen._replace(left=left, right=right), function, dropout)
@@ -346,13 +346,9 @@ SCHEMA = (
 )
 
 
-def _by_kernel(operation: str, q: Tensor, v: Tensor, near: Neighbors, dropout: float, *given: Tensor) -> Any:
+def _by_kernel(function: str, q: Tensor, dropout: float, *given: Any) -> Any:
     """What a kernel computes instead of torch; None if there is none for this call."""
-    if not SEAM.open and q.device.type == "cpu":
-        return None
-    sizes: dict[str, Any] = {"d_z": q.shape[1], "d_v": v.shape[1], "dropout": dropout}
-    found = pick(operation, device=q.device, dtype=q.dtype, **sizes)
-    return None if found is None else attempt(operation, found, *given, near)
+    return attempt("attention", f"triton_band:{function}", q, *given, d_z=q.shape[1], dropout=dropout)
 
 
 @torch.library.custom_op("seqboat::attend", mutates_args=(), schema=f"({SCHEMA}) -> Tensor")
@@ -364,7 +360,7 @@ def banded(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
         return v.new_empty(0, v.shape[1])
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor]:
-        found = _by_kernel("attention", q, v, near, dropout, q, k, v)
+        found = _by_kernel("attention", q, dropout, q, k, v, near)
         return (_forward(q, k, v, near, dropout, seed) if found is None else found,)
 
     with torch.autocast(q.device.type, enabled=False):
@@ -404,7 +400,7 @@ def _attend_backward(
     with torch.autocast(q.device.type, enabled=False):
         found = None
         if out is not None:
-            found = _by_kernel("attention_backward", q, v, near, dropout, grad, out, q, k, v)
+            found = _by_kernel("attention_backward", q, dropout, grad, out, q, k, v, near)
         if found is None:
             parts = _wide(grad), _wide(q), _wide(k), _wide(v)
             # four factors at most meet in a product
@@ -503,8 +499,8 @@ def _keep(weights: Tensor, rate: float, seed: int) -> Tensor:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    # torch recomputes what it needs from the inputs; other kernels read the output
-    out = output if SEAM.open or output.device.type != "cpu" else None
+    # torch recomputes what it needs from the inputs; kernels read the output
+    out = output if "attention" in CHOSEN else None
     ctx.save_for_backward(out, *inputs[:6])
     ctx.rest = inputs[6:]
 

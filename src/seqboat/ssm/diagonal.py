@@ -2,7 +2,7 @@
 
 `StateSpace` is the common part of all of them. `DiagonalSSM` is that of MD-EMA and S4D: kernels of the form
 K[l] = Re(sum_n read_n drive_n q_n^l). A subclass says what q, drive and read are; the class runs them over a sequence
-(scan or FFT), carries the state, and takes single steps.
+(a block scan, or FFT where the kernel is truncated), carries the state, and takes single steps.
 """
 
 from __future__ import annotations
@@ -10,23 +10,21 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from seqboat.core.checks import check_choice, check_positive, require
+from seqboat.core.checks import check_positive, require
 from seqboat.core.documents import Documents
 from seqboat.core.mixer import MixerOutput, RecurrentMixer, keep_rows
 from seqboat.core.nn import fft_convolve
 from seqboat.core.padding import zero_padding
 from seqboat.core.settings import Settings
 from seqboat.ops.document_scan import scan_documents, state_after
-from seqboat.ops.kernels.registry import SEAM
-from seqboat.ops.kernels.scan import kernel_scan
+from seqboat.ops.kernels import CHOSEN, attempt
 from seqboat.ops.scan import BLOCK, block_for, block_tables, final_state, scan
 
-Method = Literal["scan", "fft"]
 Roles = Mapping[str, str]
 """Names of parameters and what optimizers may treat them as."""
 
@@ -125,7 +123,6 @@ class DiagonalSSM(StateSpace):
         d_state: real states per channel.
         causal: one direction, or else two whose outputs are added.
         truncation: number of taps after which the kernel is cut.
-        method: "scan" in blocks, or "fft" with the whole kernel, which truncated kernels always use.
         block: tokens per block of the scan.
     """
 
@@ -135,7 +132,6 @@ class DiagonalSSM(StateSpace):
         d_state: int,
         causal: bool,
         truncation: int | None = None,
-        method: Method = "scan",
         block: int = BLOCK,
     ) -> None:
         super().__init__(d_model, causal)
@@ -143,9 +139,8 @@ class DiagonalSSM(StateSpace):
         check_positive("block", block)
         if truncation is not None:
             check_positive("truncation", truncation)
-        check_choice("method", method, ("scan", "fft"))
         self.d_state = d_state
-        self.truncation, self.method, self.block = truncation, method, block
+        self.truncation, self.block = truncation, block
         self._kept: tuple[Any, tuple[Tensor, ...]] | None = None
 
     @abstractmethod
@@ -182,10 +177,7 @@ class DiagonalSSM(StateSpace):
             self._kept = None
 
     def extra_repr(self) -> str:
-        return (
-            f"{self.d_model}, d_state={self.d_state}, causal={self.causal}, "
-            f"truncation={self.truncation}, method={self.method}"
-        )
+        return f"{self.d_model}, d_state={self.d_state}, causal={self.causal}, truncation={self.truncation}"
 
     def read(
         self, x: Tensor, mask: Tensor | None, state: SSMState | TruncatedState | None
@@ -200,25 +192,22 @@ class DiagonalSSM(StateSpace):
             y, history = convolve_with_history(x, self.kernel(self.truncation)[0], mask, past)
             return y + skip * x, TruncatedState(history)
         assert state is None or isinstance(state, SSMState)
-        if self.method == "fft":
-            y, final = self._fft(x, mask, state)
-            return y + skip * x, None if final is None else SSMState(final)
         log_decay, drive, read = self.coefficients()
-        if SEAM.open or x.device.type != "cpu":
-            begin = None if state is None else state.states
-            found = kernel_scan(x, log_decay, drive, read, skip, begin, mask)
-            if found is not None:
-                return found[0], None if found[1] is None else SSMState(found[1])
-        tables = block_tables(log_decay, drive, read, skip, block_for(x.shape[1], self.block))
         start = None if state is None else state.states
+        lengths = None if mask is None else mask.sum(dim=1)
+        if "scan" in CHOSEN and not torch.compiler.is_compiling():
+            given = x, log_decay, drive, read, skip, start, lengths
+            found = attempt("scan", "triton_scan:scan", x, *given, states=self.d_state)
+            if found is not None:
+                return found[0], SSMState(found[1]) if self.causal else None
+        tables = block_tables(log_decay, drive, read, skip, block_for(x.shape[1], self.block))
         y, states = scan(x, tables, not self.causal, start)
         if not self.causal:
             return y, None
-        lengths = None if mask is None else mask.sum(dim=1)
         return y, SSMState(final_state(x, states, tables, log_decay[0], start, lengths))
 
     def mix_documents(self, x: Tensor, documents: Documents, state: Any) -> MixerOutput:
-        if self.truncation is not None or self.method != "scan":
+        if self.truncation is not None:
             return super().mix_documents(x, documents, state)
         self._new_sequence()
         with torch.autocast(x.device.type, enabled=False):
@@ -255,32 +244,12 @@ class DiagonalSSM(StateSpace):
 
     def _convolve(self, x: Tensor) -> Tensor:
         time = x.shape[1]
-        taps = time if self.truncation is None else min(self.truncation, time)
-        kernel = self.kernel(taps)
+        assert self.truncation is not None
+        kernel = self.kernel(min(self.truncation, time))
         y = fft_convolve(x, kernel[0])
         if not self.causal:
             y = y + fft_convolve(x.flip(1), kernel[1]).flip(1)
         return y
-
-    def _fft(self, x: Tensor, mask: Tensor | None, state: SSMState | None) -> tuple[Tensor, Tensor | None]:
-        """The published method, with a table of (dim, states, time): kept to compare with."""
-        y = self._convolve(x)
-        if not self.causal:
-            return y, None
-        log_decay, drive, read = (part[0] for part in self.coefficients())
-        batch, time = x.shape[:2]
-        lengths = torch.full((batch,), time, device=x.device) if mask is None else mask.sum(dim=1)
-        age = lengths[:, None] - 1 - torch.arange(time, device=x.device)
-        powers = torch.exp(log_decay * age.clamp(min=0)[..., None, None])  # (batch, time, dim, states)
-        powers = torch.where((age >= 0)[..., None, None], powers, 0)
-        final = torch.einsum("btd,btdn->bdn", x.to(powers.dtype), drive * powers)
-        if state is not None:
-            begin = complex_like(state.states, log_decay)
-            steps = torch.arange(1, time + 1, device=x.device)
-            decayed = torch.einsum("bdn,dnt->btd", begin * read, torch.exp(log_decay[..., None] * steps))
-            y = y + (decayed.real if decayed.is_complex() else decayed)
-            final = final + begin * torch.exp(log_decay * lengths[:, None, None])
-        return y, real_like(final)
 
     def make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> SSMState | TruncatedState:
         self._new_sequence()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from seqboat.core.settings import fill_in
 from seqboat.ops.scan import BLOCK
-from seqboat.ssm.diagonal import Coefficients, DiagonalSSM, Method, SSMConfig
+from seqboat.ssm.diagonal import Coefficients, DiagonalSSM, SSMConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +36,6 @@ class EMAConfig(SSMConfig):
     event keeps its size. None: the paper's initial values, which forget after about four tokens."""
     truncation: int | None = None
     """Number of taps after which the kernel is cut."""
-    method: Method = "scan"
-    """Block scan, or the convolution by FFT."""
     block: int = BLOCK
     """Tokens per block of the scan."""
 
@@ -69,7 +67,7 @@ class EMA(DiagonalSSM):
         self, d_model: int, config: EMAConfig | None = None, *, causal: bool, **options: Any
     ) -> None:
         config = fill_in(EMAConfig, config, options, self, d_model)
-        super().__init__(d_model, config.d_state, causal, config.truncation, config.method, config.block)
+        super().__init__(d_model, config.d_state, causal, config.truncation, config.block)
         self.memory = config.memory
         shape = (self.directions, d_model, config.d_state)
         self.delta = nn.Parameter(torch.empty(shape))

@@ -26,7 +26,6 @@ from seqboat.ops.scan import BLOCK
 from seqboat.ssm.diagonal import (
     Coefficients,
     DiagonalSSM,
-    Method,
     Roles,
     SSMConfig,
     as_complex,
@@ -62,8 +61,6 @@ class S4DConfig(SSMConfig):
     """Largest initial step."""
     truncation: int | None = None
     """Number of taps after which the kernel is cut."""
-    method: Method = "scan"
-    """Block scan, or the convolution by FFT."""
     block: int = BLOCK
     """Tokens per block of the scan."""
 
@@ -94,7 +91,7 @@ class S4D(DiagonalSSM):
         self, d_model: int, config: S4DConfig | None = None, *, causal: bool, **options: Any
     ) -> None:
         config = fill_in(S4DConfig, config, options, self, d_model)
-        super().__init__(d_model, config.d_state, causal, config.truncation, config.method, config.block)
+        super().__init__(d_model, config.d_state, causal, config.truncation, config.block)
         check_states_even(config.d_state, "S4D")
         check_choice("init", config.init, INITS)
         check_choice("rule", config.rule, RULES)

@@ -28,7 +28,7 @@ from torch import nn
 
 from seqboat.core.checks import short
 from seqboat.data.files import Lock, write_text
-from seqboat.ops.kernels.registry import kernels, record
+from seqboat.ops.kernels import kernels, record
 from seqboat.tasks.task import SPLITS, Split, data_change
 from seqboat.training import checkpoint as ck
 from seqboat.training.config import RunConfig

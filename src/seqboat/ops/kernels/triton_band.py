@@ -12,8 +12,17 @@ All sums have a fixed order: no atomic additions, so gradients are deterministic
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from seqboat.ops.attention import Neighbors
+from seqboat.ops.kernels import interprets
+from seqboat.ops.kernels.tuning import launch, power, scratch
 
 SOFTMAX = tl.constexpr(0)
 RELU2 = tl.constexpr(1)
@@ -24,6 +33,14 @@ LAPLACE_MU = tl.constexpr(0.7071067811865476)
 LAPLACE_SIGMA = tl.constexpr(0.28209479177387814)
 ROOT_2 = tl.constexpr(1.4142135623730951)
 ROOT_2_PI = tl.constexpr(2.5066282746310002)
+
+FUNCTIONS = {"softmax": 0, "relu2": 1, "laplace": 2}
+
+SCORES = 1 << 26
+"""Scores held at a time: 256 MB; the speed of other numbers has not been measured."""
+
+ROWS = 64
+"""Queries per program of the kernels that sum over queries for the bias table."""
 
 
 @triton.jit
@@ -43,12 +60,12 @@ def store_rows(pointer, row, column, rows, columns, stride, values):
 @triton.jit
 def score(
     queries, k, group_of_query, position_of_query, query, key, group, position, table, tokens, d_z,
-    k_stride, left, right, scale, furthest,
+    k_stride, left, right, furthest,
     HAS_TABLE: tl.constexpr, HAS_POSITION: tl.constexpr, PRECISION: tl.constexpr, WIDTH_Z: tl.constexpr,
 ):  # fmt: skip
     """Biased scores of a tile, which of them count, and the keys."""
     keys = load_rows(k, key, tl.arange(0, WIDTH_Z), tokens, d_z, k_stride)
-    scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * scale
+    scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
     step = key[None, :] - query[:, None]
     group_of_key = tl.load(group + key, mask=key < tokens, other=-1)
     seen = (step >= -left) & (step <= right) & (group_of_query[:, None] == group_of_key[None, :])
@@ -66,7 +83,7 @@ def score(
 @triton.jit
 def attend(
     q, k, v, group, position, table, out, tokens, d_z, d_v, q_stride, k_stride, v_stride, left, right,
-    scale, furthest,
+    furthest,
     FUNCTION: tl.constexpr, HAS_TABLE: tl.constexpr, HAS_POSITION: tl.constexpr, PRECISION: tl.constexpr,
     WIDTH_Z: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
@@ -87,7 +104,7 @@ def attend(
         key = begin + tl.arange(0, KEYS)
         scores, seen, _ = score(
             queries, k, group_of_query, position_of_query, query, key, group, position, table,
-            tokens, d_z, k_stride, left, right, scale, furthest,
+            tokens, d_z, k_stride, left, right, furthest,
             HAS_TABLE, HAS_POSITION, PRECISION, WIDTH_Z,
         )  # fmt: skip
         if FUNCTION == SOFTMAX:
@@ -113,7 +130,7 @@ def attend(
 @triton.jit
 def score_gradients(
     grad, out, q, k, v, group, position, table, dq, weights_band, scores_band, begin_query, end_query,
-    tokens, d_z, d_v, q_stride, k_stride, v_stride, left, right, scale, furthest,
+    tokens, d_z, d_v, q_stride, k_stride, v_stride, left, right, furthest,
     FUNCTION: tl.constexpr, HAS_TABLE: tl.constexpr, HAS_POSITION: tl.constexpr, PRECISION: tl.constexpr,
     WIDTH_Z: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
 ):  # fmt: skip
@@ -136,7 +153,7 @@ def score_gradients(
             key = begin + tl.arange(0, KEYS)
             scores, seen, _ = score(
                 queries, k, group_of_query, position_of_query, query, key, group, position, table,
-                tokens, d_z, k_stride, left, right, scale, furthest,
+                tokens, d_z, k_stride, left, right, furthest,
                 HAS_TABLE, HAS_POSITION, PRECISION, WIDTH_Z,
             )  # fmt: skip
             higher = tl.maximum(largest, tl.max(scores, axis=1))
@@ -156,7 +173,7 @@ def score_gradients(
         key = begin + tl.arange(0, KEYS)
         scores, seen, keys = score(
             queries, k, group_of_query, position_of_query, query, key, group, position, table,
-            tokens, d_z, k_stride, left, right, scale, furthest,
+            tokens, d_z, k_stride, left, right, furthest,
             HAS_TABLE, HAS_POSITION, PRECISION, WIDTH_Z,
         )  # fmt: skip
         dweights = tl.zeros((QUERIES, KEYS), dtype=tl.float32)
@@ -184,13 +201,12 @@ def score_gradients(
         at = (query[:, None] - begin_query).to(tl.int64) * window + place
         tl.store(weights_band + at, weights, mask=inside)
         tl.store(scores_band + at, dscores, mask=inside)
-    store_rows(dq, query, z, end_query, d_z, d_z, sums * scale)
+    store_rows(dq, query, z, end_query, d_z, d_z, sums)
 
 
 @triton.jit
 def products_by_key(
     band, source, result, begin_query, end_query, begin_key, end_key, width, source_stride, left, right,
-    scale,
     ADD: tl.constexpr, PRECISION: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     VALUES: tl.constexpr,
 ):  # fmt: skip
@@ -209,7 +225,6 @@ def products_by_key(
         weights = tl.load(band + at, mask=inside, other=0.0)
         rows = load_rows(source, query, column, end_query, width, source_stride)
         sums += tl.dot(weights.to(rows.dtype), rows, input_precision=PRECISION)
-    sums = sums * scale
     if ADD:
         sums += load_rows(result, key, column, end_key, width, width)
     store_rows(result, key, column, end_key, width, width, sums)
@@ -268,3 +283,142 @@ def table_by_position(
     tl.store(own, tl.sum(low, axis=0) + tl.where(furthest == 0, ends, 0.0))
     if furthest > 0:
         tl.store(own + 2 * furthest, ends)
+
+
+# launches
+
+
+class _Plan:
+    """Inputs as kernels take them."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, near: Neighbors) -> None:
+        dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
+        if dtype == torch.bfloat16 and interprets():
+            dtype = torch.float32  # the interpreter multiplies no bfloat16
+        self.q, self.k, self.v = (_by_rows(part.to(dtype)) for part in (q, k, v))
+        self.tokens, self.d_z = q.shape
+        nearest = max(min(near.longest, self.tokens) - 1, 1)
+        near = near._replace(left=min(near.left, nearest), right=min(near.right, nearest))
+        self.near, self.dtype = near, dtype
+        self.d_v = v.shape[1]
+        self.group = near.group.contiguous()
+        self.position = None if near.position is None or near.table is None else near.position.contiguous()
+        self.table = None if near.table is None else near.table.detach().float().contiguous()
+        self.furthest = 0 if self.table is None else (self.table.shape[0] - 1) // 2
+        self.window = near.left + near.right + 1
+        self.numbers = (
+            self.tokens, self.d_z, self.d_v, self.q.stride(0), self.k.stride(0), self.v.stride(0),
+            near.left, near.right, self.furthest,
+        )  # fmt: skip
+        self.precision = precision(self.q)
+        self.sizes = {
+            "FUNCTION": FUNCTIONS[near.function],
+            "HAS_TABLE": self.table is not None,
+            "HAS_POSITION": self.position is not None,
+            "PRECISION": self.precision,
+            "WIDTH_Z": max(16, power(self.d_z)),
+        }
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, near: Neighbors) -> Tensor:
+    """Weighted sums of values, (tokens, d_v)."""
+    plan = _Plan(q, k, v, near)
+    out = scratch(plan.v, plan.tokens, plan.d_v, dtype=plan.dtype)
+    launch(
+        attend,
+        lambda sizes: (-(-plan.tokens // sizes["QUERIES"]), -(-plan.d_v // sizes["VALUES"])),
+        plan.q, plan.k, plan.v, plan.group, plan.position, plan.table, out, *plan.numbers, **plan.sizes,
+    )  # fmt: skip
+    return out.to(v.dtype)
+
+
+def attention_backward(
+    grad: Tensor, out: Tensor, q: Tensor, k: Tensor, v: Tensor, near: Neighbors
+) -> tuple[Tensor, ...]:
+    """Gradients of q, k, v and the bias table, which is empty without one."""
+    plan = _Plan(q, k, v, near)
+    grad, out = (part.to(plan.dtype).contiguous() for part in (grad, out))
+    dq = scratch(plan.q, plan.tokens, plan.d_z, dtype=plan.dtype)
+    rows = max(ROWS, SCORES // plan.window // ROWS * ROWS)
+    segments = [(begin, min(begin + rows, plan.tokens)) for begin in range(0, plan.tokens, rows)]
+    several = len(segments) != 1
+    # segments have keys in common, so their gradients are added up in float32
+    dk, dv = (
+        torch.zeros(plan.tokens, width, device=q.device) if several
+        else scratch(plan.q, plan.tokens, width, dtype=plan.dtype)
+        for width in (plan.d_z, plan.d_v)
+    )  # fmt: skip
+    dtable = torch.zeros(0 if plan.table is None else plan.table.shape[0], device=q.device)
+    for begin, end in segments:
+        weights = scratch(plan.q, end - begin, plan.window, dtype=plan.dtype)
+        # the sums of the table need more digits than the products
+        wide = plan.dtype if plan.table is None else torch.float32
+        scores = scratch(plan.q, end - begin, plan.window, dtype=wide)
+        launch(
+            score_gradients,
+            partial(_programs, "QUERIES", end - begin),
+            grad, out, plan.q, plan.k, plan.v, plan.group, plan.position, plan.table, dq, weights, scores,
+            begin, end, *plan.numbers, **plan.sizes,
+        )  # fmt: skip
+        for band, source, result in ((scores, plan.q, dk), (weights, grad, dv)):
+            _by_key(plan, band, source, result, begin, end, several)
+        if plan.table is not None:
+            dtable = _add_table(plan, scores, begin, end, dtable)
+    types = q.dtype, k.dtype, v.dtype, torch.float32 if near.table is None else near.table.dtype
+    return tuple(part.to(dtype) for part, dtype in zip((dq, dk, dv, dtable), types, strict=True))
+
+
+def _programs(name: str, count: int, sizes: dict[str, int]) -> tuple[int, ...]:
+    return (-(-count // sizes[name]),)
+
+
+def _by_key(
+    plan: _Plan, band: Tensor, source: Tensor, result: Tensor, begin: int, end: int, add: bool
+) -> None:
+    near, width = plan.near, source.shape[1]
+    first, last = max(begin - near.left, 0), min(end + near.right, plan.tokens)
+    launch(
+        products_by_key,
+        lambda sizes: (-(-(last - first) // sizes["KEYS"]), -(-width // sizes["VALUES"])),
+        band, source, result, begin, end, first, last, width, source.stride(0), near.left, near.right,
+        ADD=add, PRECISION=plan.precision,
+    )  # fmt: skip
+
+
+def _add_table(plan: _Plan, scores: Tensor, begin: int, end: int, dtable: Tensor) -> Tensor:
+    """Add the gradient of the bias table over queries begin .. end."""
+    near, furthest = plan.near, plan.furthest
+    programs = -(-(end - begin) // ROWS)
+    sizes: dict[str, Any] = {"ROWS": ROWS, "WINDOW": power(plan.window)}
+    if plan.position is not None:
+        tables = torch.zeros(programs, dtable.shape[0], device=scores.device)
+        launch(
+            table_by_position, lambda _: (programs,),
+            scores, plan.position, plan.group, tables, begin, end, plan.tokens, near.left, near.right, furthest,
+            **sizes,
+        )  # fmt: skip
+        return dtable + tables.sum(dim=0)
+    sums = scratch(scores, programs, plan.window)
+    launch(
+        table_by_step, lambda _: (programs,),
+        scores, sums, begin, end, plan.tokens, near.left, near.right, **sizes,
+    )  # fmt: skip
+    steps = sums.sum(dim=0)
+    # distances beyond the table belong to its ends
+    low, high = max(near.left - furthest, 0), max(near.right - furthest, 0)
+    inner = steps[low : plan.window - high].clone()
+    inner[0] += steps[:low].sum()
+    inner[-1] += steps[plan.window - high :].sum()
+    begin_entry = furthest - (near.left - low)
+    dtable[begin_entry : begin_entry + len(inner)] += inner
+    return dtable
+
+
+def precision(x: Tensor) -> str:
+    """How float32 products are computed: exactly, unless the user allows TF32."""
+    return "tf32" if x.is_cuda and torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+def _by_rows(x: Tensor) -> Tensor:
+    """The matrix with its columns next to each other."""
+    return x if x.stride(1) == 1 else x.contiguous()

@@ -18,27 +18,210 @@ Real numbers have one part, complex ones two; kernels get the parts as separate 
 # mypy: disable-error-code="no-untyped-def"
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from seqboat.ops.kernels.triton_states import (
-    advance,
-    drive_state,
-    load_boundary,
-    load_decay,
-    load_pair,
-    load_power,
-    load_state,
-    read_state,
-    span_of,
-    store_state,
-    times,
-)
+from seqboat.ops.kernels import attempt
+from seqboat.ops.kernels.tuning import launch, power, scratch
 
-PLAIN = tl.constexpr(0)
-SILU = tl.constexpr(1)
-SILU_GRADIENT = tl.constexpr(2)
-"""What `outputs` writes: y, SiLU(y), or the gradient of y given that of SiLU(y)."""
+WIDTH = tl.constexpr(8)
+"""Numbers per complex coefficient in what `decay_table` writes."""
+SPLIT = 16
+"""States per program in kernels that do not sum over states."""
+
+# coefficients, states, and one token of a walk
+
+
+@triton.jit
+def load_coefficient(pointer, direction, dim, states, channel, state, part, WIDTH: tl.constexpr):
+    """A (states, channels) tile of (directions, dim, states, width); zeros outside."""
+    place = ((direction * dim + channel[None, :]) * states + state[:, None]) * WIDTH + part
+    inside = (channel[None, :] < dim) & (state[:, None] < states)
+    return tl.load(pointer + place, mask=inside, other=0.0)
+
+
+@triton.jit
+def load_pair(pointer, direction, dim, states, channel, state, CONJUGATE: tl.constexpr, PARTS: tl.constexpr):
+    """Both parts of a coefficient; the second is zero if it is real."""
+    real = load_coefficient(pointer, direction, dim, states, channel, state, 0, PARTS)
+    imaginary = tl.zeros_like(real)
+    if PARTS == 2:
+        imaginary = load_coefficient(pointer, direction, dim, states, channel, state, 1, PARTS)
+        if CONJUGATE:
+            imaginary = -imaginary
+    return real, imaginary
+
+
+# A state that lasts for many tokens multiplies the error of its decay q by their number. So q itself in float32 is
+# not good enough: near one its error is 1e-7, and larger with the fast exponential of GPUs. That of q - 1 is as much
+# smaller as q is closer to one. A decay is therefore a triple (whole, real, imaginary) with q = whole + real +
+# i imaginary, where whole is 0 or 1.
+
+
+@triton.jit
+def decay_table(log_decay, table, count, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """Complex log q, and the triples of q and q^CHUNK by float64, (count, WIDTH): done once, as that is slow."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    log = tl.load(log_decay + 2 * at, mask=inside, other=0.0)
+    angle = tl.load(log_decay + 2 * at + 1, mask=inside, other=0.0)
+    tl.store(table + WIDTH * at, log, mask=inside)
+    tl.store(table + WIDTH * at + 1, angle, mask=inside)
+    for which in tl.static_range(2):
+        steps = 1.0
+        if which == 1:
+            steps = CHUNK * 1.0
+        size, turn = tl.exp(log.to(tl.float64) * steps), angle.to(tl.float64) * steps
+        real, imaginary = size * tl.cos(turn), size * tl.sin(turn)
+        whole = tl.where(real > 0.5, 1.0, 0.0)
+        place = table + WIDTH * at + 2 + 3 * which
+        tl.store(place, whole.to(tl.float32), mask=inside)
+        tl.store(place + 1, (real - whole).to(tl.float32), mask=inside)
+        tl.store(place + 2, imaginary.to(tl.float32), mask=inside)
+
+
+@triton.jit
+def less_one(log):
+    """exp(log) - 1, to the last digits of the difference."""
+    series = 1 + log * (1 / 9)
+    for k in tl.static_range(7):
+        series = 1 + log * (1 / (8 - k)) * series
+    return tl.where(log > -0.5, log * series, tl.exp(log) - 1)
+
+
+@triton.jit
+def load_decay(
+    pointer, direction, dim, states, channel, state, CONJUGATE: tl.constexpr, PARTS: tl.constexpr,
+    STEPS: tl.constexpr = 1,
+):  # fmt: skip
+    """The triple of q^STEPS, of one step or a whole chunk, from log q or the table of complex ones."""
+    if PARTS == 1:
+        log = load_coefficient(pointer, direction, dim, states, channel, state, 0, 1)
+        # a chunk is a power of two, so the product is exact
+        real = less_one(log * STEPS)
+        return 1.0, real, tl.zeros_like(real)
+    else:
+        part: tl.constexpr = 2 if STEPS == 1 else 5
+        whole = load_coefficient(pointer, direction, dim, states, channel, state, part, WIDTH)
+        real = load_coefficient(pointer, direction, dim, states, channel, state, part + 1, WIDTH)
+        imaginary = load_coefficient(pointer, direction, dim, states, channel, state, part + 2, WIDTH)
+        if CONJUGATE:
+            imaginary = -imaginary
+        return whole, real, imaginary
+
+
+@triton.jit
+def load_power(
+    pointer, direction, dim, states, channel, state, steps, CONJUGATE: tl.constexpr, PARTS: tl.constexpr
+):
+    """Both parts of q^steps, for any number of steps, to be applied once."""
+    stride: tl.constexpr = 1 if PARTS == 1 else WIDTH
+    log = load_coefficient(pointer, direction, dim, states, channel, state, 0, stride)
+    real = 1 + less_one(log * steps)
+    imaginary = tl.zeros_like(real)
+    if PARTS == 2:
+        angle = load_coefficient(pointer, direction, dim, states, channel, state, 1, stride) * steps
+        imaginary = real * tl.sin(angle)
+        real *= tl.cos(angle)
+        if CONJUGATE:
+            imaginary = -imaginary
+    return real, imaginary
+
+
+@triton.jit
+def times(a, b, c, d, PARTS: tl.constexpr):
+    """(a + ib) (c + id)."""
+    real = a * c
+    imaginary = b
+    if PARTS == 2:
+        real = a * c - b * d
+        imaginary = a * d + b * c
+    return real, imaginary
+
+
+@triton.jit
+def advance(real, imaginary, q, add_real, add_imaginary, PARTS: tl.constexpr):
+    """q s + what is added; q is a triple."""
+    whole, q_real, q_imaginary = q
+    change_real, change_imaginary = times(q_real, q_imaginary, real, imaginary, PARTS)
+    new_real = whole * real + (change_real + add_real)
+    new_imaginary = imaginary
+    if PARTS == 2:
+        new_imaginary = whole * imaginary + (change_imaginary + add_imaginary)
+    return new_real, new_imaginary
+
+
+@triton.jit
+def span_of(lengths, batch, chunk, time, HAS_LENGTHS: tl.constexpr, CHUNK: tl.constexpr):
+    """First token of a chunk, how many of its tokens are real, and the length of the sequence."""
+    length = time
+    if HAS_LENGTHS:
+        length = tl.load(lengths + batch).to(tl.int32)
+    first = chunk * CHUNK
+    return first, tl.minimum(tl.maximum(length - first, 0), CHUNK), length
+
+
+@triton.jit
+def state_place(direction, total, place, states, dim, state, channel, part, PARTS: tl.constexpr):
+    """Where (directions, batch * chunks, parts, states, dim) keeps a tile."""
+    line = ((direction * total + place).to(tl.int64) * PARTS + part) * states
+    return (line + state[:, None]) * dim + channel[None, :]
+
+
+@triton.jit
+def load_state(pointer, direction, total, place, states, dim, state, channel, PARTS: tl.constexpr):
+    """Both parts of the states that enter a chunk."""
+    inside = (channel[None, :] < dim) & (state[:, None] < states)
+    at = state_place(direction, total, place, states, dim, state, channel, 0, PARTS)
+    real = tl.load(pointer + at, mask=inside, other=0.0)
+    imaginary = tl.zeros_like(real)
+    if PARTS == 2:
+        at = state_place(direction, total, place, states, dim, state, channel, 1, PARTS)
+        imaginary = tl.load(pointer + at, mask=inside, other=0.0)
+    return real, imaginary
+
+
+@triton.jit
+def store_state(
+    pointer, direction, total, place, states, dim, state, channel, real, imaginary, PARTS: tl.constexpr
+):
+    """Write both parts of a tile of states, or of sums over the tokens of a chunk."""
+    inside = (channel[None, :] < dim) & (state[:, None] < states)
+    at = state_place(direction, total, place, states, dim, state, channel, 0, PARTS)
+    tl.store(pointer + at, real, mask=inside)
+    if PARTS == 2:
+        at = state_place(direction, total, place, states, dim, state, channel, 1, PARTS)
+        tl.store(pointer + at, imaginary, mask=inside)
+
+
+@triton.jit
+def load_boundary(pointer, batch, dim, states, channel, state, PARTS: tl.constexpr):
+    """Both parts of (batch, dim, states): the state before the first token, or a gradient of the last."""
+    return load_pair(pointer, batch, dim, states, channel, state, False, PARTS)
+
+
+@triton.jit
+def drive_state(real, imaginary, q, w_real, w_imaginary, row, inside, PARTS: tl.constexpr):
+    """One token of a walk: q s + w x."""
+    x = tl.load(row, mask=inside, other=0.0).to(tl.float32)[None, :]
+    return advance(real, imaginary, q, w_real * x, w_imaginary * x, PARTS)
+
+
+@triton.jit
+def read_state(real, imaginary, r_real, r_imaginary, PARTS: tl.constexpr):
+    """Re(read . s): the sum over the states of a tile."""
+    product = r_real * real
+    if PARTS == 2:
+        product -= r_imaginary * imaginary
+    return tl.sum(product, axis=0)
+
+
+# the kernels
 
 
 @triton.jit
@@ -190,8 +373,8 @@ def carry_states(
 
 @triton.jit
 def outputs(
-    x, log_decay, drive, read, skip, entering, lengths, grad, y, time, dim, states, chunks,
-    MODE: tl.constexpr, BIDIRECTIONAL: tl.constexpr, HAS_LENGTHS: tl.constexpr, PARTS: tl.constexpr,
+    x, log_decay, drive, read, skip, entering, lengths, y, time, dim, states, chunks,
+    BIDIRECTIONAL: tl.constexpr, HAS_LENGTHS: tl.constexpr, PARTS: tl.constexpr,
     CHUNK: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Run each chunk from the states that enter it; zeros on padding."""
@@ -233,12 +416,6 @@ def outputs(
         result = read_state(real, imaginary, r_real, r_imaginary, PARTS) + passed * value
         if BIDIRECTIONAL:
             result += tl.load(y + at, mask=inside, other=0.0)
-        if MODE == SILU:
-            result = result / (1 + tl.exp(-result))
-        if MODE == SILU_GRADIENT:
-            gate = 1 / (1 + tl.exp(-result))
-            above = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
-            result = above * gate * (1 + result * (1 - gate))
         tl.store(y + at, result, mask=inside)
         at += dim
     for _ in range(tl.minimum(time - first, CHUNK) - count):
@@ -412,3 +589,212 @@ def parameter_gradients(
     log_real, log_imaginary = advance(log_real, log_imaginary, q, 0.0, 0.0, PARTS)
     store_state(dlog, direction, total, place, states, dim, state, channel, log_real, -log_imaginary, PARTS)
     store_state(dread, direction, total, place, states, dim, state, channel, read_real, read_imaginary, PARTS)
+
+
+# launches
+
+
+class Inputs(NamedTuple):
+    """The arguments of a scan."""
+
+    x: Tensor
+    """(batch, time, dim)"""
+    log_decay: Tensor
+    """(directions, dim, states), real or complex, as the next two"""
+    drive: Tensor
+    read: Tensor
+    skip: Tensor
+    """(dim,)"""
+    start: Tensor | None
+    """(batch, dim, states), complex ones as (real, imaginary) pairs; one direction only"""
+    lengths: Tensor | None
+    """(batch,): real tokens, which come first; None for all"""
+
+
+class _Plan:
+    """Inputs as kernels take them, and the sizes of the grids."""
+
+    def __init__(self, inputs: Inputs) -> None:
+        x, log_decay, drive, read, skip, start, lengths = inputs
+        self.parts = 2 if log_decay.is_complex() else 1
+        self.x = x.contiguous()
+        self.log_decay, self.drive, self.read = (_as_real(part) for part in (log_decay, drive, read))
+        self.skip = skip.contiguous()
+        self.start = None if start is None else start.contiguous()
+        self.lengths = lengths
+        self.batch, self.time, self.dim = x.shape
+        self.directions, _, self.states = log_decay.shape
+        self.chunk = chunk_for(self.time)
+        self.chunks = -(-self.time // self.chunk)
+        self.padded = power(self.states)
+        self.split = min(self.padded, SPLIT)
+        self.splits = self.padded // self.split
+        if self.parts == 2:
+            self.log_decay = self._decay_table()
+        self.numbers = self.time, self.dim, self.states, self.chunks
+        self.common = {
+            "HAS_LENGTHS": lengths is not None, "PARTS": self.parts, "CHUNK": self.chunk
+        }  # fmt: skip
+
+    def _decay_table(self) -> Tensor:
+        """Complex decays to the precision that a long memory needs, (directions, dim, states, 8)."""
+        count = self.directions * self.dim * self.states
+        table = scratch(self.x, count, 8)
+        launch(
+            decay_table, lambda sizes: (-(-count // sizes["BLOCK"]),),
+            self.log_decay, table, count, CHUNK=self.chunk,
+        )  # fmt: skip
+        return table
+
+    def states_buffer(self) -> Tensor:
+        return scratch(self.x, self.directions, self.batch * self.chunks, self.parts, self.states, self.dim)
+
+    def blocks(self, sizes: dict[str, int]) -> int:
+        return -(-self.dim // sizes["BLOCK"])
+
+    def by_chunk(self, sizes: dict[str, int]) -> tuple[int, ...]:
+        return self.batch * self.chunks, self.blocks(sizes)
+
+    def by_chunk_and_state(self, sizes: dict[str, int]) -> tuple[int, ...]:
+        return self.batch * self.chunks, self.blocks(sizes), self.directions * self.splits
+
+    def by_sequence(self, sizes: dict[str, int]) -> tuple[int, ...]:
+        return self.batch, self.blocks(sizes), self.directions * self.splits
+
+    def entering(self, tangent: bool = False) -> tuple[Tensor, Tensor | None]:
+        """The states that enter each chunk, and their derivatives with respect to q."""
+        found, tangents = self.states_buffer(), self.states_buffer() if tangent else None
+        launch(
+            local_states, self.by_chunk_and_state,
+            self.x, self.log_decay, self.drive, None, self.lengths, found, tangents, *self.numbers,
+            ADJOINT=False, HAS_EXTRA=False, TANGENT=tangent, SPLITS=self.splits, N=self.split, **self.common,
+        )  # fmt: skip
+        launch(
+            carry_states, self.by_sequence,
+            found, tangents, self.log_decay, self.start, None, self.lengths, None, *self.numbers,
+            ADJOINT=False, HAS_START=self.start is not None, HAS_EXTRA=False, HAS_LEAVING=False, TANGENT=tangent,
+            SPLITS=self.splits, N=self.split, **self.common,
+        )  # fmt: skip
+        return found, tangents
+
+    def adjoints(self, grad: Tensor, extra: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The adjoints that enter each chunk, and the gradient of the state to start with."""
+        found = self.states_buffer()
+        leaving = None if self.start is None else scratch(self.x, *self.start.shape)
+        launch(
+            local_states, self.by_chunk_and_state,
+            grad, self.log_decay, self.read, extra, self.lengths, found, None, *self.numbers,
+            ADJOINT=True, HAS_EXTRA=extra is not None, TANGENT=False, SPLITS=self.splits, N=self.split,
+            **self.common,
+        )  # fmt: skip
+        launch(
+            carry_states, self.by_sequence,
+            found, None, self.log_decay, None, extra, self.lengths, leaving, *self.numbers,
+            ADJOINT=True, HAS_START=False, HAS_EXTRA=extra is not None, HAS_LEAVING=leaving is not None,
+            TANGENT=False, SPLITS=self.splits, N=self.split, **self.common,
+        )  # fmt: skip
+        return found, leaving
+
+    def run(self, entering: Tensor) -> Tensor:
+        """The outputs."""
+        y = scratch(self.x, *self.x.shape)
+        launch(
+            outputs, self.by_chunk,
+            self.x, self.log_decay, self.drive, self.read, self.skip, entering, self.lengths, y,
+            *self.numbers, BIDIRECTIONAL=self.directions == 2, N=self.padded, **self.common,
+        )  # fmt: skip
+        return y
+
+
+def forward(inputs: Inputs) -> tuple[Tensor, Tensor | None]:
+    """The outputs (batch, time, dim), zeros on padding, and the state after the last real token.
+
+    The state is None for two directions.
+    """
+    plan = _Plan(inputs)
+    entering, _ = plan.entering()
+    y = plan.run(entering)
+    if plan.directions == 2:
+        return y, None
+    if plan.time == 0:
+        width = plan.states * plan.parts
+        return y, inputs.x.new_zeros(
+            plan.batch, plan.dim, width
+        ) if plan.start is None else plan.start.clone()
+    final = scratch(plan.x, plan.batch, plan.dim, plan.states * plan.parts)
+    launch(
+        final_states, plan.by_sequence,
+        plan.x, plan.log_decay, plan.drive, plan.start, entering, plan.lengths, final, *plan.numbers,
+        HAS_START=plan.start is not None, N=plan.split, **plan.common,
+    )  # fmt: skip
+    return y, final
+
+
+def scan_backward(grad: Tensor, grad_final: Tensor | None, inputs: Inputs) -> tuple[Tensor | None, ...]:
+    """The gradients of x, log_decay, drive, read, skip and start, given those of the outputs of `forward`."""
+    plan = _Plan(inputs)
+    grad = grad.contiguous()
+    extra = None if grad_final is None else grad_final.contiguous()
+    entering, tangents = plan.entering(tangent=True)
+    adjoints, leaving = plan.adjoints(grad, extra)
+    has_extra = extra is not None
+    dx = scratch(plan.x, *plan.x.shape)
+    # gradients of drive, log_decay and read per chunk, added up below
+    sums = scratch(plan.x, 3, *adjoints.shape)
+    skips = scratch(plan.x, plan.batch * plan.chunks, plan.dim)
+    launch(
+        input_gradients, plan.by_chunk,
+        plan.x, plan.log_decay, plan.drive, plan.read, plan.skip, adjoints, extra, plan.lengths, grad, dx,
+        sums[0], skips, *plan.numbers,
+        BIDIRECTIONAL=plan.directions == 2, HAS_EXTRA=has_extra, N=plan.padded, **plan.common,
+    )  # fmt: skip
+    launch(
+        parameter_gradients, plan.by_chunk_and_state,
+        plan.x, plan.log_decay, plan.drive, plan.read, entering, tangents, extra, plan.lengths, grad,
+        sums[1], sums[2], *plan.numbers,
+        HAS_EXTRA=has_extra, SPLITS=plan.splits, N=plan.split, **plan.common,
+    )  # fmt: skip
+    ddrive, dlog, dread = (_as_coefficient(part, plan.parts) for part in sums.sum(dim=2).unbind(0))
+    return dx, dlog, ddrive, dread, skips.sum(dim=0), leaving
+
+
+def chunk_for(time: int) -> int:
+    """Tokens per chunk: a thirty-second of the sequence, so that there is enough work for all processors."""
+    return min(128, max(16, power(time) // 32))
+
+
+def _as_real(x: Tensor) -> Tensor:
+    """Complex coefficients as (..., 2) real ones, contiguous."""
+    return torch.view_as_real(x.resolve_conj()).contiguous() if x.is_complex() else x.contiguous()
+
+
+def _as_coefficient(sums: Tensor, parts: int) -> Tensor:
+    """(directions, parts, states, dim) as (directions, dim, states), complex if there are two parts."""
+    turned = sums.permute(0, 3, 2, 1)
+    return turned[..., 0] if parts == 1 else torch.complex(turned[..., 0], turned[..., 1])
+
+
+class _Scan(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(*inputs)
+        ctx.set_materialize_grads(False)
+        y, final = forward(Inputs(*inputs))
+        return y, y.new_zeros(0) if final is None else final
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, grad_final: Tensor | None) -> Any:
+        inputs = Inputs(*ctx.saved_tensors)
+        grad = torch.zeros_like(inputs.x) if grad is None else grad
+        last = grad_final if len(inputs.log_decay) == 1 else None
+        found = attempt("scan", "triton_scan:scan_backward", inputs.x, grad, last, inputs)
+        if found is None:
+            raise RuntimeError("the Triton scan failed in its backward pass: set SEQBOAT_KERNELS=scan=torch")
+        return *found, None
+
+
+def scan(*inputs: Any) -> tuple[Tensor, Tensor]:
+    """The outputs and the last states, which are empty for two directions; with gradients. See `Inputs`."""
+    result: tuple[Tensor, Tensor] = _Scan.apply(*inputs)
+    return result
