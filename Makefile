@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 TORCH ?=
 PIP := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: setup demo test test-all test-peers test-kernels check lint types format docs bench dist audit clean
+.PHONY: setup demo test test-all test-peers test-kernels check lint types format docs bench dist clean
 
 setup: $(READY)
 
@@ -72,12 +72,6 @@ dist: $(DIST)/.ready
 	rm -rf build/source && mkdir -p build/source
 	git archive HEAD | tar -x -C build/source
 	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) $(DIST)/$(SCRIPTS)/python -m build --no-isolation --outdir dist build/source
-
-# known vulnerabilities of everything that constraints.txt pins; needs a network
-audit: $(READY)
-	$(BIN)/python -m pip check
-	$(BIN)/python $(PIP) pip-audit
-	$(BIN)/pip-audit --strict --no-deps --disable-pip --requirement constraints.txt
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

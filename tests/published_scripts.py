@@ -370,9 +370,3 @@ DIFFERENCES: tuple[Difference, ...] = (
     ),
 )  # fmt: skip
 """Every difference that we know of."""
-
-
-def differences_table() -> list[str]:
-    """The table of docs/differences.md."""
-    rows = [f"| {' | '.join(difference)} |" for difference in DIFFERENCES]
-    return ["| | paper | published scripts | our recipes | switch |", "|---|---|---|---|---|", *rows]

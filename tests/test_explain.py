@@ -278,8 +278,7 @@ def test_a_model_without_routers(tmp_path: Path, capsys: Any) -> None:
 def test_a_model_that_diverged(tmp_path: Path, capsys: Any) -> None:
     register()
     run = str(write_run(tmp_path / "run", small_run(), noise=1e30))
-    assert "no prediction: the output of the model is not finite" in out(capsys, run, "--text", "1 2")
-    assert json.loads(out(capsys, run, "--text", "1 2", "--json"))["prediction"]["probability"] is None
+    assert "the model's output for this input is not finite" in refused(capsys, "explain", run, "--text", "1 2")
 
 
 @pytest.mark.parametrize(

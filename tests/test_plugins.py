@@ -129,9 +129,11 @@ def test_an_installed_package_is_used_by_every_command(
 
 
 def test_the_code_of_the_tutorial_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    text = (TEMPLATE.parents[2] / "docs" / "plugins.md").read_text(encoding="utf-8")
+    text = (
+        (TEMPLATE.parents[2] / "docs" / "training.md").read_text(encoding="utf-8").partition("## Plug-ins")[2]
+    )
     code = "".join(re.findall(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE))
-    exec(compile(code, "plugins.md", "exec"), {})
+    exec(compile(code, "training.md", "exec"), {})
     assert capsys.readouterr().out == "{'ROUTERS': ('norm',)}\n"
     assert main(["paper", "list", "routers"]) == 0
     assert (

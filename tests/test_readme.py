@@ -73,7 +73,7 @@ ELSEWHERE = {
     "deploy.md": "test_onnx.py",
     "README.md": "test_python_blocks_run",
     "language-model.md": "test_generate.py",
-    "plugins.md": "test_plugins.py",
+    "training.md": "test_plugins.py",
     "your-data.md": "test_tasks.py",
 }
 """Documents whose blocks other tests run."""
@@ -119,7 +119,7 @@ def test_examples_run(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     text = path.read_text(encoding="utf-8")
-    assert len(text.splitlines()) < 60
+    assert len(text.splitlines()) <= 60
     if path.stem == "train_tiny":
         assert "range(1, 301)" in text
         text = text.replace("range(1, 301)", "range(1, 51)")
@@ -152,12 +152,12 @@ def test_links_lead_somewhere(path: Path):
     assert not [link for link in local if not (path.parent / link).exists()]
 
 
-def test_names_in_the_paper_map_exist():
-    """Every `module.name` that the map mentions can be imported."""
-    text = (ROOT / "docs" / "paper_map.md").read_text(encoding="utf-8")
+def test_names_in_the_page_of_the_paper_exist():
+    """Every `module.name` that the page mentions can be imported."""
+    text = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
     folders = "|".join(path.stem for path in (ROOT / "src" / "seqboat").iterdir())
     names = set(re.findall(rf"`((?:{folders})\.(?!py`)[\w.]+)`", text))
-    assert len(names) > 20
+    assert len(names) > 10
     for name in sorted(names):
         pkgutil.resolve_name(f"seqboat.{name}")
 

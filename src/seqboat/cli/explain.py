@@ -97,7 +97,7 @@ def one_input(
     from seqboat.core.checks import check_output
     from seqboat.report.explain import as_record, explain, longest, render, subject
     from seqboat.report.page import finite
-    from seqboat.run import find_run
+    from seqboat.run import Run, find_run
 
     folder = find_run(run)
     if html is not None:
@@ -126,7 +126,8 @@ def one_input(
         head = {"run": str(folder), "step": examples.step, "task": examples.task.name, **by_hand}
         print(jsons.dumps(finite(head | as_record(sample, examples.task, layers))))
         return 0
-    lines = [f"{folder}, step {examples.step}"]
+    shown = folder.name if Run(folder).shipped else str(folder)
+    lines = [f"{shown}, step {examples.step}"]
     if control.record():
         lines.append(f"overrides: {control.describe()}")
     width = shutil.get_terminal_size().columns

@@ -81,7 +81,7 @@ def as_unit(name: str, module: nn.Module) -> nn.Module:
             raise ValueError(
                 f"module {name!r} {inside} mixes tokens, and as a token-wise module would mix the sequences of a "
                 "batch: wrap the module in seqboat.PaddedUnit(module, call), which calls it on each sequence's "
-                "active tokens (docs/sma.md, 'Which modules work')"
+                "active tokens (docs/layers.md, 'Any module, sparsely')"
             )
     return module
 

@@ -14,7 +14,7 @@ DEAD_AFTER = 200
 """Training steps without an activated token after which a router counts as dead."""
 REMEDY = (
     "train with revival=RevivalConfig(inactive_gradient=True) or a budget with a target, or build the layer with "
-    'init="scaled", whose routers start active (docs/sma.md, "Dead routers")'
+    'init="scaled", whose routers start active (docs/layers.md, "Dead routers")'
 )
 
 

@@ -1,6 +1,6 @@
 """Language model of enwik8: table 3 of the paper, with the settings of its table 5.
 
-What the table leaves open comes from the published script; docs/differences.md lists where the two differ.
+What the table leaves open comes from the published script; docs/paper.md lists where the two differ.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Long Range Arena: table 1 of the paper, with the settings of its table 4 and of the published scripts.
 
 What the table leaves open comes from the scripts: betas, clipping, warm-up, the cut of the state-space kernel, weight
-decay of all parameters, the head. docs/differences.md lists where the two differ. Every recipe has a `-small` variant
+decay of all parameters, the head. docs/paper.md lists where the two differ. Every recipe has a `-small` variant
 for two CPU cores, at most a quarter of an hour each; its docstring says what was cut. Small variants decay matrices
 only and have our head.
 """

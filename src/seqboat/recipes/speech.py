@@ -1,6 +1,6 @@
 """Speech Commands, ten words from raw samples: table 2 of the paper, with the settings of its table 4.
 
-What the table leaves open comes from the published script; docs/differences.md lists where the two differ.
+What the table leaves open comes from the published script; docs/paper.md lists where the two differ.
 """
 
 from __future__ import annotations
