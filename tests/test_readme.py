@@ -113,7 +113,9 @@ def run_example(path: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    "path", [path for path in EXAMPLES if path.stem != "sma_by_hand"], ids=lambda path: path.stem
+    "path",
+    [path for path in EXAMPLES if path.stem not in ("sma_by_hand", "ray_predict")],
+    ids=lambda path: path.stem,
 )
 def test_examples_run(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
