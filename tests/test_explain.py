@@ -278,7 +278,9 @@ def test_a_model_without_routers(tmp_path: Path, capsys: Any) -> None:
 def test_a_model_that_diverged(tmp_path: Path, capsys: Any) -> None:
     register()
     run = str(write_run(tmp_path / "run", small_run(), noise=1e30))
-    assert "the model's output for this input is not finite" in refused(capsys, "explain", run, "--text", "1 2")
+    assert "the model's output for this input is not finite" in refused(
+        capsys, "explain", run, "--text", "1 2"
+    )
 
 
 @pytest.mark.parametrize(
