@@ -21,6 +21,8 @@ from seqboat.recipes import RECIPES
 from seqboat.recipes.own import classify, lm
 from seqboat.ssm import SSMS
 from seqboat.ssm.ema import EMA
+from seqboat.ssm.s4d import S4D
+from seqboat.ssm.s5 import S5
 from seqboat.training.settings_io import override
 
 TARGET = 1.0
@@ -178,3 +180,38 @@ def test_a_memory_lasts() -> None:
     torch.testing.assert_close(drive**2 + torch.exp(2 * log_decay), torch.ones_like(drive))
     slowest = constants.argmax(dim=-1, keepdim=True)
     assert (torch.exp(150 * log_decay).gather(-1, slowest) >= 0.5).all()
+
+
+@pytest.mark.parametrize("ssm", ["ema", "ema-conv", "s4d", "s5"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_fresh_gated_layer_remembers(ssm: str, causal: bool) -> None:
+    """The longest time constant is half the stated memory or more, the response there a tenth of that at once."""
+    torch.manual_seed(0)
+    kernel = SeqBoat(64, form="gated", ssm=ssm, causal=causal).ssm
+    stated = 256
+    if isinstance(kernel, EMA):
+        log_decay, drive, read = (part.detach().double() for part in kernel.coefficients())
+        assert 0.02 < float((drive / torch.sqrt(1 - torch.exp(2 * log_decay))).abs().mean()) < 0.3
+    elif isinstance(kernel, S4D):
+        log_decay = kernel.coefficients()[0].detach().real.double()
+        read = torch.ones_like(log_decay)
+        stated = 1000  # steps from 0.001 to 0.1, real parts of -1/2: from 20 to 2,000 tokens
+    else:
+        assert isinstance(kernel, S5)
+        log_decay = -torch.exp(kernel.log_real + kernel.log_dt).detach().double()
+        read, stated = torch.ones_like(log_decay), 1000
+    slowest = log_decay.flatten().argmax()
+    assert -1 / log_decay.flatten()[slowest] >= stated / 2
+    response = read.flatten()[slowest] * torch.exp(log_decay.flatten()[slowest] * torch.tensor([0.0, stated]))
+    assert response[1].abs() >= 0.1 * response[0].abs() > 0
+
+
+def test_a_stated_memory_stays() -> None:
+    torch.manual_seed(0)
+    gated, paper = (SeqBoat(8, form=form, memory=64).ssm for form in ("gated", "paper"))
+    assert isinstance(gated, EMA) and isinstance(paper, EMA)
+    torch.testing.assert_close(gated.coefficients()[0], paper.coefficients()[0])
+    torch.testing.assert_close(gated.coefficients()[1].abs(), 0.2 * paper.coefficients()[1].abs())
+    started = SeqBoat(8, form="gated", init="paper").ssm
+    assert isinstance(started, EMA)
+    assert (-1 / started.coefficients()[0]).max() < 10

@@ -30,6 +30,8 @@ from seqboat.ssm.diagonal import SSMConfig
 from seqboat.ssm.ema import EMA, EMAConfig
 
 InitName = Literal["scaled", "paper"]
+GATED_MEMORY, GATED_DRIVE = 256, 0.2
+"""Longest time constant of a fresh layer of the gated form, and what its drive is multiplied by."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,6 +200,9 @@ class SeqBoat(RecurrentMixer):
         skip of the state-space layer    1: a token starts out as itself
         gamma of the moving average      N(0, 0.25): a token stays recognizable beside its neighbors
         router                           every token active
+
+        In the gated form a moving average without a memory of its own gets one of 256 tokens. Its drive is a fifth of
+        what keeps the variance of white noise: what is not asked for yet stays small beside the token itself.
         """
         gau = self.sma.units["gau"]
         assert isinstance(gau, GAU)
@@ -207,6 +212,10 @@ class SeqBoat(RecurrentMixer):
         nn.init.ones_(self.ssm.skip)
         if isinstance(self.ssm, EMA):
             self.ssm.gamma.mul_(0.25)
+            if self.config.form == "gated":
+                if self.ssm.memory is None:
+                    self.ssm.spread(GATED_MEMORY)
+                self.ssm.beta.mul_(GATED_DRIVE)
 
     def closing_norm(self) -> nn.Module | None:
         return make_norm(self.config.norm, self.d_model) if self.config.prenorm else None

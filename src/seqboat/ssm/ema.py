@@ -33,7 +33,8 @@ class EMAConfig(SSMConfig):
     """Averages per channel (the paper's h)."""
     memory: int | None = None
     """Longest time constant at the start: time constants from 2 to this many tokens, and a drive under which a rare
-    event keeps its size. None: the paper's initial values, which forget after about four tokens."""
+    event keeps its size. None: the paper's initial values, which forget after about four tokens;
+    in a SeqBoat layer of the gated form, 256."""
     truncation: int | None = None
     """Number of taps after which the kernel is cut."""
     block: int = BLOCK
@@ -95,11 +96,11 @@ class EMA(DiagonalSSM):
         for parameter in (self.gamma, self.skip):
             nn.init.trunc_normal_(parameter, std=1.0, a=-2.0, b=2.0)
         if self.memory is not None:
-            self._spread(self.memory)
+            self.spread(self.memory)
 
     @torch.no_grad()
-    def _spread(self, memory: int) -> None:
-        """Time constants from 2 tokens to the memory."""
+    def spread(self, memory: int) -> None:
+        """Start with time constants from 2 tokens to the memory."""
         exponent = torch.linspace(math.log(2), math.log(max(memory, 2)), self.d_state, dtype=torch.float64)
         decay = torch.exp(-torch.exp(-exponent))
         rate = torch.sqrt(1 - decay)  # of the two factors whose product is 1 - q
