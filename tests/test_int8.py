@@ -25,7 +25,7 @@ from seqboat.export.int8 import (
 )
 from seqboat.run import Run
 from seqboat.text.generate import SamplingConfig, generate
-from seqboat.text.scoring import score, total
+from seqboat.text.score import score, total
 from seqboat.text.session import load_session, read, save_session, start
 from seqboat.training.checkpoint import MODEL, CheckpointStore
 

@@ -72,7 +72,7 @@ NEEDED: dict[str, Callable[[Path], None]] = {
 ELSEWHERE = {
     "deploy.md": "test_onnx.py",
     "README.md": "test_python_blocks_run",
-    "language-model.md": "test_generate.py",
+    "language-models.md": "test_text.py",
     "training.md": "test_plugins.py",
     "your-data.md": "test_tasks.py",
 }

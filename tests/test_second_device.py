@@ -29,7 +29,7 @@ from seqboat.retrofitting.model import retrofit
 from seqboat.run import Run
 from seqboat.tasks import TASKS
 from seqboat.text.generate import SamplingConfig, generate
-from seqboat.text.scoring import score
+from seqboat.text.score import score
 from seqboat.text.session import load_session, read, save_session, start
 from seqboat.training.checkpoint import MODEL, OPTIM, CheckpointStore
 from seqboat.training.evaluate import Streaming, Windows, evaluate

@@ -14,7 +14,7 @@ from seqboat.cli.parser import Count, Size
 
 if TYPE_CHECKING:
     from seqboat.run import Run
-    from seqboat.text.scoring import Scores
+    from seqboat.text.score import Scores
     from seqboat.training.evaluate import Streaming, Windows
 
 
@@ -210,7 +210,7 @@ def show_progress(done: int, batches: int) -> None:
 def score_files(run: str, files: Sequence[str], per_token: bool, chunk: int | None, shared: Shared) -> int:
     """Bits per byte of files by a language model; each is scored by itself, its first byte costs 8 bits."""
     from seqboat.run import Run
-    from seqboat.text.scoring import CHUNK, read_chunks, score, total
+    from seqboat.text.score import CHUNK, read_chunks, score, total
 
     for name in files:
         if name != "-" and not Path(name).is_file():

@@ -195,7 +195,7 @@ def measure(model: LanguageModel, text: bytes, what: str) -> float:
     """Bits per byte of a text."""
     import numpy as np
 
-    from seqboat.text.scoring import CHUNK, score, total
+    from seqboat.text.score import CHUNK, score, total
 
     ids = np.frombuffer(text, np.uint8)
     shows = sys.stderr.isatty()

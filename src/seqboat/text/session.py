@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from seqboat.core.checks import check_positive, require
-from seqboat.core.state import check_state, concat_rows, map_state, rebuild, select_rows, tensors
+from seqboat.core.state import check_state, rebuild, tensors
 from seqboat.data.files import replacing
 from seqboat.models.backbone import BackboneState
 from seqboat.models.heads import LanguageModel
@@ -70,21 +70,6 @@ def start(model: LanguageModel, batch: int = 1) -> Session:
         torch.zeros(batch, vocab, dtype=torch.bool, device=weight.device),
         torch.full((batch, TAIL), -1, dtype=torch.int64, device=weight.device),
     )
-
-
-def copy_session(session: Session) -> Session:
-    """A session that may be overwritten without changing this one."""
-    return map_state(Tensor.clone, session)
-
-
-def select_sessions(session: Session, rows: Sequence[int]) -> Session:
-    """Some texts of a session, in this order, each as often as it is named: a copy."""
-    return select_rows(session, torch.tensor(list(rows)))
-
-
-def concat_sessions(sessions: Sequence[Session]) -> Session:
-    """The texts of several sessions of one model in one."""
-    return concat_rows(sessions)
 
 
 @torch.no_grad()
@@ -149,34 +134,6 @@ def _as_ids(row: bytes | NDArray[Any], vocab: int, name: str) -> NDArray[Any]:
             f"{name} must hold token ids in 0..{vocab - 1}, got {low if low < 0 else high}",
         )
     return ids
-
-
-@torch.no_grad()
-def advance(
-    model: LanguageModel, session: Session, tokens: Tensor, mask: Tensor | None = None, inplace: bool = False
-) -> Session:
-    """Read one more token per sequence.
-
-    Args:
-        model: in eval mode.
-        session: what was read before.
-        tokens: (batch,) ids.
-        mask: (batch,), False for sequences that pause.
-        inplace: whether the session may be overwritten.
-    """
-    out = model.step(tokens, session.state, mask, inplace)
-    used, tail = session.used, session.tail
-    if not inplace:
-        used, tail = used.clone(), tail.clone()
-    index = tokens[:, None]
-    shifted = torch.cat([tail[:, 1:], index], dim=1)
-    if mask is None:
-        used.scatter_(1, index, True)
-        return Session(out.state, out.logits, used, tail.copy_(shifted))
-    rows = mask[:, None]
-    used.scatter_(1, index, used.gather(1, index) | rows)
-    logits = torch.where(rows, out.logits, session.logits)
-    return Session(out.state, logits, used, tail.copy_(torch.where(rows, shifted, tail)))
 
 
 # files

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import json
+import math
 import os
 import re
 import shlex
@@ -20,20 +22,35 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from lm_runs import lm_config, write_lm_run, write_run
+from lm_runs import TEXT, lm_config, with_task, write_lm_run, write_run
 from seqboat.cli.main import main
 from seqboat.core.state import state_bytes, tensors
 from seqboat.layers.gau import GAUConfig
+from seqboat.layers.policy import override_activation
 from seqboat.mixers import MegaConfig, SeqBoatConfig, TransformerConfig
 from seqboat.models.backbone import BackboneConfig, BackboneState
 from seqboat.models.heads import LanguageModel, LanguageModelOutput
 from seqboat.run import Run
 from seqboat.ssm.ema import EMAConfig
+from seqboat.tasks.diagnostics import RecallTaskConfig
 from seqboat.tasks.listops import ListOpsTaskConfig
-from seqboat.text.generate import Generation, generate, stream
-from seqboat.text.pieces import StopFinder, TextDecoder, unfinished
-from seqboat.text.sampling import SamplingConfig, choose, distribution, make_generators
-from seqboat.text.session import _spell, advance, load_session, read, save_session, start
+from seqboat.text.generate import (
+    Generation,
+    SamplingConfig,
+    StopFinder,
+    TextDecoder,
+    best_of,
+    choose,
+    distribution,
+    generate,
+    make_generators,
+    stream,
+    unfinished,
+)
+from seqboat.text.score import read_chunks, score, total
+from seqboat.text.session import load_session, read, save_session, start
+from seqboat.training.evaluate import Streaming, evaluate
+from seqboat.training.parallel import World
 
 ROOT = Path(__file__).parents[1]
 GREEDY = SamplingConfig(greedy=True)
@@ -103,19 +120,6 @@ def test_cached_is_uncached(name: str) -> None:
     assert len(set(b"".join(slow))) > 5, "the texts must not be all alike for this to mean anything"
 
 
-def test_hundreds_of_bytes_past_the_window() -> None:
-    """Every byte is the likeliest after all before it, as one whole pass scores them: 75 windows on."""
-    model = make_model()
-    results = generate(model, PROMPTS, max_new_bytes=600, sampling=GREEDY)
-    for prompt, result in zip(PROMPTS, results, strict=True):
-        head = prompt.encode()
-        text = torch.tensor([list(head + result.data)])
-        with torch.no_grad():
-            foreseen = model(text).logits[0].argmax(dim=-1)
-        assert len(result.data) == 600
-        assert bytes(foreseen[len(head) - 1 : -1].tolist()) == result.data
-
-
 def test_drawn_bytes_are_those_of_whole_passes() -> None:
     """With the same draws, scores from the state choose the same bytes as scores from nothing."""
     model = make_model()
@@ -144,14 +148,6 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
     assert twice[0] != twice[1]
     free = [generate(model, "a", max_new_bytes=30)[0].data for _ in range(2)]
     assert free[0] != free[1]
-
-
-def test_the_model_keeps_its_mode() -> None:
-    model = make_model().train()
-    texts = stream(model, "a", max_new_bytes=2)
-    assert model.training
-    list(texts)
-    assert model.training
 
 
 # sampling
@@ -306,7 +302,7 @@ def test_the_stop_string_is_never_shown() -> None:
 
 
 def test_rows_end_on_their_own() -> None:
-    """A row that met its stop string rests: its state stays, and the others continue as if alone."""
+    """A row that met its stop string leaves with its state, and the others continue as if alone."""
     model = make_model()
     free = generate(model, PROMPTS, max_new_bytes=40, sampling=GREEDY)
     stop = free[1].data[9:12]
@@ -383,9 +379,6 @@ def test_a_session_is_a_value() -> None:
     )
     for name, part in tensors(session):
         assert torch.equal(part, before[name]), name
-    stepped = advance(model, session, torch.tensor([65, 66]))
-    assert torch.equal(session.used, before["state.used"]) and int(stepped.used[1, 66]) == 1
-    assert stepped.tail.tolist() == [[*b"ne", 65], [*b"er", 66]]
 
 
 def test_prompts_may_come_in_parts() -> None:
@@ -414,15 +407,6 @@ def test_going_on_from_a_file(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
 
 
-def test_the_file_does_not_grow_with_the_text(tmp_path: Path) -> None:
-    model = make_model()
-    sizes = []
-    for length in (1, 500):
-        save_session(tmp_path / "state", read(model, start(model), [b"x" * length]), model)
-        sizes.append((tmp_path / "state").stat().st_size)
-    assert sizes[0] == sizes[1]
-
-
 def test_another_models_state_is_refused(tmp_path: Path) -> None:
     model = make_model()
     path = tmp_path / "state"
@@ -442,17 +426,6 @@ def test_another_models_state_is_refused(tmp_path: Path) -> None:
     for other in (make_model(seed=1), make_model(layers=1), changed, wider):
         with pytest.raises(ValueError, match=r"state is the state of another model"):
             load_session(path, other)
-
-
-def test_states_outlive_new_settings() -> None:
-    """What a later version adds, at its default, does not make another model of an old one."""
-    old = dataclasses.make_dataclass("Settings", [("width", int), ("kind", str, "a")], frozen=True)
-    more: list[Any] = [("width", int), ("kind", str, "a"), ("inner", Any, old(1)), ("new", bool, False)]
-    new = dataclasses.make_dataclass("Settings", more, frozen=True)
-    assert _spell(old(3)) == _spell(new(3)) == "Settings(width=3)"
-    assert (
-        _spell(new(3, "b", old(2), True)) == "Settings(width=3, kind='b', inner=Settings(width=2), new=True)"
-    )
 
 
 def test_damaged_state_files_are_named(tmp_path: Path) -> None:
@@ -584,23 +557,6 @@ def test_text_from_the_command_line(
     assert capsys.readouterr().out == want.text[: want.text.index(stop)]
 
 
-def test_options_that_shape_the_draw(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = Run(run).language_model
-    base = ["generate", str(run), "--prompt", "schön", "--max-new-bytes", "50", "--seed", "5"]
-    found = []
-    for words, fields in (
-        ([], {}),
-        (["--min-p", "0.5"], {"min_p": 0.5}),
-        (["--repetition-penalty", "1.5"], {"repetition_penalty": 1.5}),
-        (["--top-p", "0.3"], {"top_p": 0.3}),
-    ):
-        (want,) = generate(model, "schön", max_new_bytes=50, sampling=SamplingConfig(seed=5, **fields))  # type: ignore[arg-type]
-        assert main([*base, *words]) == 0
-        found.append(capsys.readouterr().out)
-        assert found[-1] == want.text
-    assert len(set(found)) == 4
-
-
 def test_a_document_goes_on_later(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = Run(run).language_model
     (want,) = generate(model, "Zeilen", max_new_bytes=60, sampling=GREEDY)
@@ -694,11 +650,11 @@ def test_what_cannot_be_generated(
 def test_the_guide_runs(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Commands and Python of docs/language-model.md, on a small model."""
+    """Commands and Python of docs/language-models.md, on a small model."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(run, tmp_path / "runs" / "lm")
     (tmp_path / "notes.txt").write_text("Some notes.\n", encoding="utf-8")
-    guide = ROOT / "docs" / "language-model.md"
+    guide = ROOT / "docs" / "language-models.md"
     blocks = re.findall(
         r"^```(console|python)\n(.*?)^```", guide.read_text("utf-8"), re.DOTALL | re.MULTILINE
     )
@@ -743,3 +699,227 @@ def test_ctrl_c(run: Path) -> None:
         process.stdout.read()
         assert process.stderr.read() == b"stopped\n"
         assert process.wait(60) == 130
+
+
+def test_an_override_in_the_middle_of_a_text_counts() -> None:
+    model = make_model()
+    texts = stream(model, "Of what", max_new_bytes=6, sampling=GREEDY)
+    next(texts)
+    with override_activation(model, active=False):
+        next(texts)
+        quiet = texts.session.state.layers[0].sma.spent
+        next(texts)
+        assert torch.equal(texts.session.state.layers[0].sma.spent, quiet), "no token may attend here"
+
+
+@pytest.mark.parametrize("name", ["transformer", "mega-chunk"])
+def test_texts_of_other_models_end_at_different_times(name: str) -> None:
+    """Memories that grow, and models without a lean step."""
+    model = make_model(name)
+    stop = [generate(model, PROMPTS[0], max_new_bytes=9, sampling=GREEDY)[0].data[4:6]]
+    together = generate(model, PROMPTS, max_new_bytes=20, sampling=GREEDY, stop=stop)
+    for prompt, found in zip(PROMPTS, together, strict=True):
+        assert found == generate(model, prompt, max_new_bytes=20, sampling=GREEDY, stop=stop)[0]
+    assert together[0].finish == "stop"
+
+
+def test_best_of_several_reads_the_prompt_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model()
+    calls: list[int] = []
+    forward = LanguageModel.forward
+
+    def counted(self: LanguageModel, tokens: torch.Tensor, *rest: object) -> object:
+        calls.append(tokens.numel())
+        return forward(self, tokens, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(LanguageModel, "forward", counted)
+    sampling = SamplingConfig(seed=3)
+    found = best_of(model, "A prompt", 5, max_new_bytes=10, sampling=sampling)
+    assert calls == [len("A prompt")]
+    bits = [one.bits_per_byte for one in found]
+    assert bits == sorted(bits) and len({one.generation.data for one in found}) == 5
+    # text r draws with the seed + r, so they are those of five calls
+    alone = [
+        generate(model, "A prompt", max_new_bytes=10, sampling=SamplingConfig(seed=3 + r))[0]
+        for r in range(5)
+    ]
+    assert {one.generation for one in found} == set(alone)
+    # the bits are what scoring the text says
+    best = found[0]
+    text = np.frombuffer(b"A prompt" + best.generation.data, np.uint8)
+    (scores,) = score(model, [text])
+    assert best.bits_per_byte == pytest.approx(float(scores.bits[-10:].mean()), rel=1e-5)
+    two = generate(model, ["A", "B"], n=2, max_new_bytes=4, sampling=SamplingConfig(seed=0))
+    assert len(two) == 4
+    assert two[2] == generate(model, "B", max_new_bytes=4, sampling=SamplingConfig(seed=2))[0]
+
+
+def test_several_texts_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = str(write_lm_run(tmp_path))
+    arguments = ["generate", run, "--prompt", "Ein", "--max-new-bytes", "8", "--seed", "5", "--n", "3"]
+    assert main(arguments) == 0
+    found = best_of(Run(run).language_model, "Ein", 3, max_new_bytes=8, sampling=SamplingConfig(seed=5))
+    shown = [
+        f"--- {i} of 3, {bits:.3f} bits per byte\n{text.text}\n" for i, (text, bits) in enumerate(found, 1)
+    ]
+    assert capsys.readouterr().out == "".join(shown)
+    for more, message in (
+        (["--save-state", str(tmp_path / "s")], "leave out --n"),
+        (["--n", "0"], "--n must be an integer >= 1, got 0"),
+    ):
+        assert main([*arguments, *more]) == 2
+        assert message in capsys.readouterr().err
+    assert main(["generate", run, "--prompt", "x", "--greedy", "--n", "2"]) == 2
+    assert "the same text every time" in capsys.readouterr().err and not (tmp_path / "s").exists()
+
+
+def test_a_state_with_the_wrong_number_of_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_lm_run(tmp_path)
+    model = Run(run).language_model
+    session = read(model, start(model), [b"Ein"])
+    less = session._replace(state=session.state._replace(layers=session.state.layers[:1]))
+    save_session(tmp_path / "state", less, model)
+    out = tmp_path / "out"
+    command = ["generate", str(run), "--load-state", str(tmp_path / "state"), "--save-state", str(out)]
+    assert main(command) == 2
+    shown, error = capsys.readouterr()
+    assert shown == "" and error.count("\n") == 1 and "state of another model" in error and not out.exists()
+    assert "they differ in session.state.layers.1." in error and len(error) < 400
+
+
+# scores
+
+DATA = TEXT.encode()[:300]
+
+
+@pytest.fixture
+def scorer(run: Path) -> LanguageModel:
+    return Run(run).language_model.double()
+
+
+def array(data: bytes) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return np.frombuffer(data, np.uint8)
+
+
+def test_bits_are_those_of_a_whole_pass(scorer: LanguageModel) -> None:
+    tokens = torch.tensor([list(DATA)])
+    with torch.no_grad():
+        out = scorer(tokens)
+    want = -out.logits[0, :-1].log_softmax(-1).gather(1, tokens[0, 1:, None]).squeeze(1) / math.log(2)
+    (got,) = score(scorer, [array(DATA)])
+    assert got.tokens.tolist() == list(DATA)
+    # nothing is known before the first byte
+    assert got.bits[0] == 8
+    torch.testing.assert_close(torch.from_numpy(got.bits[1:]), want)
+    for mine, routing in zip(got.active, out.routings, strict=True):
+        assert mine is not None and mine.tolist() == routing.active[0, :, 0].tolist()
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, 300, 1000])
+def test_chunks_do_not_matter(scorer: LanguageModel, chunk: int) -> None:
+    (whole,) = score(scorer, [array(DATA)])
+    parts = list(score(scorer, read_chunks(io.BytesIO(DATA), chunk)))
+    assert len(parts) == -(-len(DATA) // chunk)
+    np.testing.assert_allclose(np.concatenate([p.bits for p in parts]), whole.bits, rtol=1e-9)
+    one, two = total(parts), total([whole])
+    assert one.tokens == two.tokens == 300 and one.bits == pytest.approx(two.bits)
+    assert one.activation == two.activation
+
+
+def test_bits_are_lengths_of_a_code(scorer: LanguageModel) -> None:
+    """Over all bytes that could come next, 2^-bits adds up to one: Kraft's equality."""
+    costs = [total(score(scorer, [array(DATA[:20] + bytes([byte]))])).bits for byte in range(256)]
+    before = total(score(scorer, [array(DATA[:20])])).bits
+    assert sum(2.0 ** (before - bits) for bits in costs) == pytest.approx(1)
+
+
+def test_a_text_costs_what_evaluation_says(run: Path) -> None:
+    model, config = Run(run).language_model, Run(run).config
+    task = config.build_task()
+    text = task.text("test")
+    world = World(0, 1, torch.device("cpu"))
+    scored = evaluate(model, task, "test", world, batch_size=1, reading=Streaming(chunk=50))
+    sums = total(score(model.train(), [text]))
+    assert model.training
+    # evaluation leaves the first byte out
+    assert (sums.bits - 8) / (sums.tokens - 1) == pytest.approx(scored.metrics["bits"], abs=1e-6)
+
+
+def test_layers_without_a_router_and_texts_without_bytes(scorer: LanguageModel) -> None:
+    plain = LanguageModel(
+        BackboneConfig(mixer=TransformerConfig(heads=2, causal=True), d_model=8, num_layers=2, vocab=256)
+    )
+    (got,) = score(plain, [array(DATA)])
+    assert got.active == (None, None)
+    assert total([got, got]).activation == (None, None)
+    empty = total(score(scorer, [array(b"")]))
+    assert empty.bits_per_token is None and tuple(empty) == (0, 0.0, ())
+    with pytest.raises(ValueError, match=r"one-dimensional arrays of token ids, got float64 of shape \(2,\)"):
+        list(score(scorer, [np.zeros(2)]))  # type: ignore[list-item]
+
+
+def lines(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_files_are_scored_one_by_one(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two, none = tmp_path / "one", tmp_path / "two", tmp_path / "none"
+    one.write_bytes(DATA)
+    two.write_bytes(b"\xff\x00 any bytes \xfe")
+    none.write_bytes(b"")
+    assert main(["eval", str(run), str(one), str(two), str(none)]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    first, second, third = lines(captured.out)
+    model = Run(run).language_model
+    want = total(score(model, [array(DATA)]))
+    assert first["file"] == str(one) and first["bytes"] == 300
+    assert first["bits"] == pytest.approx(want.bits) and first["bits_per_byte"] == pytest.approx(
+        want.bits / 300
+    )
+    assert first["activation"] == list(want.activation)
+    # every file is a separate text
+    assert second["bits"] == pytest.approx(total(score(model, [array(two.read_bytes())])).bits)
+    assert third["bytes"] == 0 and third["bits_per_byte"] is None
+
+
+def test_every_byte(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(DATA)))
+    assert main(["eval", str(run), "-", "--per-token", "--chunk", "64"]) == 0
+    *tokens, summary = lines(capsys.readouterr().out)
+    assert bytes(line["byte"] for line in tokens) == DATA
+    assert [line["position"] for line in tokens] == list(range(300))
+    assert sum(line["bits"] for line in tokens) == pytest.approx(summary["bits"])
+    rates = [sum(line["active"][layer] for line in tokens) / 300 for layer in range(2)]
+    assert rates == pytest.approx(summary["activation"]) and summary["file"] == "-"
+
+
+def test_progress_on_a_terminal(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "text"
+    path.write_bytes(DATA)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert main(["eval", str(run), str(path), "--chunk", "200"]) == 0
+    captured = capsys.readouterr()
+    assert "text: 200 bytes, " in captured.err and captured.err.count("bits per byte") == 2
+    assert len(lines(captured.out)) == 1
+
+
+def test_what_cannot_be_scored(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = run.parent / "text.txt"
+    recall = RecallTaskConfig(vocab=16, length=24, pairs=2)
+    other = write_run(tmp_path / "other", with_task(lm_config(text), recall))
+    cases = [
+        ([str(run), str(tmp_path / "nowhere")], "nowhere is not a file"),
+        ([str(run), str(tmp_path)], f"{tmp_path} is not a file"),
+        ([str(run), "-", "-"], "standard input (-) can be read only once"),
+        ([str(run), str(text), "--chunk", "0"], "--chunk must be an integer >= 1, got 0"),
+        ([str(tmp_path / "none"), str(text)], "none is not the folder of a run"),
+        ([str(other), str(text)], "must be the run of a language model of bytes, got a language model of 16"),
+        ([str(run), str(text), "--device", "fast"], "--device must be auto, cpu or cuda, got 'fast'"),
+    ]
+    for arguments, message in cases:
+        assert main(["eval", *arguments]) == 2
+        captured = capsys.readouterr()
+        assert message in captured.err and captured.err.count("\n") == 1 and captured.out == ""
