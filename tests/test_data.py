@@ -758,7 +758,7 @@ def test_list_says_what_is_missing_and_how_to_get_it(
         (["prepare", "pathfinder16", "--from", "download"], "pathfinder16 is not distributed"),
         (["show", "text"], "contains no prepared data: run `seqboat paper data prepare text`"),
         (["show", "nothing"], "no task 'nothing' to show"),
-        (["show", "copy", "--index", "-1"], "--index must be from 0 to"),
+        (["show", "copy", "--index", "999999"], "--index must be from 0 to"),
         (["verify", "nothing"], "no data set 'nothing'"),
     ],
 )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -136,3 +138,12 @@ def test_the_configuration_has_a_name_of_its_own() -> None:
     from seqboat import hf
 
     assert hf.SeqBoatConfig is hf.SeqBoatModelConfig is not seqboat.SeqBoatConfig
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="needs fork and /proc")
+def test_hostile_files_of_every_kind() -> None:
+    """A few of the trials of `hostile.py`, in a process that holds nothing else."""
+    command = [sys.executable, str(Path(__file__).with_name("hostile.py")), "--count", "172"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and "172 trials" in done.stdout, done.stdout + done.stderr

@@ -14,7 +14,6 @@ import json
 import os
 import re
 import shutil
-import struct
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -34,8 +33,6 @@ KEPT_SKIPS = 100
 """Number of skipped records listed in a manifest; the rest are only counted."""
 _BUFFER = 1 << 20
 """Bytes of short sequences to collect before writing."""
-_HEADER = 128
-"""Fixed header size of our .npy files, so that the number of rows can be filled in at the end."""
 
 
 class MissingData(ValueError):
@@ -121,7 +118,15 @@ class ArrayWriter:
         self.row = row
         self.rows = 0
         self.file: BinaryIO = open(path, "wb")  # noqa: SIM115 - closed by `close`
-        self.file.write(b"\0" * _HEADER)
+        self._write_header()
+        self.begin = self.file.tell()
+        """where the rows begin"""
+
+    def _write_header(self) -> None:
+        # NumPy leaves room in it for any number of rows
+        shape, kind = (self.rows, *self.row), np.lib.format.dtype_to_descr(self.dtype)
+        fields = {"descr": kind, "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(self.file, fields)
 
     def append(self, rows: NDArray[np.generic]) -> None:
         """Add rows (n, *row)."""
@@ -135,26 +140,17 @@ class ArrayWriter:
     def truncate(self, rows: int) -> None:
         """Drop all rows after the first `rows`."""
         size = self.dtype.itemsize * int(np.prod(self.row, dtype=np.int64))
-        self.file.seek(_HEADER + rows * size)
+        self.file.seek(self.begin + rows * size)
         self.file.truncate()
         self.rows = rows
 
     def close(self) -> None:
         """Write the header and flush to disk."""
         self.file.seek(0)
-        self.file.write(_npy_header(self.dtype, (self.rows, *self.row)))
+        self._write_header()
         self.file.flush()
         os.fsync(self.file.fileno())
         self.file.close()
-
-
-def _npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
-    # NumPy pads its header to a multiple of 64 bytes too, but the length would depend on the number of rows
-    fields = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
-    text = repr(fields).encode("ascii")
-    room = _HEADER - len(np.lib.format.MAGIC_PREFIX) - 4
-    require(len(text) < room, f"array header too long: {fields}")
-    return np.lib.format.MAGIC_PREFIX + b"\x01\x00" + struct.pack("<H", room) + text.ljust(room - 1) + b"\n"
 
 
 class Staging:

@@ -171,7 +171,7 @@ def prepare(source: Source, staging: Staging, skips: Skips) -> Prepared:
 
 def _moments(clips: ArrayWriter, rows: NDArray[np.bool_]) -> tuple[float, float]:
     """Mean and std of the chosen clips, as fractions of full scale."""
-    samples = np.memmap(clips.path, clips.dtype, "r", offset=128, shape=(clips.rows, *clips.row))
+    samples = np.memmap(clips.path, clips.dtype, "r", offset=clips.begin, shape=(clips.rows, *clips.row))
     total = squares = 0.0
     numbers = np.flatnonzero(rows) if rows.any() else np.arange(clips.rows)
     for start in range(0, len(numbers), 256):
