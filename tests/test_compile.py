@@ -24,7 +24,7 @@ from seqboat.layers.gau import GAUConfig
 from seqboat.layers.seqboat import SeqBoat, SeqBoatConfig
 from seqboat.mixers import MIXERS
 from seqboat.models.backbone import BackboneConfig
-from seqboat.models.compile import compile_model, compile_step
+from seqboat.models.compile import compile_model
 from seqboat.models.heads import Classifier, LanguageModel
 from seqboat.ssm.ema import EMAConfig
 
@@ -284,40 +284,6 @@ def test_gradient_checkpointing_with_running_averages() -> None:
         results.append([value.clone() for value in found])
     for one, two in zip(*results, strict=True):
         torch.testing.assert_close(one, two)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("backend", "traced"),
-    [("aot_eager", False), ("aot_eager", True), pytest.param("inductor", True, marks=needs_compiler)],
-)
-def test_compiled_steps_are_the_same(backend: str, traced: bool) -> None:
-    # `compile_model` tells the compiler, for the whole process, to trace through sizes that depend on the data
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=traced, capture_scalar_outputs=traced):
-        _compare_compiled_steps(backend)
-
-
-def _compare_compiled_steps(backend: str) -> None:
-    torch._dynamo.reset()
-    mixer = SeqBoatConfig(
-        init="paper", causal=True, gau=GAUConfig(d_z=4, d_v=8, window=4, positions="rotary")
-    )
-    torch.manual_seed(0)
-    model = LanguageModel(BackboneConfig(mixer=mixer, d_model=8, num_layers=2, vocab=16)).eval()
-    tokens = torch.randint(0, 16, (3, 24))
-    with torch.no_grad():
-        expected = model(tokens).logits
-        compile_step(model, backend=backend)
-        state = model.backbone.init_state(3)
-        for i in range(tokens.shape[1]):
-            out = model.step(tokens[:, i], state)
-            state = out.state
-            torch.testing.assert_close(out.logits, expected[:, i], rtol=1e-5, atol=1e-5)
-
-
-def test_steps_to_compile_need_a_state() -> None:
-    with pytest.raises(ValueError, match="Linear has no layer with a step"):
-        compile_step(torch.nn.Linear(2, 2))
 
 
 @pytest.mark.slow

@@ -20,10 +20,10 @@ from transformers.utils import logging
 
 from published_cases import read, save_checkpoint, write_dictionaries
 from seqboat.cli.main import main
-from seqboat.compat.runs import import_run
 from seqboat.hf import SeqBoatForCausalLM
 from seqboat.own.task import ClassifyTaskConfig
 from seqboat.own.text import LMTextTaskConfig
+from seqboat.paper.checkpoints import import_run
 from seqboat.run import Run
 from seqboat.tasks import TASKS
 from seqboat.training.trainer import train

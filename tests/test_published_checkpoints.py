@@ -22,9 +22,9 @@ from published_cases import PublishedModel, read, real, save_checkpoint, setting
 from seqboat import compat
 from seqboat.cli import paper
 from seqboat.cli.main import main
-from seqboat.compat.checkpoints import read_checkpoint
-from seqboat.compat.runs import RECIPES, export_run, import_run
-from seqboat.data.pickles import load_pickle
+from seqboat.compat.checkpoint import read_checkpoint
+from seqboat.compat.pickles import load_pickle
+from seqboat.paper.checkpoints import RECIPES, export_run, import_run
 from seqboat.run import Run
 from seqboat.training.checkpoint import load_model_tensors
 
@@ -340,7 +340,7 @@ NAMES = [
     ("torch.hub", "load"),
     ("numpy", "load"),
     ("functools", "partial"),
-    ("seqboat.data.pickles", "load_pickle"),
+    ("seqboat.compat.pickles", "load_pickle"),
     ("fairseq.data.dictionary", "Dictionary"),
 ]
 
@@ -383,7 +383,7 @@ def test_nine_bytes_take_no_memory(wrapped: bool, tmp_path: Path) -> None:
     path, content = tmp_path / "a.pt", b"\x80\x04\x8c\xff\x8e\xff\xff\xff\xff"
     path.write_bytes(content) if not wrapped else save_pickle(path, b"\x80\x02X\xff\xff\xff\xff.")
     code = (
-        "import resource, sys; from pathlib import Path; from seqboat.data.pickles import load_pickle\n"
+        "import resource, sys; from pathlib import Path; from seqboat.compat.pickles import load_pickle\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "try: load_pickle(Path(sys.argv[1]))\n"
         "except ValueError as error: print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"

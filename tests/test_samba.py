@@ -13,7 +13,7 @@ from mixer_cases import assert_near, enliven
 from seqboat.mixers import MIXERS
 from seqboat.mixers.delta import GatedDeltaNet
 from seqboat.mixers.mamba2 import Mamba2
-from seqboat.mixers.window import WindowAttention, WindowAttentionConfig
+from seqboat.mixers.samba import WindowAttention, WindowAttentionConfig
 from seqboat.models.backbone import BackboneConfig
 from seqboat.models.heads import LanguageModel
 from seqboat.ops.positions import rotate

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from seqboat.layers.watch import dead_routers
     from seqboat.mixers import MIXERS
     from seqboat.models.backbone import Backbone, BackboneConfig
-    from seqboat.models.compile import compile_model, compile_step
+    from seqboat.models.compile import compile_model
     from seqboat.models.heads import Classifier, LanguageModel, Matcher
     from seqboat.ops.kernels import kernels, use_kernels, using_kernels
     from seqboat.plugins import load_plugin
@@ -98,7 +98,6 @@ _HOMES = {
     "activation": "layers.counts",
     "budget_loss": "layers.losses",
     "compile_model": "models.compile",
-    "compile_step": "models.compile",
     "compress": "layers.packing",
     "dead_routers": "layers.watch",
     "detach_state": "core.state",
@@ -166,7 +165,6 @@ __all__ = [
     "activation",
     "budget_loss",
     "compile_model",
-    "compile_step",
     "compress",
     "dead_routers",
     "detach_state",

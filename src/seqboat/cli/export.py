@@ -104,7 +104,7 @@ def to_hf(run: str, folder: Path, shared: Shared) -> int:
 
 def to_published(run: str, file: Path, data: Path | None, shared: Shared) -> int:
     """A checkpoint of the published implementation."""
-    from seqboat.compat.runs import export_run
+    from seqboat.paper.checkpoints import export_run
 
     done = export_run(run, file, data, shared.which)
     print(f"{done.file}: a checkpoint of the published implementation")

@@ -513,7 +513,7 @@ def import_published(
             f"{file} is a pickle: pass --unpickle to read it. Names outside of a short list are "
             "refused, and nothing in the file is run"
         )
-    from seqboat.compat.runs import import_run
+    from seqboat.paper.checkpoints import import_run
     from seqboat.training.checkpoint import CheckpointError
 
     try:

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from seqboat.compat.pickles import load_array
 from seqboat.core.checks import require, short
 from seqboat.data.files import open_regular
-from seqboat.data.pickles import load_array
 from seqboat.data.store import Skips
 
 # Dictionaries of fairseq (`dict.txt`): which token id stands for which symbol.

@@ -26,7 +26,7 @@ from seqboat.core.nn import init_linear
 from seqboat.core.padding import zero_padding
 from seqboat.core.settings import fill_in
 from seqboat.mixers.block import Block, BlockConfig, head_width, join_heads, split_heads
-from seqboat.mixers.fifo import Fifo, make_fifo, push, relative_shift, resize
+from seqboat.mixers.memory import Fifo, make_fifo, push, relative_shift, resize
 from seqboat.ops.functions import HIDDEN
 from seqboat.ops.precision import widen
 

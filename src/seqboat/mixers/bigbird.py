@@ -33,13 +33,7 @@ from seqboat.ops.precision import widen
 
 @dataclass(frozen=True, kw_only=True)
 class BigBirdConfig(BlockConfig):
-    """BigBird: attention in blocks to neighbors, a few global blocks and a few random ones.
-
-    >>> from seqboat.mixers import BigBirdConfig
-    >>> layer = BigBirdConfig().build(64)
-    >>> layer.name, layer.causal
-    ('BigBird', False)
-    """
+    """BigBird: attention in blocks to neighbors, a few global blocks and a few random ones."""
 
     directions: ClassVar[tuple[Direction, ...]] = ("bidirectional",)
 
@@ -83,13 +77,6 @@ class BigBird(Mixer):
         d_model: width of the tokens.
         config: settings; the defaults if not given.
         options: individual settings as keywords, fields of `BigBirdConfig`.
-
-    Calling it with x of shape (batch, time, d_model) returns a `MixerOutput` whose y has the same shape.
-
-    >>> import torch
-    >>> from seqboat.mixers import BigBird
-    >>> BigBird(16, heads=2, block_size=16)(torch.randn(2, 100, 16)).y.shape
-    torch.Size([2, 100, 16])
     """
 
     causal = False

@@ -30,13 +30,7 @@ EPS = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class GatedDeltaNetConfig(MatrixStateConfig):
-    """Gated DeltaNet: a memory per head in which a token overwrites the value under its key, with decay and gate.
-
-    >>> from seqboat.mixers import GatedDeltaNetConfig
-    >>> layer = GatedDeltaNetConfig().build(64)
-    >>> layer.name, layer.causal
-    ('GatedDeltaNet', True)
-    """
+    """Gated DeltaNet: a memory per head in which a token overwrites the value under its key, with decay and gate."""
 
     heads: int = 4
     """Heads, each with a memory of d_key by expand * d_key."""
@@ -62,13 +56,6 @@ class GatedDeltaNet(MatrixStateLayer):
         d_model: width of the tokens.
         config: settings; the defaults if not given.
         options: individual settings as keywords, fields of `GatedDeltaNetConfig`.
-
-    Calling it with x of shape (batch, time, d_model) returns a `MixerOutput` whose y has the same shape.
-
-    >>> import torch
-    >>> from seqboat.mixers import GatedDeltaNet
-    >>> GatedDeltaNet(16, heads=2)(torch.randn(2, 100, 16)).y.shape
-    torch.Size([2, 100, 16])
     """
 
     narrow = False

@@ -39,13 +39,7 @@ from seqboat.ssm.s4d import S4DConfig
 
 @dataclass(frozen=True, kw_only=True)
 class H3Config(Settings):
-    """H3: a shift and a diagonal state-space layer, multiplied with queries, keys and values; feed-forward block.
-
-    >>> from seqboat.mixers import H3Config
-    >>> layer = H3Config(causal=True).build(64)
-    >>> layer.name, layer.causal
-    ('H3', True)
-    """
+    """H3: a shift and a diagonal state-space layer, multiplied with queries, keys and values; feed-forward block."""
 
     shift: int = 64
     """Tokens that the shift layer remembers."""
@@ -76,13 +70,7 @@ class H3Config(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class H3HybridConfig(H3Config):
-    """H3 hybrid: H3 with attention in two layers of a stack, the second and the second of its latter half.
-
-    >>> from seqboat.mixers import H3HybridConfig
-    >>> layer = H3HybridConfig(causal=True).build(64)
-    >>> layer.name, layer.causal
-    ('H3', True)
-    """
+    """H3 hybrid: H3 with attention in two layers of a stack, the second and the second of its latter half."""
 
     heads: int = 4
     """Attention heads, each of width d_model / heads, which is 64 in the published models."""
@@ -179,13 +167,6 @@ class H3(RecurrentMixer):
         d_model: width of the tokens.
         config: settings; the defaults if not given.
         options: individual settings as keywords, fields of `H3Config`.
-
-    Calling it with x of shape (batch, time, d_model) returns a `MixerOutput` whose y has the same shape.
-
-    >>> import torch
-    >>> from seqboat.mixers import H3
-    >>> H3(16, causal=True, d_head=1)(torch.randn(2, 100, 16)).y.shape
-    torch.Size([2, 100, 16])
     """
 
     def __init__(self, d_model: int, config: H3Config | None = None, **options: Any) -> None:

@@ -29,13 +29,7 @@ SHARINGS = ("none", "heads", "keys")
 
 @dataclass(frozen=True, kw_only=True)
 class LinformerConfig(BlockConfig):
-    """Linformer: attention to a fixed number of learned projections of keys and values, in linear time.
-
-    >>> from seqboat.mixers import LinformerConfig
-    >>> layer = LinformerConfig().build(64)
-    >>> layer.name, layer.causal
-    ('Linformer', False)
-    """
+    """Linformer: attention to a fixed number of learned projections of keys and values, in linear time."""
 
     directions: ClassVar[tuple[Direction, ...]] = ("bidirectional",)
 
@@ -66,13 +60,6 @@ class Linformer(Mixer):
         d_model: width of the tokens.
         config: settings; the defaults if not given.
         options: individual settings as keywords, fields of `LinformerConfig`.
-
-    Calling it with x of shape (batch, time, d_model) returns a `MixerOutput` whose y has the same shape.
-
-    >>> import torch
-    >>> from seqboat.mixers import Linformer
-    >>> Linformer(16, heads=2, max_positions=256)(torch.randn(2, 100, 16)).y.shape
-    torch.Size([2, 100, 16])
     """
 
     causal = False

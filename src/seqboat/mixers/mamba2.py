@@ -29,13 +29,7 @@ D_HEAD = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Mamba2Config(MatrixStateConfig):
-    """Mamba-2: a state-space layer with decays, inputs and readouts that depend on the token, and a gate.
-
-    >>> from seqboat.mixers import Mamba2Config
-    >>> layer = Mamba2Config().build(64)
-    >>> layer.name, layer.causal
-    ('Mamba2', True)
-    """
+    """Mamba-2: a state-space layer with decays, inputs and readouts that depend on the token, and a gate."""
 
     d_state: int = 128
     """States per channel."""
@@ -61,13 +55,6 @@ class Mamba2(MatrixStateLayer):
         d_model: width of the tokens.
         config: settings; the defaults if not given.
         options: individual settings as keywords, fields of `Mamba2Config`.
-
-    Calling it with x of shape (batch, time, d_model) returns a `MixerOutput` whose y has the same shape.
-
-    >>> import torch
-    >>> from seqboat.mixers import Mamba2
-    >>> Mamba2(16, d_state=8)(torch.randn(2, 100, 16)).y.shape
-    torch.Size([2, 100, 16])
     """
 
     def __init__(self, d_model: int, config: Mamba2Config | None = None, **options: Any) -> None:

@@ -28,7 +28,7 @@ from seqboat.core.mixer import MixerOutput, RecurrentMixer, keep_rows
 from seqboat.core.nn import NORMS, FeedForward, Norm, NormName, init_linear, make_norm
 from seqboat.core.padding import Aligned, zero_padding
 from seqboat.core.settings import Settings, fill_in
-from seqboat.mixers.cache import Cache, append, extend, make_cache, seen_by_step
+from seqboat.mixers.memory import Cache, append, extend, make_cache, seen_by_step
 from seqboat.ops.attention import attend_groups
 from seqboat.ops.functions import ATTENTIONS, HIDDEN, AttentionName
 from seqboat.ops.positions import RelativeBias, RotaryBias
@@ -42,13 +42,7 @@ MEGA_POSITIONS = ("relative", "rotary")
 
 @dataclass(frozen=True, kw_only=True)
 class MegaConfig(Settings):
-    """MEGA: a moving average feeds gated single-head attention over the whole sequence; feed-forward block.
-
-    >>> from seqboat.mixers import MegaConfig
-    >>> layer = MegaConfig(causal=True).build(64)
-    >>> layer.name, layer.causal
-    ('Mega', True)
-    """
+    """MEGA: a moving average feeds gated single-head attention over the whole sequence; feed-forward block."""
 
     ema: EMAConfig = EMAConfig()
     """The moving average."""
@@ -101,13 +95,7 @@ class MegaConfig(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class MegaChunkConfig(MegaConfig):
-    """MEGA-chunk: MEGA whose attention is limited to chunks of the sequence, in linear time.
-
-    >>> from seqboat.mixers import MegaChunkConfig
-    >>> layer = MegaChunkConfig(causal=True).build(64)
-    >>> layer.name, layer.causal
-    ('Mega', True)
-    """
+    """MEGA-chunk: MEGA whose attention is limited to chunks of the sequence, in linear time."""
 
     chunk: int | None = 128
     """Tokens per chunk; None for attention among all tokens."""
@@ -128,13 +116,6 @@ class Mega(RecurrentMixer):
         d_model: width of the tokens.
         config: settings; the defaults if not given.
         options: individual settings as keywords, fields of `MegaConfig`.
-
-    Calling it with x of shape (batch, time, d_model) returns a `MixerOutput` whose y has the same shape.
-
-    >>> import torch
-    >>> from seqboat.mixers import Mega
-    >>> Mega(16, causal=True, d_z=16)(torch.randn(2, 100, 16)).y.shape
-    torch.Size([2, 100, 16])
     """
 
     def __init__(self, d_model: int, config: MegaConfig | None = None, **options: Any) -> None:

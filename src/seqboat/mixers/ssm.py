@@ -114,13 +114,7 @@ class SSMLayer(RecurrentMixer):
 
 @dataclass(frozen=True, kw_only=True)
 class S4DLayerConfig(SSMLayerConfig):
-    """S4D: a diagonal state-space kernel with complex states in each channel; no attention.
-
-    >>> from seqboat.mixers import S4DLayerConfig
-    >>> layer = S4DLayerConfig(causal=True).build(64)
-    >>> layer.name, layer.causal
-    ('S4D layer', True)
-    """
+    """S4D: a diagonal state-space kernel with complex states in each channel; no attention."""
 
     ssm: S4DConfig = S4DConfig()
     """The state-space core."""
@@ -131,13 +125,7 @@ class S4DLayerConfig(SSMLayerConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class S4LayerConfig(SSMLayerConfig):
-    """S4: a state-space kernel whose matrix is diagonal plus rank one (HiPPO-LegS); no attention.
-
-    >>> from seqboat.mixers import S4LayerConfig
-    >>> layer = S4LayerConfig(causal=True).build(64)
-    >>> layer.name, layer.causal
-    ('S4 layer', True)
-    """
+    """S4: a state-space kernel whose matrix is diagonal plus rank one (HiPPO-LegS); no attention."""
 
     ssm: S4Config = S4Config()
     """The state-space core."""
@@ -148,13 +136,7 @@ class S4LayerConfig(SSMLayerConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class S5LayerConfig(SSMLayerConfig):
-    """S5: one state-space system shared by all channels, run by a parallel scan; no attention.
-
-    >>> from seqboat.mixers import S5LayerConfig
-    >>> layer = S5LayerConfig(causal=True).build(64)
-    >>> layer.name, layer.causal
-    ('S5 layer', True)
-    """
+    """S5: one state-space system shared by all channels, run by a parallel scan; no attention."""
 
     ssm: S5Config = S5Config()
     """The state-space core."""
@@ -169,13 +151,7 @@ class S5LayerConfig(SSMLayerConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class LiquidS4LayerConfig(SSMLayerConfig):
-    """Liquid-S4: a diagonal state-space kernel that also responds to products of successive inputs; no attention.
-
-    >>> from seqboat.mixers import LiquidS4LayerConfig
-    >>> layer = LiquidS4LayerConfig(causal=True).build(64)
-    >>> layer.name, layer.causal
-    ('LiquidS4 layer', True)
-    """
+    """Liquid-S4: a diagonal state-space kernel that also responds to products of successive inputs; no attention."""
 
     ssm: LiquidS4Config = LiquidS4Config()
     """The state-space core."""

@@ -23,7 +23,7 @@ from seqboat.core.nn import FeedForward, Norm, init_linear, make_norm
 from seqboat.core.padding import zero_padding
 from seqboat.core.settings import fill_in
 from seqboat.mixers.block import BlockConfig, head_width, join_heads
-from seqboat.mixers.cache import Cache, append, extend, make_cache, seen_by_step
+from seqboat.mixers.memory import Cache, append, extend, make_cache, seen_by_step
 from seqboat.ops.positions import rotate
 
 TransformerPositions = Literal["absolute", "rotary", "relative", "none"]

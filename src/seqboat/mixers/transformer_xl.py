@@ -24,7 +24,7 @@ from seqboat.core.nn import init_linear
 from seqboat.core.padding import zero_padding
 from seqboat.core.settings import fill_in
 from seqboat.mixers.block import Block, BlockConfig, head_width, join_heads, split_heads
-from seqboat.mixers.fifo import Fifo, make_fifo, push, relative_shift
+from seqboat.mixers.memory import Fifo, make_fifo, push, relative_shift
 from seqboat.ops.functions import HIDDEN
 from seqboat.ops.positions import sinusoids
 from seqboat.ops.precision import widen
@@ -32,13 +32,7 @@ from seqboat.ops.precision import widen
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerXLConfig(BlockConfig):
-    """Transformer-XL: causal attention over a segment and a memory of earlier ones, relative positions.
-
-    >>> from seqboat.mixers import TransformerXLConfig
-    >>> layer = TransformerXLConfig().build(64)
-    >>> layer.name, layer.causal
-    ('TransformerXL', True)
-    """
+    """Transformer-XL: causal attention over a segment and a memory of earlier ones, relative positions."""
 
     directions: ClassVar[tuple[Direction, ...]] = ("causal",)
 
@@ -66,13 +60,6 @@ class TransformerXL(RecurrentMixer):
         d_model: width of the tokens.
         config: settings; the defaults if not given.
         options: individual settings as keywords, fields of `TransformerXLConfig`.
-
-    Calling it with x of shape (batch, time, d_model) returns a `MixerOutput` whose y has the same shape.
-
-    >>> import torch
-    >>> from seqboat.mixers import TransformerXL
-    >>> TransformerXL(16, heads=2)(torch.randn(2, 100, 16)).y.shape
-    torch.Size([2, 100, 16])
     """
 
     def __init__(self, d_model: int, config: TransformerXLConfig | None = None, **options: Any) -> None:

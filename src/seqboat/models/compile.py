@@ -13,9 +13,6 @@ import torch
 import torch._dynamo
 from torch import nn
 
-from seqboat.core.checks import require
-from seqboat.core.mixer import RecurrentMixer
-
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -40,25 +37,3 @@ def compile_model(model: Model, **options: Any) -> Model:
     """
     capture_active_tokens()
     return torch.compile(model, **{"dynamic": True, **options})  # type: ignore[return-value]
-
-
-def compile_step(model: Model, **options: Any) -> Model:
-    """Compile the decoding step of every layer; returns the same model.
-
-    A layer becomes two graphs, before and after the routing decision, so that sequences that skip attention still
-    cost nothing. On a CPU this does not pay off (docs/performance.md).
-
-    Args:
-        model: a model whose layers carry a state.
-        options: of torch.compile.
-
-    >>> from seqboat import LanguageModel, compile_step
-    >>> model = compile_step(LanguageModel(vocab=5, d_model=8, num_layers=1))   # compiled by the first step
-    """
-    layers = [module for module in model.modules() if isinstance(module, RecurrentMixer)]
-    inner = {part for layer in layers for part in layer.modules() if part is not layer}
-    outer = [layer for layer in layers if layer not in inner]
-    require(len(outer) > 0, f"{type(model).__name__} has no layer with a step to compile")
-    for layer in outer:
-        layer.advance = torch.compile(layer.advance, **options)  # type: ignore[method-assign]
-    return model

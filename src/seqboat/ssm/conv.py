@@ -25,12 +25,7 @@ from seqboat.ssm.ema import EMA, EMAConfig
 
 @dataclass(frozen=True, kw_only=True)
 class EMAConvConfig(EMAConfig):
-    """The moving average with a short convolution, which tells neighboring tokens apart.
-
-    >>> from seqboat import SeqBoat
-    >>> SeqBoat(32, ssm="ema-conv").ssm.conv
-    4
-    """
+    """The moving average with a short convolution, which tells neighboring tokens apart."""
 
     conv: int = 4
     """Taps of the short convolution: tokens that it sees on one side, the current one included."""
@@ -60,15 +55,6 @@ class EMAConv(EMA):
         config: settings; the defaults if not given.
         causal: one direction, or else two whose outputs are added.
         options: individual settings as keywords, fields of `EMAConvConfig`.
-
-    Calling it with x of shape (batch, time, d_model) returns a `MixerOutput` whose y has the same shape.
-
-    >>> import torch
-    >>> from seqboat.ssm.conv import EMAConv
-    >>> kernel = EMAConv(8, causal=True, d_state=4, conv=3)
-    >>> first = kernel(torch.randn(2, 100, 8))
-    >>> kernel(torch.randn(2, 50, 8), state=first.state).y.shape
-    torch.Size([2, 50, 8])
     """
 
     def __init__(

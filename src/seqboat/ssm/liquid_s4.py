@@ -42,13 +42,7 @@ LiquidKernel = Literal["kb", "pb"]
 
 @dataclass(frozen=True, kw_only=True)
 class LiquidS4Config(SSMConfig):
-    """A diagonal state-space layer that also responds to products of successive inputs.
-
-    >>> from seqboat import LiquidS4Config, SeqBoat
-    >>> layer = SeqBoat(32, ssm=LiquidS4Config(d_state=16))
-    >>> type(SeqBoat(32, ssm="liquid-s4").ssm) is type(layer.ssm)        # by name, with the defaults
-    True
-    """
+    """A diagonal state-space layer that also responds to products of successive inputs."""
 
     d_state: int = 64
     """Real states per channel: d_state / 2 conjugate pairs."""

@@ -49,13 +49,7 @@ PIECE = 64
 
 @dataclass(frozen=True, kw_only=True)
 class S4Config(SSMConfig):
-    """A state-space layer with a diagonal plus rank-one matrix.
-
-    >>> from seqboat import S4Config, SeqBoat
-    >>> layer = SeqBoat(32, ssm=S4Config(d_state=16))
-    >>> type(SeqBoat(32, ssm="s4").ssm) is type(layer.ssm)        # by name, with the defaults
-    True
-    """
+    """A state-space layer with a diagonal plus rank-one matrix."""
 
     d_state: int = 64
     """Real states per channel: d_state / 2 conjugate pairs."""

@@ -35,13 +35,7 @@ from seqboat.ssm.hippo import legs_modes
 
 @dataclass(frozen=True, kw_only=True)
 class S5Config(SSMConfig):
-    """A state-space layer with one system for all channels.
-
-    >>> from seqboat import S5Config, SeqBoat
-    >>> layer = SeqBoat(32, ssm=S5Config(d_state=16))
-    >>> type(SeqBoat(32, ssm="s5").ssm) is type(layer.ssm)        # by name, with the defaults
-    True
-    """
+    """A state-space layer with one system for all channels."""
 
     d_state: int = 256
     """Real states in all: d_state / 2 conjugate pairs."""

@@ -162,6 +162,10 @@ def use_kernels(name: KernelChoice = "torch", operation: str | None = None) -> N
 def using_kernels(name: KernelChoice, operation: str | None = None) -> Iterator[None]:
     """`use_kernels` inside a `with` block.
 
+    Args:
+        name: "torch" or "triton".
+        operation: "scan" or "attention"; both by default.
+
     >>> with using_kernels("torch"):
     ...     kernels()["attention"]["chosen"]
     'torch'

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from seqboat.compat.checkpoints import ARCHITECTURES, PublishedCheckpoint, read_checkpoint, write_checkpoint
+from seqboat.compat.checkpoint import ARCHITECTURES, PublishedCheckpoint, read_checkpoint, write_checkpoint
 from seqboat.compat.models import backbone_config, model_from_published, model_to_published
 from seqboat.core.checks import check_choice, require
 from seqboat.data.fairseq import (

@@ -1,7 +1,7 @@
 """Checkpoints of the published implementation, which are files of fairseq.
 
 A file holds the model's tensors (`model`) and the settings of its training (`args`, or `cfg` in later versions of
-fairseq). It is read by `data.pickles`, which runs nothing in it.
+fairseq). It is read by `compat.pickles`, which runs nothing in it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from seqboat.compat.pickles import load_pickle, load_tensors
 from seqboat.core.checks import require, short
 from seqboat.data.files import replacing
-from seqboat.data.pickles import load_pickle, load_tensors
 
 ARCHITECTURES = {
     "listop": "lra.listops",
