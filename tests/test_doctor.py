@@ -1,4 +1,4 @@
-"""`seqboat doctor`: what it finds right and wrong on a machine."""
+"""`seqboat doctor`: what it finds right and wrong on a doctor."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from seqboat import doctor
 from seqboat.cli.main import main
-from seqboat.doctor import examine, machine, operations
 from seqboat.ops import kernels
 from seqboat.ops.attention import Neighbors, banded
 from seqboat.ops.kernels import using_kernels
@@ -32,13 +32,13 @@ def failing_attention(q: Tensor, k: Tensor, v: Tensor, near: Neighbors) -> Tenso
 @pytest.fixture(autouse=True)
 def _few_cases(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Two small cases of every operation."""
-    found: dict[str, list[operations.Case]] = {}
-    for case in operations.cases():
+    found: dict[str, list[doctor.Case]] = {}
+    for case in doctor.cases():
         tokens = max(part.shape[0 if part.dim() < 3 else 1] for part in case.inputs.values() if part.dim())
         if tokens < 70:
             found.setdefault(case.operation, []).append(case)
     few = [case for some in found.values() for case in some[:2]]
-    monkeypatch.setattr(examine, "cases", lambda: iter(few))
+    monkeypatch.setattr(doctor, "cases", lambda: iter(few))
     before = dict(kernels.DISABLED)
     yield
     kernels.DISABLED.clear()
@@ -50,10 +50,9 @@ def register(monkeypatch: pytest.MonkeyPatch, function: str) -> None:
     monkeypatch.setattr(kernels, "_load", lambda name: kernel)
     monkeypatch.setattr(kernels, "missing", lambda: None)
     monkeypatch.setattr(kernels, "refuse", lambda x, **sizes: None)
-    few = [case for case in operations.cases() if case.operation == operation][:2]
-    monkeypatch.setattr(examine, "cases", lambda: iter(few))
-    monkeypatch.setattr(examine, "check_contract", lambda device: {})
-    monkeypatch.setattr(machine, "time_products", lambda device: {"float32": 1.0})
+    few = [case for case in doctor.cases() if case.operation == operation][:2]
+    monkeypatch.setattr(doctor, "cases", lambda: iter(few))
+    monkeypatch.setattr(doctor, "check_contract", lambda device: {})
 
 
 def test_a_sound_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,13 +71,13 @@ def test_a_sound_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert set(record["kernels"]) == set(kernels.OPERATIONS)
 
 
-@pytest.mark.parametrize("dtype", operations.BOUNDS)
+@pytest.mark.parametrize("dtype", doctor.BOUNDS)
 def test_every_case_agrees(dtype: torch.dtype) -> None:
     """All that `seqboat doctor` measures, or it calls a sound machine wrong."""
     wrong = {}
-    for case in operations.cases():
-        error = max(operations.measure(case, CPU, dtype))
-        if not error <= operations.BOUNDS[dtype]:
+    for case in doctor.cases():
+        error = max(doctor.measure(case, CPU, dtype))
+        if not error <= doctor.BOUNDS[dtype]:
             wrong[case.operation, case.name] = error
     assert not wrong
 
@@ -95,9 +94,9 @@ def test_a_wrong_kernel_is_named_and_replaced(
     )
     assert json.loads((tmp_path / "doctor.json").read_text())["wrong"] == ["attention"]
     # from now on torch computes it, even if the kernel is asked for
-    case = next(case for case in operations.cases() if case.operation == "attention")
+    case = next(case for case in doctor.cases() if case.operation == "attention")
     with using_kernels("triton", "attention"):
-        assert max(operations.measure(case, CPU, torch.float64)) < 1e-10
+        assert max(doctor.measure(case, CPU, torch.float64)) < 1e-10
         assert kernels.REFUSED["attention"].startswith("disagrees with the reference")
 
 
@@ -109,26 +108,26 @@ def test_a_kernel_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def test_every_operation_is_right_in_every_type_here() -> None:
-    assert [found for found in examine.examine(CPU) if found.wrong is not None] == []
+    assert [found for found in doctor.examine(CPU) if found.wrong is not None] == []
 
 
 def test_a_wrong_scan_in_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = operations._scan
+    right = doctor._scan
 
-    def wrong(made: operations.DiagonalSSM) -> operations.Call:
+    def wrong(made: doctor.DiagonalSSM) -> doctor.Call:
         run = right(made)
         return lambda **inputs: (run(**inputs)[0].nan_to_num() * 1.001, *run(**inputs)[1:])
 
-    monkeypatch.setattr(operations, "_scan", wrong)
-    monkeypatch.setattr(examine, "cases", operations._scans)
-    monkeypatch.setattr(examine, "TYPES", {"float32": torch.float32})
-    assert {found.wrong for found in examine.examine(CPU)} == {"scan"}
+    monkeypatch.setattr(doctor, "_scan", wrong)
+    monkeypatch.setattr(doctor, "cases", doctor._scans)
+    monkeypatch.setattr(doctor, "TYPES", {"float32": torch.float32})
+    assert {found.wrong for found in doctor.examine(CPU)} == {"scan"}
 
 
 def test_reports_name_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine.getpass, "getuser", lambda: "ada")
-    monkeypatch.setattr(machine.socket, "gethostname", lambda: "engine-1")
-    found = machine.anonymous(
+    monkeypatch.setattr(doctor.getpass, "getuser", lambda: "ada")
+    monkeypatch.setattr(doctor.socket, "gethostname", lambda: "engine-1")
+    found = doctor.anonymous(
         {"a": ["ada on engine-1 read /home/ada/x/y.txt (twice)", 1.5, None], "canada": True}
     )
     assert found == {"a": ["<name> on <name> read <path> (twice)", 1.5, None], "canada": True}
@@ -150,4 +149,4 @@ def test_a_user_that_the_system_does_not_know(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(pwd, "getpwuid", unknown)
     for name in ("HOME", "LOGNAME", "USER", "LNAME", "USERNAME"):
         monkeypatch.delenv(name, raising=False)
-    assert machine.anonymous("read /srv/data/a.txt") == "read <path>"
+    assert doctor.anonymous("read /srv/data/a.txt") == "read <path>"

@@ -21,8 +21,7 @@ def run(*, device: str | None = None, length: Size = 1024, json: Path | None = N
 
     from seqboat.core.checks import check_output
     from seqboat.data.files import write_json
-    from seqboat.doctor.examine import bench, check_contract, examine
-    from seqboat.doctor.machine import anonymous, describe_machine, slow_types, time_products
+    from seqboat.doctor import anonymous, bench, check_contract, describe_machine, examine
 
     if json is not None:
         check_output("--json", json)
@@ -42,12 +41,6 @@ def run(*, device: str | None = None, length: Size = 1024, json: Path | None = N
     for name, problem in contract.items():
         print(f"{name:<18} {'ok' if problem is None else f'WRONG: {problem}'}")
     broken = [name for name, problem in contract.items() if problem is not None]
-    products = time_products(place)
-    warned = slow_types(products)
-    print("\nmatrix products")
-    print(", ".join(f"{name} {1e6 * taken:.3g} us" for name, taken in products.items()))
-    for line in warned:
-        print(f"warning: {line}")
     speeds: dict[str, float] = {}
     if length:
         speeds = bench(place, length)
@@ -60,8 +53,6 @@ def run(*, device: str | None = None, length: Size = 1024, json: Path | None = N
             **machine,
             "operations": [found.as_record() for found in findings],
             "contract": contract,
-            "products_seconds": products,
-            "warnings": warned,
             "bench_seconds": speeds,
             "bench_length": length,
             "wrong": [*wrong, *broken],
