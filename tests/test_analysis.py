@@ -21,7 +21,6 @@ from seqboat.analysis.measures import (
     activation_curve,
     measure,
     measure_run,
-    place_bins,
 )
 from seqboat.analysis.traces import load_examples, sites, trace
 from seqboat.bench.cost import forward_products, linear_flops
@@ -261,22 +260,16 @@ class Loop:
         self.counts: list[float] = []
         self.spans: list[float] = []
         self.weighted: list[float] = []
-        self.filled: list[float] = []
-        self.final: list[float] = []
         self.blind = [0, 0]
-        self.parts = [[0, 0] for _ in range(BINS)]
-        self.places: dict[int, list[int]] = {}
         self.kinds: dict[int, list[int]] = {}
         self.probabilities = [[0, 0] for _ in range(BINS)]
 
-    def add(self, gau: GAU, layer: Any, attention: Any, kinds: Any, width: int, counted: Any) -> None:
+    def add(self, gau: GAU, layer: Any, attention: Any, kinds: Any, counted: Any) -> None:
         length = len(layer.active)
         some = [t for t in range(length) if counted[t]]
         for t in some:
             on = int(layer.active[t])
             for bins in (
-                self.parts[t * BINS // length],
-                self.places.setdefault(t // width, [0, 0]),
                 self.kinds.setdefault(int(kinds[t]), [0, 0]),
                 self.probabilities[min(int(np.float32(layer.probs[t]) * BINS), BINS - 1)],
             ):
@@ -285,7 +278,7 @@ class Loop:
         self.rates.append(sum(bool(layer.active[t]) for t in some) / len(some))
         self.counts.append(sum(bool(layer.active[t]) for t in some))
         positions = [t for t in range(length) if layer.active[t]]
-        distances, weighted, filled = [], [], []
+        distances, weighted = [], []
         for slot, here in enumerate(positions):
             if not counted[here]:
                 continue
@@ -299,41 +292,21 @@ class Loop:
             if any(weights):
                 pairs = zip(weights, apart, strict=True)
                 weighted.append(sum(w * d for w, d in pairs) / sum(weights))
-            window = gau.config.window
-            others = len([k for k in keys if k != slot])
-            if gau.config.span == "chunk":
-                filled.append(others / (window - 1))
-            elif gau.config.span == "memory":
-                filled.append(others / (window if gau.causal else window // 2 * 2))
-        for found, values in (
-            (self.spans, distances),
-            (self.weighted, weighted),
-            (self.filled, filled),
-        ):
+        for found, values in ((self.spans, distances), (self.weighted, weighted)):
             if values:
                 found.append(sum(values) / len(values))
-        window = gau.config.window
-        if gau.config.span == "memory":
-            self.final.append(min(len(positions), window) / window)
-        elif gau.config.span == "chunk":
-            last = [k for k in range(len(positions)) if k // window == (len(positions) - 1) // window]
-            self.final.append(len(last) / window)
 
     def check(self, found: LayerMeasures) -> None:
         assert_summary(found.rate, self.rates)
         assert_summary(found.active, self.counts)
         assert_summary(found.span, self.spans)
         assert found.blind == (tuple(self.blind) if self.blind[1] else None)
-        assert_summary(found.occupancy, self.filled)
-        assert_summary(found.final_occupancy, self.final)
         if self.weighted:
             wanted = summary_of(self.weighted)
             assert wanted is not None and found.weighted_span is not None
             # weights are in single precision
             assert found.weighted_span.mean == pytest.approx(wanted.mean, rel=1e-5)
-        assert [list(part) for part in found.by_part] == self.parts
         assert [list(part) for part in found.probabilities] == self.probabilities
-        assert {i: list(part) for i, part in enumerate(found.by_place) if part.total} == self.places
         assert {i: list(part) for i, part in enumerate(found.by_class) if part.total} == self.kinds
         assert found.counts.active == sum(self.counts)
 
@@ -360,9 +333,7 @@ def check_run(run: Path, split: Any = "val", reading: Windows | None = None, bat
             for layer, site in enumerate(found):
                 assert site is not None and site.gau is not None
                 attention = attention_weights(examples.model, kind, batch, layer)[0][half]
-                loops[layer].add(
-                    site.gau, sequence.layers[layer], attention, kinds, measures.place_width, counted
-                )
+                loops[layer].add(site.gau, sequence.layers[layer], attention, kinds, counted)
     assert measures.tokens == tokens and measures.examples == len(numbers)
     for loop, measured in zip(loops, measures.layers, strict=True):
         assert measured is not None
@@ -401,7 +372,7 @@ def test_measures_of_windows_leave_the_context_out(tmp_path: Path) -> None:
     measures = check_run(write_lm_run(tmp_path), "val", Windows(window=24, context=16))
     assert 11 * 8 < measures.tokens <= 12 * 8 and measures.task == "lmtext"
     layer = measures.layers[0]
-    assert layer.span.mean > 0 and sum(part.total for part in layer.by_place[:16]) < 12 * 8
+    assert layer.span.mean > 0 and layer.counts.total < 12 * 8 + 1
 
 
 def test_a_layer_that_never_attends(tmp_path: Path) -> None:
@@ -417,7 +388,6 @@ def test_a_layer_that_never_attends(tmp_path: Path) -> None:
         and found.weighted_span is None
         and found.confidence is None
     )
-    assert found.occupancy is None and found.final_occupancy == MeanStd(0.0, 0.0, 3)
 
 
 def test_cost_is_that_of_the_products(tmp_path: Path) -> None:
@@ -468,7 +438,7 @@ def test_a_record_is_plain_data_and_batches_do_not_matter(tmp_path: Path) -> Non
     assert calls[1:] == [(i, 4) for i in range(1, 5)]
     for a, b in zip(one.layers, other.layers, strict=True):
         assert a is not None and b is not None and b.weighted_span is None
-        assert a.by_part == b.by_part and a.by_class == b.by_class and a.cost == b.cost
+        assert a.by_class == b.by_class and a.cost == b.cost
     assert activation_curve(run / "step-1") == activation_curve(run)
 
 
@@ -496,7 +466,6 @@ def test_moments_and_bins() -> None:
     assert (
         found is not None and found.mean == 1e9 + 2 and found.std == pytest.approx((2 / 3) ** 0.5, rel=1e-9)
     )
-    assert place_bins(1) == (1, 1) and place_bins(33) == (2, 17) and place_bins(16384) == (512, 32)
 
 
 def test_tasks_say_what_their_tokens_are() -> None:

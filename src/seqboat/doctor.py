@@ -1,9 +1,9 @@
 """The doctor: is everything computed correctly on this machine, and how fast?
 
 Cases of every heavy operation, in odd sizes, each with a slow and obvious form. A case makes its inputs in float64;
-they are rounded to the type under test, the operation runs on the device in that type, and the obvious form on the CPU in
-float64 on the same rounded numbers. Outputs and the gradients of all inputs are compared. An implementation that
-disagrees is disabled: torch computes the operation from then on.
+they are rounded to the type under test, the operation runs on the device in that type, and the obvious form on the
+CPU in float64 on the same rounded numbers. Outputs and the gradients of all inputs are compared. What disagrees is
+disabled: torch computes the operation from then on.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What routers did on a whole split: rates, spans, memory occupancy and cost of every layer.
+"""What routers did on a whole split: rates, spans and cost of every layer.
 
 Section 5 of the paper asks how much attention a task needs; the decisions of the routers answer it.
 
@@ -45,9 +45,7 @@ from seqboat.training.loader import batches
 from seqboat.training.parallel import World
 
 BINS = 20
-"""Number of bins for relative positions, and for probabilities."""
-PLACES = 32
-"""Maximum number of bins for absolute positions."""
+"""Number of bins for probabilities."""
 CURVE_POINTS = 200
 """Maximum number of training points in an activation curve, besides evaluations."""
 
@@ -111,10 +109,6 @@ class LayerMeasures:
     """temperature of the router, if it has one"""
     probabilities: tuple[ActiveCount, ...]
     """tokens by probability of activation, BINS bins from 0 to 1"""
-    by_place: tuple[ActiveCount, ...]
-    """tokens by position, in bins of `place_width`"""
-    by_part: tuple[ActiveCount, ...]
-    """tokens by position relative to the length of the sequence, BINS bins"""
     by_class: tuple[ActiveCount, ...]
     """tokens by the kinds that the task defines"""
     span: MeanStd | None
@@ -123,10 +117,6 @@ class LayerMeasures:
     """the same, with keys weighted by attention; also None if not requested"""
     blind: ActiveCount | None
     """queries whose weights are all zero, which squared ReLU allows: their output is constant"""
-    occupancy: MeanStd | None
-    """fraction of the working memory in use at a query; None if unlimited"""
-    final_occupancy: MeanStd | None
-    """fraction of the working memory in use at the end of a sequence"""
     cost: LayerCost | None
     """None if FLOPs are not known for this kind of layer"""
     others: dict[str, ActiveCount]
@@ -152,8 +142,6 @@ class Measures:
     """metrics on these examples"""
     classes: tuple[str, ...]
     """the kinds of tokens"""
-    place_width: int
-    """width of a bin of absolute positions"""
     layers: tuple[LayerMeasures | None, ...]
     """None for layers without a router"""
     training: tuple[dict[str, Any], ...]
@@ -199,31 +187,26 @@ class _Tally:
 class _LayerSums:
     """The running sums of one layer."""
 
-    def __init__(self, site: Site, classes: int, places: int, place_width: int) -> None:
-        self.site, self.place_width = site, place_width
+    def __init__(self, site: Site, classes: int) -> None:
+        self.site = site
         self.rate, self.active = Moments(), Moments()
-        self.span, self.weighted, self.filled, self.final = (Moments() for _ in range(4))
+        self.span, self.weighted = Moments(), Moments()
         self.confidence = 0.0
         self.blind: list[int] = [0, 0]
-        self.probabilities, self.by_part = _Tally(BINS), _Tally(BINS)
-        self.by_place, self.by_class = _Tally(places), _Tally(classes)
+        self.probabilities, self.by_class = _Tally(BINS), _Tally(classes)
         self.others: dict[str, _Tally] = {}
         self.products = CostCounter(site)
 
     def add_tokens(self, layer: LayerTrace, classes: Numbers, counted: Flags) -> None:
         """Add the decisions for the counted tokens of one sequence."""
-        active, probs, length = layer.active[counted], layer.probs[counted], len(layer.active)
+        active, probs = layer.active[counted], layer.probs[counted]
         if not len(active):
             return
-        place = np.arange(length)
         self.rate.add(int(active.sum()) / len(active))
         self.active.add(float(active.sum()))
         self.confidence += float(probs[active].sum(dtype=np.float64))
         known = np.isfinite(probs)  # nan, from a model that diverged, is in no bin
         self.probabilities.add(np.minimum((probs[known] * BINS).astype(np.int64), BINS - 1), active[known])
-        self.by_part.add((place * BINS // length)[counted], active)
-        last = self.by_place.counts.shape[1] - 1
-        self.by_place.add(np.minimum(place // self.place_width, last)[counted], active)
         self.by_class.add(classes[counted], active)
         for other in layer.others:
             tally = self.others.setdefault(other.module, _Tally(1))
@@ -245,11 +228,6 @@ class _LayerSums:
             apart = apart[~apart.isnan()]
             if len(apart):
                 self.span.add(float(apart.mean()))
-            slots = gau.span.others
-            if slots:
-                self.filled.add(float(((end - first - 1)[asked].double() / slots).mean()))
-        if gau.span.others:
-            self.final.add(gau.span.remembered(count) / gau.window)
         if weighted and bool(asked.any()):
             means = weighted_distance(gau, tokens, position, weight)[asked]
             sighted = means[~means.isnan()]
@@ -259,7 +237,7 @@ class _LayerSums:
                 self.weighted.add(float(sighted.mean()))
 
     def measures(self) -> LayerMeasures:
-        active, total = (int(n) for n in self.by_part.counts.sum(axis=1))
+        active, total = (int(n) for n in self.by_class.counts.sum(axis=1))
         rate, count = self.rate.summary(), self.active.summary()
         assert rate is not None and count is not None
         gau = self.site.gau
@@ -272,14 +250,10 @@ class _LayerSums:
             confidence=self.confidence / active if active else None,
             temperature=self.site.temperature,
             probabilities=self.probabilities.per_bin(),
-            by_place=self.by_place.per_bin(),
-            by_part=self.by_part.per_bin(),
             by_class=self.by_class.per_bin(),
             span=self.span.summary(),
             weighted_span=self.weighted.summary(),
             blind=ActiveCount(*self.blind) if self.blind[1] else None,
-            occupancy=self.filled.summary(),
-            final_occupancy=self.final.summary(),
             cost=self.products.cost(),
             others={name: tally.per_bin()[0] for name, tally in self.others.items()},
         )
@@ -314,7 +288,6 @@ def measure(
     world = World(0, 1, device or torch.device("cpu"))
     model.to(world.device).eval()
     found = sites(model)
-    width, places = place_bins(task.max_length if reading is None else reading.window)
     sums: list[_LayerSums | None] = []
     classes: tuple[str, ...] = ()
     totals: dict[str, Tensor] = {}
@@ -337,7 +310,7 @@ def measure(
                     counted = to_array(batch.targets[row, : len(counted)] != IGNORE)
                 classes, kinds = task.token_classes(sequence.inputs)
                 if not sums:
-                    sums = [site and _LayerSums(site, len(classes), places, width) for site in found]
+                    sums = [site and _LayerSums(site, len(classes)) for site in found]
                 sequences += 1
                 tokens += int(counted.sum())
                 for number, layer in enumerate(sequence.layers):
@@ -360,22 +333,9 @@ def measure(
         tokens=tokens,
         metrics=task.summarize(totals),
         classes=classes,
-        place_width=width,
         layers=tuple(None if mine is None else mine.measures() for mine in sums),
         training=(),
     )
-
-
-def place_bins(longest: int) -> tuple[int, int]:
-    """Width (a power of two) and number of the bins of absolute positions.
-
-    >>> place_bins(2000), place_bins(20)
-    ((64, 32), (1, 20))
-    """
-    width = 1
-    while width * PLACES < longest:
-        width *= 2
-    return width, -(-longest // width)
 
 
 def measure_run(

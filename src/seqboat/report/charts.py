@@ -64,33 +64,6 @@ def activation_charts(measures: Numbers, layers: Sequence[str]) -> dict[str, Cha
             ],
         }
     charts["class"] = _class_chart(measures, busy)
-    bins = len(busy[0][1]["by_part"])
-    charts["position"] = {
-        "type": "rows",
-        "title": "Activation by position",
-        "about": "Fraction of tokens that attend, from the beginning to the end of a sequence.",
-        "unit": "percent",
-        "xlabel": "position in the sequence, %",
-        "range": [0, 100],
-        "bins": [f"{100 * i // bins} to {100 * (i + 1) // bins} %" for i in range(bins)],
-        "rows": names,
-        "values": [[part["rate"] for part in layer["by_part"]] for _, layer in busy],
-    }
-    if any(layer["occupancy"] is not None for _, layer in busy):
-        charts["occupancy"] = {
-            "type": "bars",
-            "title": "Working memory in use",
-            "about": "Fraction of its slots that are filled when a query attends, and at the end of a sequence.",
-            "label": "layer",
-            "unit": "percent",
-            "most": 1,
-            "none": "never used",
-            "rows": names,
-            "series": [
-                {"name": title, "values": [value_in(layer, key, "mean") for _, layer in busy]}
-                for title, key in (("when a query attends", "occupancy"), ("at the end", "final_occupancy"))
-            ],
-        }
     return charts
 
 

@@ -198,7 +198,6 @@ LAYER_HEADS = {
     "memory": "how many activated tokens a query can see (the window)",
     "span": "mean distance, in tokens of the sequence, from a query to the keys it can see",
     "weighted span": "the same distance, weighted by attention",
-    "memory filled": "fraction of the memory that is in use when a query attends",
     "cost": "matrix products of the layer, relative to the same layer with all tokens active",
 }
 """What the columns of the table of layers mean."""
@@ -208,7 +207,7 @@ def _layer_table(measures: Numbers, layers: Sequence[str]) -> Html:
     rows = []
     for name, layer in zip(layers, measures["layers"], strict=True):
         if layer is None:
-            rows.append([name, "no router", *["-"] * 9])
+            rows.append([name, "no router", *["-"] * 8])
             continue
         rate = f"{spell(layer['rate']['mean'], 'percent')} ± {spell(layer['rate']['std'], 'percent')}"
         window = "all" if layer["window"] is None else spell(layer["window"])
@@ -228,7 +227,6 @@ def _layer_table(measures: Numbers, layers: Sequence[str]) -> Html:
                 window,
                 spell(value_in(layer, "span", "mean")),
                 spell(value_in(layer, "weighted_span", "mean")),
-                spell(value_in(layer, "occupancy", "mean"), "percent"),
                 spell(value_in(layer, "cost", "fraction"), "percent"),
             ]
         )
