@@ -154,6 +154,29 @@ def test_few_active_tokens_pay_for_the_gain_alone_and_too_late_for_being_there()
         torch.testing.assert_close(price(loss), expected * cost)
 
 
+def test_nothing_left_to_gain_is_no_gain() -> None:
+    """Where hardly any loss is left without attention, a share of it says nothing."""
+    model, x, _ = model_and_batch()
+    price = AttentionPrice(model, every=1)
+    for off, on in ((2.0, 2.0), (0.01, 0.0)):
+        model(x)
+        price(torch.tensor(on), off=lambda off=off: torch.tensor(off))  # type: ignore[misc]
+    assert price.gain == pytest.approx(0.3 * 0.01 / 0.2)
+
+
+def test_what_is_dropped_before_anything_is_gained_comes_back() -> None:
+    model, x, y = model_and_batch()
+    price = AttentionPrice(model)
+    with torch.no_grad():
+        for layer in price.layers:
+            layer.router.start_at(-0.5)
+    out = model(x)
+    assert not any(routing.active.any() for routing in out.routings)
+    loss = nn.functional.cross_entropy(out.logits, y)
+    want = sum(0.03 * (1 - 2 * routing.probs).mean() for routing in out.routings)
+    torch.testing.assert_close(price(loss), want)
+
+
 def test_a_resumed_price_continues() -> None:
     prices = []
     _, x, y = model_and_batch()
@@ -177,7 +200,7 @@ def test_a_resumed_price_continues() -> None:
             optimizer.step()
         prices.append([float(total.detach()), price.state_dict()])
     assert prices[0] == prices[1]
-    with pytest.raises(ValueError, match="lacks gain, level"):
+    with pytest.raises(ValueError, match="lacks first, gain, level"):
         price.load_state_dict({"calls": 3})
 
 

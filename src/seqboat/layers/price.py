@@ -28,6 +28,8 @@ FREE = 0.02
 """Gain up to which attention has no price."""
 MEMORY = 0.3
 """Weight of the last measurement in the running mean of the gain."""
+SOLVED = 0.1
+"""Part of the first loss with attention off below which a gain is worth less."""
 PULL, SPEED = 1.0, 0.02
 """How the price follows a rate: per unit of rate at once, and more with every call."""
 
@@ -39,8 +41,10 @@ class AttentionPrice:
 
         weight * max(0, gain - 0.02)  +  early, while more than `above` of the layer's tokens are active
 
-    gain is a running mean of 1 - loss / loss with attention off, measured on every `every`-th batch. Attention that
-    gains nothing after `deadline` calls pays `early` until it is off.
+    gain is a running mean of 1 - loss / loss with attention off, measured on every `every`-th batch; once the loss
+    with attention off is below a tenth of the first one, it is a share of that tenth. Until something is gained, a
+    layer with less than `above` active tokens is paid `early` to take more; attention that gains nothing after
+    `deadline` calls pays it until it is off.
 
     Args:
         model: holds the layers; it, or what wraps it, is what the loop calls.
@@ -91,6 +95,8 @@ class AttentionPrice:
         self.calls = 0
         self.gain = 0.0
         """running mean of what attention gains, as a share of the loss with attention off"""
+        self.first = 0.0
+        """the first loss with attention off"""
         self.level: Tensor | float = 0.0
         """the part of the price by which the rate is kept"""
         for layer in self.layers:
@@ -160,7 +166,8 @@ class AttentionPrice:
         with_it, without_it = pair.tolist()
         if without_it == 0 or not (math.isfinite(with_it) and math.isfinite(without_it)):
             return
-        now = max(0.0, (without_it - with_it) / max(abs(without_it), 1e-12))
+        self.first = self.first or abs(without_it)
+        now = max(0.0, (without_it - with_it) / max(abs(without_it), SOLVED * self.first))
         self.gain = now if self.calls == 0 else self.gain + MEMORY * (now - self.gain)
 
     def _follow(self, rate: Tensor) -> Tensor:
@@ -184,13 +191,14 @@ class AttentionPrice:
 
     def state_dict(self) -> dict[str, float]:
         """What a run that is resumed needs."""
-        return {"calls": self.calls, "gain": self.gain, "level": float(self.level)}
+        return {"calls": self.calls, "gain": self.gain, "first": self.first, "level": float(self.level)}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Continue from `state_dict`."""
-        missing = {"calls", "gain", "level"} - set(state)
+        missing = {"calls", "gain", "first", "level"} - set(state)
         require(not missing, f"the state of an attention price lacks {', '.join(sorted(missing))}")
-        self.calls, self.gain, self.level = int(state["calls"]), float(state["gain"]), float(state["level"])
+        self.calls, self.gain = int(state["calls"]), float(state["gain"])
+        self.first, self.level = float(state["first"]), float(state["level"])
         self._set_window()
 
 

@@ -103,7 +103,7 @@ class Stepper:
         self.optimizer = build_optimizer(self.module, config.optimizer)
         self.modules = routed_modules(self.module)
         calls = config.schedule.steps * config.training.micro_batches(world.size)
-        self.price = AttentionPrice.of_gated(self.module, deadline=max(1, calls // 3))
+        self.price = AttentionPrice.of_gated(self.module, deadline=max(1, calls // 2))
         """what attention costs in the gated form"""
         for watch in watches(self.module).values():
             watch.warns = False  # the training loop reports dead routers itself
