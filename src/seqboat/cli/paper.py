@@ -483,6 +483,42 @@ def _show_plan(jobs: Sequence[Job]) -> None:
             print(f"settings of {title}: {source}")
 
 
+# does routing matter
+
+
+def routing(
+    *,
+    tasks: str = "recall-128,recall-256,adding-128",
+    arms: str = "gated,oracle,full,always,never,paper,paper-start,random,top-k",
+    seeds: Count = 5,
+    first_seed: int = 0,
+    quick: bool = False,
+    results: Path = Path("runs/routing/results.jsonl"),
+    out: Path = Path("routing.md"),
+) -> int:
+    """Train routers where a few tokens matter, and write a page: who finds them, and who decides on the same weights.
+
+    Args:
+        tasks: names with commas: recall-128, recall-256, recall-1024, recall-4096, layers-128, sym-256, mqar-128,
+            order-128, adding-128, easy-128, color-128, context-128.
+        arms: who decides, with commas: gated, oracle, full, always, never, paper, paper-start, random, shuffled,
+            top-k, labeled.
+        seeds: how many.
+        first_seed: the first one.
+        quick: one task, five arms and two seeds, in less than two minutes.
+        results: file with a line per run; runs that are in it are not repeated.
+        out: page to write.
+    """
+    from seqboat.paper.routing import QUICK, run_suite, write_page
+
+    numbers = range(first_seed, first_seed + (2 if quick else seeds))
+    chosen = (["recall-128"], list(QUICK)) if quick else (_names(tasks), _names(arms))
+    rows = run_suite(*chosen, numbers, results, print)
+    write_page(rows, out)
+    print(f"wrote {out} from {len(rows)} runs in {results}")
+    return 0
+
+
 # published checkpoints
 
 
@@ -535,6 +571,7 @@ VERBS = {
     "data show": (data_show, "print one example"),
     "run": (run_targets, "run tables and figures"),
     "page": (write_results, "write the page of results"),
+    "routing": (routing, "who finds the few tokens that matter"),
     "import": (import_published, "make a run of a published checkpoint"),
 }
 """The verbs, each a function with a line about it."""
