@@ -524,28 +524,6 @@ class Server:
         except OSError:
             pass
 
-    def drips(self, handler: BaseHTTPRequestHandler) -> None:
-        """Sends a byte now and then, never long enough apart for a time-out."""
-        start = self.start_of(handler)
-        self.send(
-            handler, 206 if start else 200, b"", length=len(CONTENT) - start, Content_Range=f"bytes {start}-"
-        )
-        self.trickle(handler, CONTENT[start:])
-
-    def stammers(self, handler: BaseHTTPRequestHandler) -> None:
-        """Sends its headers byte by byte."""
-        self.trickle(handler, b"HTTP/1.0 200 OK\r\n" + b"X-Header: and so on\r\n" * 90)
-
-    @staticmethod
-    def trickle(handler: BaseHTTPRequestHandler, content: bytes) -> None:
-        try:
-            for place in range(200):
-                handler.wfile.write(content[place : place + 1])
-                handler.wfile.flush()
-                time.sleep(0.05)
-        except OSError:
-            pass
-
     def missing(self, handler: BaseHTTPRequestHandler) -> None:
         handler.send_error(404)
 
@@ -649,18 +627,7 @@ def test_what_no_mirror_has_is_said_and_nothing_is_left(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("way", "message"), [("drips", "only .* bytes in"), ("stammers", "no answer within")]
-)
-def test_a_mirror_that_sends_byte_by_byte_is_given_up(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, message: str
-) -> None:
-    monkeypatch.setattr(downloads, "TIMEOUT", 0.3)
-    with pytest.raises(DownloadError, match=message):
-        download(remote(server, way), tmp_path)
-
-
-def test_without_a_hash_only_the_same_file_is_continued(server: Server, tmp_path: Path) -> None:
+def test_without_a_hash_nothing_is_continued(server: Server, tmp_path: Path) -> None:
     (tmp_path / ".file.bin.part").write_bytes(bytes(1000))
     assert get(remote(server, "good", digest=None, size=None), tmp_path) == CONTENT
     assert server.requests == [("/good", None)]

@@ -8,14 +8,12 @@ from __future__ import annotations
 import http.client
 import os
 import socket
-import threading
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from seqboat.console import Advance
 from seqboat.core.checks import require
@@ -30,9 +28,7 @@ ATTEMPTS = 5
 PAUSE = 1.0
 """Seconds before the second connection, doubled for each further one."""
 TIMEOUT = 30.0
-"""Seconds after which a connection that is silent or below MIN_RATE is dropped."""
-MIN_RATE = 1000
-"""Bytes per second."""
+"""Seconds after which a connection that is silent is dropped."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +47,6 @@ class RemoteFile:
 
 class DownloadError(Exception):
     """No mirror had the file; the message says what went wrong at each."""
-
-
-class _Slow(ConnectionError):
-    """A connection that is too slow."""
 
 
 class _Wrong(Exception):
@@ -101,7 +93,6 @@ def download(
         complaint = _from_mirror(url, remote, part, advance)
         if complaint is None:
             os.replace(part, final)
-            part.with_name(part.name + ".tag").unlink(missing_ok=True)
             return final
         complaints.append(f"{url}: {complaint}")
     raise DownloadError(f"{remote.name} could not be downloaded; " + "; ".join(complaints))
@@ -130,30 +121,23 @@ def _from_mirror(url: str, remote: RemoteFile, part: Path, advance: Advance) -> 
             if isinstance(error, urllib.error.URLError) and isinstance(error.reason, socket.gaierror):
                 return f"unknown host: {error.reason}"
             arrived = part.stat().st_size if part.exists() else 0
-            failures = 1 if arrived > before and not isinstance(error, _Slow) else failures + 1
+            failures = 1 if arrived > before else failures + 1
             if failures >= ATTEMPTS:
-                return str(error) if isinstance(error, _Slow) else f"{type(error).__name__}: {error}"
+                return f"{type(error).__name__}: {error}"
             time.sleep(min(PAUSE * 2 ** (failures - 1), 60))
 
 
 def _fetch(url: str, remote: RemoteFile, part: Path, advance: Advance) -> None:
-    """One connection: append what is missing."""
-    have = part.stat().st_size if part.exists() else 0
+    """One connection: append what is missing; without a hash only from the beginning."""
+    have = part.stat().st_size if part.exists() and remote.digest is not None else 0
     if have and have == remote.bytes:
         return
     headers = {"User-Agent": f"seqboat/{__version__}", "Accept-Encoding": "identity"}
-    tag_file = part.with_name(part.name + ".tag")
-    if have and remote.digest is None:
-        # without a hash, only the server can tell that both halves belong to the same file
-        known_url, _, tag = (tag_file.read_text() if tag_file.exists() else "").partition(" ")
-        have = have if known_url == url and tag else 0
-        headers["If-Range"] = tag
     if have:
         headers["Range"] = f"bytes={have}-"
-    else:
-        headers.pop("If-Range", None)
     try:
-        response = _open(urllib.request.Request(url, headers=headers))
+        request = urllib.request.Request(url, headers=headers)
+        response = urllib.request.urlopen(request, timeout=TIMEOUT)
     except urllib.error.HTTPError as error:
         if error.code == 416 and have:
             # the part is as long as the file or longer: start over
@@ -171,10 +155,7 @@ def _fetch(url: str, remote: RemoteFile, part: Path, advance: Advance) -> None:
         room = free_bytes(part.parent)
         if end is not None and end - have > room:
             raise _Wrong(f"needs {end - have:,} bytes, but {part.parent} has room for {room:,}")
-        if remote.digest is None and not have:
-            tag_file.write_text(f"{url} {response.headers.get('ETag', '')}")
         with open(part, "ab" if have else "wb") as file:
-            began, since = time.monotonic(), 0
             while chunk := response.read1(CHUNK):
                 if have == 0 and looks_like_html(chunk):
                     raise _Wrong("sent a web page instead of the file")
@@ -183,39 +164,10 @@ def _fetch(url: str, remote: RemoteFile, part: Path, advance: Advance) -> None:
                     raise _Wrong(f"sent more than the {limit:,} bytes expected")
                 file.write(chunk)
                 advance(len(chunk))
-                since += len(chunk)
-                if (waited := time.monotonic() - began) >= TIMEOUT:
-                    if since < MIN_RATE * waited:
-                        raise _Slow(f"only {since:,} bytes in {waited:.0f} seconds")
-                    began, since = time.monotonic(), 0
             file.flush()
             os.fsync(file.fileno())
         if have < (end or remote.bytes or 0):
             raise ConnectionError(f"connection closed after {have:,} of {end or remote.bytes:,} bytes")
-
-
-def _open(request: urllib.request.Request) -> Any:
-    """Send a request; the response must begin within twice the timeout, even if it arrives byte by byte."""
-    answer: list[Any] = []
-
-    def ask() -> None:
-        try:
-            answer.append(urllib.request.urlopen(request, timeout=TIMEOUT))
-        except Exception as error:
-            answer.append(error)
-
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(2 * TIMEOUT)
-    if not answer:
-        raise _Slow(f"no answer within {2 * TIMEOUT:.0f} seconds")
-    found = answer.pop()
-    if not isinstance(found, Exception):
-        return found
-    try:
-        raise found
-    finally:
-        del found  # otherwise this frame keeps the error and its connection alive
 
 
 def _starts_at(content_range: str | None, start: int) -> bool:
