@@ -147,3 +147,13 @@ def test_hostile_files_of_every_kind() -> None:
     command = [sys.executable, str(Path(__file__).with_name("hostile.py")), "--count", "172"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0 and "172 trials" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("safe", [False, True])
+def test_no_module_of_the_current_folder_is_run(safe: bool, tmp_path: Path) -> None:
+    for name in ("torch", "numpy", "json", "argparse", "rich", "safetensors", "yaml"):
+        (tmp_path / f"{name}.py").write_text("open('EXECUTED', 'w')\n")
+    command = [sys.executable, *(["-P"] if safe else []), "-m", "seqboat", "paper", "list", "tasks"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and "listops" in done.stdout, done.stderr
+    assert not (tmp_path / "EXECUTED").exists()
