@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gated_oracles import assert_same_with_gradients, convolved, in_double, normed, silu, with_block
 from mixer_cases import assert_near, enliven
+from oracles import assert_same_with_gradients, convolved, in_double, normed, silu, with_block
 from seqboat.core.nn import EPS
 from seqboat.mixers import MIXERS
 from seqboat.mixers.delta import GatedDeltaNet, GatedDeltaNetConfig

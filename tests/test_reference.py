@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import oracles  # noqa: F401 - kernels for the reference
 from mixer_cases import shrink
 from seqboat import reference
 from seqboat.layers.gau import GAU, GAUConfig

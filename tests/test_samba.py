@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gated_oracles import assert_same_with_gradients, normed, with_block
 from mixer_cases import assert_near, enliven
+from oracles import assert_same_with_gradients, normed, with_block
 from seqboat.mixers import MIXERS
 from seqboat.mixers.delta import GatedDeltaNet
 from seqboat.mixers.mamba2 import Mamba2

@@ -8,7 +8,7 @@ specifies: parameters come as a mapping from our names to tensors (`dict(layer.n
     section 3.2, listings 1 and 2    compress, extract
     section 3.3                      route, layer
     appendix A.2                     gau
-    appendix A.3                     ema, and the other kernels in `seqboat.ssm.reference`
+    appendix A.3                     ema; s4d beside it
     working memory, decoding         decode_step
 
 There is no padding: callers leave padding tokens out. Everything is as in evaluation: no dropout, no Gumbel noise.
@@ -17,7 +17,7 @@ There is no padding: callers leave padding tokens out. Everything is as in evalu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,9 +35,142 @@ from seqboat.layers.routers import (
     XMoEConfig,
 )
 from seqboat.layers.seqboat import SeqBoatConfig
-from seqboat.ssm.reference import Params, ssm, stack
-from seqboat.ssm.reference import ema as ema
-from seqboat.ssm.reference import s4d as s4d
+from seqboat.ssm.diagonal import SSMConfig
+from seqboat.ssm.ema import EMAConfig
+from seqboat.ssm.s4d import S4DConfig
+
+Params = Mapping[str, Tensor]
+
+
+# state-space kernels
+
+
+class Diagonal(NamedTuple):
+    """One direction of a diagonal state-space layer: s_t = q s_{t-1} + drive x_t, y_t = Re(read . s_t)."""
+
+    q: Tensor
+    """(dim, states)"""
+    drive: Tensor
+    """(dim, states)"""
+    read: Tensor
+    """(dim, states)"""
+
+
+def stack(tokens: Sequence[Tensor], like: Tensor) -> Tensor:
+    """Tokens to a sequence; an empty one has the width of `like`."""
+    return torch.stack(list(tokens)) if tokens else like.new_zeros(0, like.shape[-1])
+
+
+def recurrence(x: Tensor, layer: Diagonal, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Walk over (time, dim) token by token, without the skip; the output and the last state."""
+    if state is None:
+        state = torch.zeros_like(layer.q)
+    outputs = []
+    for token in x:
+        state = layer.q * state + layer.drive * token[:, None]
+        outputs.append((layer.read * state).sum(dim=-1).real)
+    return stack(outputs, x), state
+
+
+def taps(layer: Diagonal, count: int) -> list[Tensor]:
+    """The first taps (dim,) of the kernel: k[l] = Re(sum_n read drive q^l)."""
+    kernel, power = [], torch.ones_like(layer.q)
+    for _ in range(count):
+        kernel.append((layer.read * layer.drive * power).sum(dim=-1).real)
+        power = power * layer.q
+    return kernel
+
+
+def truncated(x: Tensor, kernel: Sequence[Tensor], history: Tensor | None) -> tuple[Tensor, Tensor]:
+    """y_t = sum over l of k[l] x_{t-l}, the kernel ending after its last tap; and the last inputs."""
+    past = len(kernel) - 1
+    inputs = list(x.new_zeros(past, x.shape[1]) if history is None else history)
+    outputs = []
+    for token in x:
+        inputs.append(token)
+        outputs.append(sum((k * inputs[-1 - lag] for lag, k in enumerate(kernel)), torch.zeros_like(token)))
+    return stack(outputs, x), stack(inputs[len(inputs) - past :], x)
+
+
+def run(
+    x: Tensor,
+    directions: Sequence[Diagonal],
+    skip: Tensor,
+    truncation: int | None,
+    state: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """K * x + D . x: one direction from left to right, a second one from right to left if there is one."""
+    outputs = []
+    after = None
+    for number, layer in enumerate(directions):
+        # the second direction reads the sequence backwards
+        sequence = x.flip(0) if number == 1 else x
+        if truncation is None:
+            y, last = recurrence(sequence, layer, state)
+        else:
+            y, last = truncated(sequence, taps(layer, truncation), state)
+        outputs.append(y.flip(0) if number == 1 else y)
+        after = last
+    y = sum(outputs, skip * x)
+    return y, after if len(directions) == 1 else None
+
+
+def ema_directions(params: Params) -> list[Diagonal]:
+    """MD-EMA: p = sigmoid(delta), q = 1 - p sigmoid(alpha), drive p beta, read gamma / sqrt(states)."""
+    directions = []
+    for delta, alpha, beta, gamma in zip(
+        params["delta"], params["alpha"], params["beta"], params["gamma"], strict=True
+    ):
+        p = torch.sigmoid(delta)
+        read = gamma / math.sqrt(gamma.shape[-1])
+        directions.append(Diagonal(1 - p * torch.sigmoid(alpha), p * beta, read))
+    return directions
+
+
+def s4d_directions(params: Params, rule: str = "zoh") -> list[Diagonal]:
+    """S4D: A = -exp(log_real) + i imag, q = exp(dt A), drive 1, read 2 C (q - 1) / A; or by the bilinear rule."""
+    directions = []
+    for log_dt, log_real, imag, c in zip(
+        params["log_dt"], params["log_real"], params["imag"], params["c"], strict=True
+    ):
+        pole = torch.complex(-torch.exp(log_real), imag)
+        dt = torch.exp(log_dt)[:, None]
+        q = torch.exp(pole * dt) if rule == "zoh" else (2 + dt * pole) / (2 - dt * pole)
+        inside = (q - 1) / pole if rule == "zoh" else 2 * dt / (2 - dt * pole)
+        read = 2 * torch.complex(c[..., 0], c[..., 1]) * inside
+        directions.append(Diagonal(q, torch.ones_like(q), read))
+    return directions
+
+
+def ema(
+    x: Tensor, params: Params, config: EMAConfig, state: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """MD-EMA over (time, dim); the parameters say whether there are one or two directions.
+
+    Returns:
+        (time, dim), and the state after the last token (None with two directions).
+    """
+    return run(x, ema_directions(params), params["skip"], config.truncation, state)
+
+
+def s4d(
+    x: Tensor, params: Params, config: S4DConfig, state: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """S4D over (time, dim), as `ema`; its states are complex."""
+    return run(x, s4d_directions(params, config.rule), params["skip"], config.truncation, state)
+
+
+KERNELS: dict[type[SSMConfig], Callable[..., tuple[Tensor, Any]]] = {EMAConfig: ema, S4DConfig: s4d}
+"""The loops of the kernels that the paper writes out."""
+
+
+def ssm(x: Tensor, params: Params, config: SSMConfig, state: Any = None) -> tuple[Tensor, Any]:
+    """The state-space kernel that a configuration names: its outputs, and its state if it is causal."""
+    require(type(config) in KERNELS, f"{type(config).__name__} has no reference")
+    return KERNELS[type(config)](x, params, config, state)
+
+
+# the layer
 
 
 class Decisions(NamedTuple):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from closeness import difference
 from seqboat.ops.kernels.triton_scan import Inputs, forward, scan_backward
-from seqboat.ssm.reference import Diagonal, run
+from seqboat.reference import Diagonal, run
 
 TOLERANCE = 2e-6
 
