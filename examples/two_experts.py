@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from seqboat import BudgetConfig, SparseModularActivation, activation, update_budgets
+from seqboat import BudgetConfig, SparseModularActivation, activation, extra_loss
 
 torch.manual_seed(0)
 d_model = 16
@@ -13,7 +13,7 @@ def feed_forward(width: int) -> nn.Module:
     return nn.Sequential(nn.Linear(d_model, width), nn.GELU(), nn.Linear(width, d_model))
 
 
-# At most one expert per token. The large one may process at most a tenth of the tokens; a controller steers the
+# At most one expert per token. The large one may process at most a tenth of the tokens; a term of the loss pulls the
 # small one to about half of them.
 experts = SparseModularActivation(
     {"small": feed_forward(16), "large": feed_forward(256)},
@@ -25,11 +25,11 @@ for _ in range(100):
     x = torch.randn(8, 64, d_model)
     # large inputs should be negated, small ones left alone
     wanted = torch.where(x.norm(dim=-1, keepdim=True) > 4.5, -x, x)
-    loss = (x + experts(x).y - wanted).square().mean()
+    out = experts(x)
+    loss = (x + out.y - wanted).square().mean() + (extra_loss(experts, [out.routing]) or 0)
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-    update_budgets(experts)  # the controller moves
 
 experts.eval()
 x = torch.randn(4, 200, d_model)

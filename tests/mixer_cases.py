@@ -12,14 +12,15 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
-from seqboat.core.mixer import Mixer, MixerOutput, RecurrentMixer, directions_of
+from seqboat.core.layout import Layout
+from seqboat.core.mixer import Mixer, MixerOutput, directions_of
 from seqboat.core.state import tensors
-from seqboat.layers.gau import GAUConfig
+from seqboat.layers.gau import GAUConfig, PositionsName
 from seqboat.layers.routers import (
     ROUTERS,
     AlwaysActiveConfig,
@@ -34,7 +35,7 @@ from seqboat.layers.seqboat import SeqBoatConfig
 from seqboat.layers.sma import SparseModularActivation
 from seqboat.mixers import MIXERS
 from seqboat.models.backbone import StackConfig
-from seqboat.ops.positions import POSITIONS
+from seqboat.ops.attention import rotate, turns
 from seqboat.ssm import SSMS, SSMConfig
 from seqboat.ssm.conv import EMAConvConfig
 from seqboat.ssm.ema import EMAConfig
@@ -97,7 +98,7 @@ def directions(config_class: Any) -> Iterable[tuple[str, Any]]:
         yield direction, replace(config, init="paper") if isinstance(config, SeqBoatConfig) else config
 
 
-class Stack(RecurrentMixer):
+class Stack(Mixer):
     """Layers one after the other, for mixers whose layers differ."""
 
     def __init__(self, layers: Sequence[Mixer]) -> None:
@@ -105,13 +106,12 @@ class Stack(RecurrentMixer):
         self.layers = nn.ModuleList(layers)
         self.d_model, self.causal = layers[0].d_model, layers[0].causal
 
-    def mix(self, x: Tensor, mask: Tensor | None, state: Any) -> MixerOutput:
-        return self._through(x, state, lambda layer, y, before: layer(y, mask, before))
+    def mix(self, x: Tensor, layout: Layout, state: Any) -> MixerOutput:
+        return self._through(x, state, lambda layer, y, before: layer(y, layout, before))
 
-    def advance(
-        self, x: Tensor, state: Any, mask: Tensor | None = None, inplace: bool = False
-    ) -> MixerOutput:
-        return self._through(x, state, lambda layer, y, before: layer.advance(y, before, mask, inplace))
+    def step(self, x: Tensor, state: Any) -> MixerOutput:
+        out = self._through(x, state, lambda layer, y, before: layer.step(y, before))
+        return out._replace(state=state)
 
     def _through(self, x: Tensor, state: Any, run: Callable[[Any, Tensor, Any], MixerOutput]) -> MixerOutput:
         states = []
@@ -120,8 +120,17 @@ class Stack(RecurrentMixer):
             states.append(after)
         return MixerOutput(x, tuple(states) if self.causal else None)
 
-    def make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> Any:
-        return tuple(layer.make_state(batch, dtype, device) for layer in self.layers)  # type: ignore[operator]
+    @property
+    def decodes(self) -> bool:
+        return all(layer.decodes for layer in self.layers)
+
+    def init_state(self, batch: int) -> Any:
+        return tuple(layer.init_state(batch) for layer in self.layers)  # type: ignore[operator]
+
+
+def turned(x: Tensor, position: Tensor) -> Tensor:
+    """Rotary embedding of (..., dim) at positions (...)."""
+    return rotate(x, turns(position, x.shape[-1], x.dtype))
 
 
 MADE: dict[tuple[Case, int], tuple[Mixer, Tensor]] = {}
@@ -320,7 +329,7 @@ FORMS = CASES + _variants()
 def is_recurrent(case: Case) -> bool:
     """Whether the mixer of a case carries a state."""
     mixer = case.build()
-    return isinstance(mixer, RecurrentMixer) and mixer.causal
+    return mixer.decodes
 
 
 CAUSAL_FORMS = [case for case in FORMS if case.build().causal]
@@ -369,7 +378,7 @@ def pairwise(options: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
 ROUTER_NAMES = tuple(ROUTERS)
 GRID = (
     ROUTER_NAMES,
-    tuple(POSITIONS),
+    get_args(PositionsName),
     ("softmax", "relu2", "laplace"),
     (1, 2, 5, 64),
     ("memory", "full", "chunk"),

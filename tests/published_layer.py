@@ -22,14 +22,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqboat.core.checks import require
-from seqboat.core.documents import Documents
-from seqboat.core.mixer import MixerOutput
-from seqboat.core.padding import zero_padding
-from seqboat.layers.gau import GAU
-from seqboat.layers.packing import Routing, compress, extract
+from seqboat.core.layout import Layout, clear
+from seqboat.core.mixer import MixerOutput, Routing
+from seqboat.layers.gau import GAU, ROTATES
 from seqboat.layers.seqboat import SeqBoat, SeqBoatConfig, SeqBoatState
-from seqboat.layers.spans import MemorySpan
-from seqboat.ops.functions import HIDDEN
+from seqboat.layers.sma import compress, extract
+from seqboat.ops.attention import HIDDEN, rotate, turns
 from seqboat.ssm.ema import EMA
 
 
@@ -40,7 +38,7 @@ class Published(SeqBoat):
         super().__init__(d_model, config)
         unit = self.sma.units["gau"]
         require(
-            isinstance(self.ssm, EMA) and isinstance(unit, GAU) and isinstance(unit.span, MemorySpan),
+            isinstance(self.ssm, EMA) and isinstance(unit, GAU) and unit.config.span == "memory",
             "the published layer is MD-EMA with a working memory: ssm must be an EMAConfig and gau.span 'memory'",
         )
         assert isinstance(unit, GAU) and isinstance(self.ssm, EMA)
@@ -51,25 +49,26 @@ class Published(SeqBoat):
     def mix(
         self,
         x: Tensor,
-        mask: Tensor | None,
+        layout: Layout,
         state: SeqBoatState | None,
-        documents: Documents | None = None,
     ) -> MixerOutput:
         require(
-            state is None and documents is None, "the published layer has no state and packs no documents"
+            state is None and layout.documents is None,
+            "the published layer has no state and packs no documents",
         )
-        branch = zero_padding(self.norm(x, mask), mask) if self.config.prenorm else x
-        hidden = zero_padding(self.drop(F.silu(self.average(branch))), mask)
+        mask = layout.mask
+        branch = clear(self.norm(x, mask), mask) if self.config.prenorm else x
+        hidden = clear(self.drop(F.silu(self.average(branch))), mask)
         active, probs = self.sma.router(hidden)
         if mask is not None:
-            active, probs = active & mask[..., None], zero_padding(probs, mask)
+            active, probs = active & mask[..., None], clear(probs, mask)
         routing = Routing(active, probs)
         packed, slot = compress(hidden, active[..., 0])
         attended = extract(self.attend(packed, slot), slot)
         branches = attended * routing.confidence.to(attended.dtype) + self.linear(hidden)
         y = F.silu((self.drop(branches) if self.causal else branches) + x)
         y = y if self.config.prenorm else self.norm(y, mask)
-        return MixerOutput(zero_padding(y, mask), None, routing)
+        return MixerOutput(clear(y, mask), None, routing)
 
     def drop(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.config.dropout, self.training) if self.config.dropout else x
@@ -118,11 +117,12 @@ class Published(SeqBoat):
         base = F.silu(F.linear(packed, unit.base.weight, unit.base.bias))
         z, gate, value = base.split([unit.d_z, unit.d_v, unit.d_v], dim=-1)
         query, key = (torch.addcmul(unit.beta[i], z, unit.gamma[i]) for i in (0, 1))
-        query, key = unit.positions.rotate(query, key, position)
-        scale = unit.function.scale(unit.d_z, unit.window)
+        if unit.config.positions in ROTATES:
+            turn = turns(position, unit.d_z, query.dtype)
+            query, key = rotate(query, turn), rotate(key, turn)
         # zeros beyond the active tokens of a sequence are no keys
         real = torch.arange(slots, device=slot.device) < (slot < slots).sum(dim=1, keepdim=True)
-        attended = self.local_attention(query * scale, key, value, position, real, count)
+        attended = self.local_attention(query * unit.scale, key, value, position, real, count)
         y = F.linear(gate * attended, unit.out.weight, unit.out.bias)
         return F.dropout(y, unit.dropout, self.training) if unit.dropout else y
 
@@ -131,10 +131,9 @@ class Published(SeqBoat):
     ) -> Tensor:
         """Attention of blocks to their neighboring blocks, the keys and values of which are copied together."""
         unit = self.unit[0]
-        span = unit.span
-        assert isinstance(span, MemorySpan)
+        left, right = unit.sides
         slots = query.shape[1]
-        size = max(span.left, 1)
+        size = max(left, 1)
         blocks = -(-slots // size)
         after = 0 if self.causal else 1
 
@@ -157,7 +156,7 @@ class Published(SeqBoat):
             whole = bias_matrix(unit.bias.table, time)
             index = split(position)[..., None] * time + look_around(position)[:, :, None]
             scores = scores + whole.view(-1)[index]
-        inside = (distance >= -span.left) & (distance <= span.right)
+        inside = (distance >= -left) & (distance <= right)
         scores = scores.masked_fill(~(inside & look_around(real)[:, :, None]), HIDDEN)
         weights = unit.function.weights(scores)
         if unit.config.attention_dropout:

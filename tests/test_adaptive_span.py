@@ -17,7 +17,7 @@ from against import around, by_head, check_against, enlarge
 from closeness import assert_same_numbers
 from seqboat import tasks
 from seqboat.core.state import state_bytes
-from seqboat.layers.losses import extra_loss
+from seqboat.layers.budget import extra_loss
 from seqboat.mixers import AdaptiveSpan, AdaptiveSpanConfig
 from seqboat.models.backbone import BackboneConfig
 from seqboat.models.heads import Classifier

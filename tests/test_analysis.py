@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lm_runs import write_lm_run, write_run
-from seqboat.analysis.attention import attention_weights, local_span, mean_distance
+from seqboat.analysis.attention import attention_weights, local_span, mean_distance, visible, weigh_slots
 from seqboat.analysis.measures import (
     BINS,
     LayerMeasures,
@@ -25,9 +25,9 @@ from seqboat.analysis.measures import (
 from seqboat.analysis.traces import load_examples, sites, trace
 from seqboat.bench.cost import forward_products, linear_flops
 from seqboat.layers.gau import GAU, GAUConfig
-from seqboat.layers.packing import pack
 from seqboat.layers.routers import AlwaysActiveConfig, GumbelConfig, SigmoidConfig, XMoEConfig
 from seqboat.layers.seqboat import SeqBoatConfig
+from seqboat.layers.sma import pack
 from seqboat.mixers.transformer import TransformerConfig
 from seqboat.models.backbone import BackboneConfig
 from seqboat.models.heads import Classifier
@@ -97,7 +97,7 @@ def test_weights_times_values_are_what_the_unit_attends(settings: dict[str, Any]
         query, key, value, gate = gau.project(tokens[mine], position)
         count = len(query)
         for part in (slice(None), slice(2, 5), slice(count // 2, count)):
-            first, end, weights = gau.weigh(query, key, position, part)
+            first, end, weights = weigh_slots(gau, query, key, position, part)
             attended = []
             for i, slot in enumerate(range(count)[part]):
                 keys = list(range(int(first[i]), int(end[i])))
@@ -446,7 +446,7 @@ def test_a_record_is_plain_data_and_batches_do_not_matter(tmp_path: Path) -> Non
 @pytest.mark.parametrize("window", [1, 6, 7])
 def test_the_span_of_a_sliding_window(window: int, causal: bool) -> None:
     gau = make_gau(causal, window=window)
-    first, end = gau.span.visible(torch.arange(60), 60)
+    first, end = visible(gau, torch.arange(60), 60)
     spans = mean_distance(torch.arange(60.0, dtype=torch.float64), first, end)
     others = [abs(key - 30) for key in loop_sees(gau, 60, 30) if key != 30]
     if not others:

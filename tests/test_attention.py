@@ -11,7 +11,18 @@ import torch
 from torch import Tensor
 
 from seqboat.ops import attention
-from seqboat.ops.attention import FUNCTIONS, AttentionName, Neighbors, Seen, attend, attend_groups, banded
+from seqboat.ops.attention import (
+    FUNCTIONS,
+    AttentionName,
+    Neighbors,
+    RelativeBias,
+    Seen,
+    attend,
+    attend_groups,
+    banded,
+    rotate,
+    turns,
+)
 
 KINDS: tuple[AttentionName, ...] = get_args(AttentionName)
 FAR = 1 << 30
@@ -301,3 +312,68 @@ def test_all_kinds_differ() -> None:
     results = [attend(inputs.q, inputs.k, inputs.v, inputs.seen, kind) for kind in KINDS]
     for one, other in itertools.combinations(results, 2):
         assert not torch.allclose(one, other)
+
+
+# positions
+
+
+def turn_by(x: Tensor, position: Tensor) -> Tensor:
+    return rotate(x, turns(position, x.shape[-1], x.dtype))
+
+
+def values(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def test_rotation_by_hand() -> None:
+    x = torch.tensor([[1.0, 0.0, 0.0, 2.0]], dtype=torch.float64)
+    one, hundredth = 3.0, 0.03
+    expected = [[math.cos(one), math.sin(one), -2 * math.sin(hundredth), 2 * math.cos(hundredth)]]
+    torch.testing.assert_close(
+        turn_by(x, torch.tensor([3])), torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-12
+    )
+
+
+def test_rotated_products_depend_on_the_distance_alone() -> None:
+    q, k = values(1, 8), values(2, 8)[1:]
+    for distance in (0, 1, 17, 400):
+        products = torch.stack(
+            [
+                (turn_by(q, torch.tensor([p])) * turn_by(k, torch.tensor([p + distance]))).sum()
+                for p in (0, 5, 1234, 1_000_000)
+            ]
+        )
+        # angles in float64 at position 1e6 have an error of about 1e-10
+        torch.testing.assert_close(products, products[:1].expand(4), rtol=0, atol=1e-8)
+    norms = turn_by(k, torch.tensor([999])).norm(dim=-1)
+    torch.testing.assert_close(norms, k.norm(dim=-1))
+
+
+def test_rotation_is_accurate_at_position_one_million() -> None:
+    x = values(1, 8)
+    position = torch.tensor([1_000_000])
+    exact = turn_by(x, position)
+    torch.testing.assert_close(turn_by(x.float(), position).double(), exact, rtol=0, atol=1e-6)
+    for i in range(4):
+        angle = math.fmod(1_000_000 * 10000.0 ** (-2 * i / 8), 2 * math.pi)
+        turned = x[0, 2 * i] * math.cos(angle) - x[0, 2 * i + 1] * math.sin(angle)
+        assert float(exact[0, 2 * i]) == pytest.approx(float(turned), abs=1e-8)
+
+
+def test_rotation_has_gradients() -> None:
+    position = torch.tensor([0, 3, 70])
+    assert torch.autograd.gradcheck(lambda x: turn_by(x, position), values(3, 4).requires_grad_())
+
+
+def test_relative_bias_is_clamped_at_its_ends() -> None:
+    bias = RelativeBias(2)
+    assert bias.table.shape == (5,)
+    with torch.no_grad():
+        bias.table.copy_(torch.arange(5.0))
+    distance = torch.tensor([[-100, -3, -2, -1], [0, 1, 2, 100]])
+    assert bias(distance).tolist() == [[0.0, 0.0, 0.0, 1.0], [2.0, 3.0, 4.0, 4.0]]
+    bias(distance).sum().backward()
+    assert bias.table.grad is not None and bias.table.grad.tolist() == [3.0, 1.0, 1.0, 1.0, 2.0]
+    assert RelativeBias(0)(distance).unique().numel() == 1
+    with pytest.raises(ValueError, match="max_distance must be an integer >= 0, got -1"):
+        RelativeBias(-1)

@@ -42,7 +42,7 @@ from seqboat.bench.setting import (
     parse_candidate,
 )
 from seqboat.cli.main import main
-from seqboat.layers.counts import activation
+from seqboat.core.mixer import activation
 from seqboat.layers.routers import TemperedSoftmax
 from seqboat.mixers import SeqBoat
 
@@ -90,7 +90,7 @@ def test_forced_rate_in_steps() -> None:
     assert isinstance(layer, SeqBoat)
     state, count = layer.init_state(4), torch.zeros(4)
     for _ in range(100):
-        _, state, routing = layer.step(torch.randn(4, 16), state, inplace=True)
+        _, state, routing = layer.step(torch.randn(4, 16), state)
         assert routing is not None
         count += routing.active[:, 0]
     assert count.tolist() == pytest.approx([30] * 4, abs=1)

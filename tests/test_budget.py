@@ -12,29 +12,28 @@ import torch
 from torch import Tensor, nn
 
 from closeness import assert_same_numbers
-from seqboat.core.padding import Aligned
-from seqboat.layers.budget import BudgetConfig, RevivalConfig, allowance, at_least, first_come, largest
+from seqboat.core.layout import Layout
+from seqboat.core.mixer import Routing
+from seqboat.layers.adapters import MixerUnit, PaddedUnit
+from seqboat.layers.budget import (
+    BudgetConfig,
+    allowance,
+    budget_loss,
+    extra_loss,
+    first_come,
+    largest,
+    rate_loss,
+)
 from seqboat.layers.gau import GAUConfig
-from seqboat.layers.losses import budget_loss, extra_loss
-from seqboat.layers.packing import Routing
-from seqboat.layers.policy import Policy, override_activation, policies, update_budgets
 from seqboat.layers.routers import (
-    ROUTERS,
     AlwaysActiveConfig,
-    ExpertChoiceConfig,
-    SigmoidRouter,
     TopKConfig,
-    set_training_step,
 )
 from seqboat.layers.seqboat import SeqBoat, SeqBoatConfig
-from seqboat.layers.sma import SparseModularActivation
-from seqboat.layers.steering import border_at_rate, rate_loss
-from seqboat.layers.units import MixerUnit, PaddedUnit
+from seqboat.layers.sma import SparseModularActivation, override_activation, sparse_layers
 from seqboat.models.backbone import BackboneConfig
 from seqboat.models.heads import Classifier, LanguageModel, Matcher
-from seqboat.recipes import RECIPES
 from seqboat.ssm.ema import EMAConfig
-from seqboat.training.settings_io import override as override_config
 
 WIDTH = 6
 LENGTHS = torch.tensor([23, 9, 1, 0])
@@ -50,16 +49,13 @@ def sparse(
     *,
     causal: bool = True,
     budget: BudgetConfig | None = None,
-    revival: RevivalConfig | None = None,
     router: Any = "sigmoid",
 ) -> SparseModularActivation:
     """Attention and linear maps in float64, with routers that want about half of the tokens."""
     torch.manual_seed(0)
     gau = GAUConfig(d_z=4, d_v=8, window=5, max_positions=12).build(WIDTH, causal)
     units = {"gau": gau, **{f"linear{i}": nn.Linear(WIDTH, WIDTH) for i in range(1, modules)}}
-    sma = SparseModularActivation(
-        units, WIDTH, router, budget=budget, revival=revival, start_active=False
-    ).double()
+    sma = SparseModularActivation(units, WIDTH, router, budget=budget, start_active=False).double()
     for parameter in sma.router.parameters():
         nn.init.normal_(parameter)
     if hasattr(sma.router, "logits"):
@@ -112,24 +108,6 @@ def test_first_come(seed: int) -> None:
                 granted += grant
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_at_least(seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    wants = torch.rand(2, 17, 3, generator=generator) < 0.2
-    least = torch.randint(0, 2, (2, 17, 3), generator=generator).cumsum(dim=1)
-    got = at_least(wants, least, torch.ones(2, 17, 1, dtype=torch.bool))
-    for row in range(2):
-        for i in range(3):
-            taken = 0
-            for t in range(17):
-                take = bool(wants[row, t, i]) or taken < int(least[row, t, i])
-                assert bool(got[row, t, i]) == take
-                taken += take
-
-
-# caps
-
-
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("cap", [0.0, 0.1, 0.25, (0.5, 0.1), 1.0], ids=str)
 def test_caps_keep_the_most_confident_tokens(cap: float | tuple[float, ...], training: bool) -> None:
@@ -171,28 +149,21 @@ def test_caps_of_causal_layers_hold_for_every_prefix(cap: float | tuple[float, .
         assert (sofar <= share).all()
 
 
-LIMITS = {
-    "cap": (BudgetConfig(cap=(0.3, 0.2, 0.6)), RevivalConfig(), "sigmoid"),
-    "exclusive": (BudgetConfig(per_token=1), RevivalConfig(), "tempered-softmax"),
-    "both": (
-        BudgetConfig(cap=0.3, per_token=2, priority="order"),
-        RevivalConfig(floor=0.1),
-        "gumbel-softmax",
-    ),
-    "steered": (BudgetConfig(target=0.3, cap=0.4), RevivalConfig(noise=0.5, warmup_steps=3), "x-moe"),
-    "threshold": (BudgetConfig(cap=0.5), RevivalConfig(inactive_gradient=True), "threshold"),
-    "top-k": (BudgetConfig(), RevivalConfig(), TopKConfig(capacity=0.3)),
-    "expert-choice": (BudgetConfig(cap=0.4), RevivalConfig(), ExpertChoiceConfig(capacity=0.5)),
+LIMITS: dict[str, tuple[BudgetConfig, Any]] = {
+    "cap": (BudgetConfig(cap=(0.3, 0.2, 0.6)), "sigmoid"),
+    "exclusive": (BudgetConfig(per_token=1), "tempered-softmax"),
+    "both": (BudgetConfig(cap=0.3, per_token=2), "gumbel-softmax"),
+    "competing": (BudgetConfig(target=0.3, cap=0.4), "x-moe"),
+    "top-k": (BudgetConfig(), TopKConfig(capacity=0.3)),
 }
 every_limit = pytest.mark.parametrize("name", LIMITS)
 
 
 def limited(name: str) -> SparseModularActivation:
-    budget, revival, router = LIMITS[name]
-    sma = sparse(3, budget=budget, revival=revival, router=router)
-    for buffer in ("policy.shift", "router.border"):
-        if buffer in dict(sma.named_buffers()):
-            nn.init.normal_(sma.get_buffer(buffer), std=0.2)
+    budget, router = LIMITS[name]
+    sma = sparse(3, budget=budget, router=router)
+    if name == "top-k":
+        nn.init.normal_(sma.get_buffer("router.border"), std=0.2)
     return sma
 
 
@@ -200,19 +171,19 @@ def limited(name: str) -> SparseModularActivation:
 @pytest.mark.parametrize("cuts", [(0, 23), (0, 1, 2, 9, 9, 15, 23), tuple(range(24))], ids=len)
 def test_whole_pieces_and_steps_agree(name: str, cuts: tuple[int, ...]) -> None:
     sma, x, mask = limited(name), tokens(), real()
-    whole = sma(x, Aligned(mask))
+    whole = sma(x, Layout(mask))
     assert whole.routing.active.any()
     state, outputs, decisions = sma.init_state(4), [], []
     for start, end in itertools.pairwise(cuts):
-        y, state, routing = sma(x[:, start:end], Aligned(mask[:, start:end]), state)
+        y, state, routing = sma(x[:, start:end], Layout(mask[:, start:end]), state)
         outputs.append(y)
         decisions.append(routing.active)
     assert torch.cat(decisions, dim=1).equal(whole.routing.active)
     torch.testing.assert_close(torch.cat(outputs, dim=1), whole.y, rtol=0, atol=1e-10)
     assert state.spent.equal(whole.state.spent) and state.spent.equal(whole.routing.active.sum(dim=1))
-    one = sma.init_state(4)
+    whole, one = sma(x), sma.init_state(4)
     for t in range(TIME):
-        y, one, routing = sma.step(x[:, t], one, mask[:, t])
+        y, _, routing = sma.step(x[:, t], one)
         assert routing is not None and routing.active.equal(whole.routing.active[:, t])
         torch.testing.assert_close(y, whole.y[:, t], rtol=0, atol=1e-10)
     assert one.spent.equal(whole.state.spent)
@@ -232,20 +203,14 @@ def test_causal_layers_with_limits_stay_causal(name: str) -> None:
 
 @every_limit
 def test_limits_do_not_depend_on_batch_mates_or_padding(name: str) -> None:
-    budget, revival, router = LIMITS[name]
-    sma = sparse(3, causal=False, budget=budget, revival=revival, router=router)
+    budget, router = LIMITS[name]
+    sma = sparse(3, causal=False, budget=budget, router=router)
     x, mask = tokens(), real().flip(1)  # real tokens last
     whole = sma(x, mask)
     for row in range(4):
         alone = sma(x[row : row + 1, mask[row]])
         assert alone.routing.active[0].equal(whole.routing.active[row, mask[row]])
         torch.testing.assert_close(alone.y[0], whole.y[row, mask[row]], rtol=0, atol=1e-10)
-
-
-def test_in_order_also_in_training() -> None:
-    sma = sparse(budget=BudgetConfig(cap=0.3, priority="order"))
-    x = tokens()
-    assert sma.train()(x).routing.active.equal(sma.eval()(x).routing.active)
 
 
 def test_modules_per_token() -> None:
@@ -258,90 +223,6 @@ def test_modules_per_token() -> None:
             best = sorted(wanted, key=lambda i: -wishes.probs[row, t, i].item())[:2]
             assert got.active[row, t].nonzero().flatten().tolist() == sorted(best)
     assert (wishes.active.sum(dim=-1) > 2).any()
-
-
-def test_schedule() -> None:
-    sma = sparse(causal=False, budget=BudgetConfig(cap=0.2, anneal_steps=100))
-    nn.init.constant_(sma.router.get_parameter("logits.bias"), 50.0)
-    counts = {}
-    for step in (0, 25, 50, 100, 1000):
-        set_training_step(sma, step)
-        counts[step] = int(sma(tokens(batch=1, time=20)).routing.active[..., 0].sum())
-    assert counts == {0: 20, 25: 16, 50: 12, 100: 4, 1000: 4}
-    # the step is saved with the weights
-    assert "policy.training_step" in sma.state_dict()
-
-
-# targets
-
-
-@pytest.mark.parametrize("router", ["tempered-softmax", "sigmoid", "x-moe", "threshold"])
-@pytest.mark.parametrize("target", [0.1, 0.5, (0.05, 0.8)], ids=str)
-def test_the_controller_reaches_its_target(router: str, target: float | tuple[float, ...]) -> None:
-    if router == "x-moe" and target == (0.05, 0.8):
-        target = (0.05, 0.6)
-    sma = sparse(budget=BudgetConfig(target=target), router=router).train()
-    # dead to begin with
-    if router != "x-moe":
-        bias = sma.router.get_parameter("logits.bias")
-        nn.init.constant_(bias[1::2] if router == "tempered-softmax" else bias, -3.0)
-    for step in range(40):
-        sma.policy(tokens(seed=step, batch=64, time=64), None)
-        update_budgets(sma)
-    sma.eval()
-    rate = sma.policy(tokens(seed=999, batch=256, time=64), None).active.double().mean(dim=(0, 1))
-    wanted = torch.tensor(target, dtype=torch.float64).expand(2)
-    assert (rate - wanted).abs().max() < 0.02
-
-
-def test_the_controller_moves_by_hand() -> None:
-    router = SigmoidRouter(1).double()
-    budget = BudgetConfig(target=0.25, gain=0.5)
-    policy = Policy(router, ("module",), budget, RevivalConfig(), causal=True).double()
-    nn.init.ones_(router.logits.weight)
-    nn.init.constant_(router.logits.bias, 3.0)
-    x = torch.tensor([[[0.0], [1.0], [2.0], [4.0]]], dtype=torch.float64)
-    assert policy.eval()(x, None).active.all()
-    # log-odds 3, 4, 5, 7: one of four is above 6. Training meets the target at once, inference half of the way a step
-    for shift, later in ((-3.0, [4, 5, 7]), (-4.5, [5, 7]), (-5.25, [7])):
-        training = policy.train()(x, None)
-        assert training.active.flatten().tolist() == [False, False, False, True]
-        policy.update()
-        assert policy.shift.tolist() == pytest.approx([shift])
-        active = policy.eval()(x, None).active.flatten().tolist()
-        assert active == [odds in later for odds in (3, 4, 5, 7)]
-    policy.update()  # nothing was seen
-    nothing = torch.zeros(1, 4, dtype=torch.bool)
-    assert not policy.train()(x, nothing).active.any()
-    policy(x[:0], None)
-    policy.update()  # nothing but padding, and no row at all
-    assert policy.shift.tolist() == pytest.approx([-5.25])
-    # a quarter of two tokens is rounded to none, and none is above 4 + 1
-    policy(x, torch.tensor([[True, True, False, False]]))
-    policy.update()
-    assert policy.shift.tolist() == pytest.approx([-5.125])
-
-
-def test_training_meets_the_target_whatever_the_router_does() -> None:
-    sma = sparse(budget=BudgetConfig(target=(0.3, 0.05))).train()
-    for step in range(5):
-        # every step moves all log-odds by more than they differ
-        nn.init.constant_(sma.router.get_parameter("logits.bias"), 2.0 * (-1) ** step)
-        routing = sma.policy(tokens(seed=step, batch=10, time=64) / 20, None)
-        assert routing.active.sum(dim=(0, 1)).tolist() == [192, 32]
-        update_budgets(sma)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_border_of_a_share(seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    score = torch.randn(3, 9, 2, generator=generator)
-    allowed = torch.rand(3, 9, 1, generator=generator) < 0.6
-    total = int(allowed.sum())
-    for share in (0.0, 0.1, 0.5, 0.9, 1.0):
-        border = border_at_rate(score, allowed, torch.tensor([share, 1 - share], dtype=torch.float64))
-        above = ((score > border) & allowed).sum(dim=(0, 1)).tolist()
-        assert above == [round(share * total), round((1 - share) * total)]
 
 
 def test_rate_loss_by_hand() -> None:
@@ -366,7 +247,7 @@ def test_the_loss_of_a_model(kind: str) -> None:
         ssm=EMAConfig(d_state=2),
         gau=GAUConfig(d_z=4, window=4),
         causal=causal,
-        budget=BudgetConfig(target=0.2, target_by="loss", loss_weight=3.0),
+        budget=BudgetConfig(target=0.2, loss_weight=3.0),
     )
     config = BackboneConfig(mixer=layer, d_model=8, num_layers=2, vocab=5)
     ids, mask = torch.randint(0, 5, (3, 9)), torch.arange(9) < torch.tensor([[9], [4], [1]])
@@ -394,148 +275,6 @@ def test_the_loss_of_a_model(kind: str) -> None:
         budget_loss(model, out.routings[:1])
     plain = Classifier(BackboneConfig(mixer=SeqBoatConfig(init="paper"), d_model=8, num_layers=1, vocab=5), 2)
     assert budget_loss(plain, plain(ids).routings) is None
-
-
-# dead routers
-
-
-def dying(revival: RevivalConfig, **options: Any) -> SparseModularActivation:
-    """A layer whose router wants nothing."""
-    sma = sparse(revival=revival, **options)
-    nn.init.constant_(sma.router.get_parameter("logits.bias"), -4.0)
-    nn.init.normal_(sma.router.get_parameter("logits.weight"), std=0.3)
-    return sma.train()
-
-
-def test_what_is_off_leaves_no_trace() -> None:
-    sma = sparse()
-    assert not any(name.startswith("policy") for name in sma.state_dict())
-    assert not dict(sma.policy.named_buffers())
-
-
-def test_warm_up() -> None:
-    sma = dying(RevivalConfig(warmup_steps=10), budget=BudgetConfig(cap=0.1, per_token=1))
-    x, mask = tokens(), real()
-    x[0, 3] = math.nan
-    finite = mask & x.isfinite().all(dim=-1)
-    for step in (0, 9):
-        set_training_step(sma, step)
-        assert sma(x, mask).routing.active.equal(finite[..., None].expand(-1, -1, 2))
-    set_training_step(sma, 10)
-    assert not sma(x, mask).routing.active.any()
-    set_training_step(sma, 0)
-    assert not sma.eval()(x, mask).routing.active.any()
-
-
-def test_noise_in_training_only() -> None:
-    sma = dying(RevivalConfig(noise=4.0, noise_steps=100))
-    x = tokens(batch=32)
-    rates = []
-    for step in (0, 50, 99, 100, 500):
-        set_training_step(sma, step)
-        out = sma(x)
-        rates.append(float(out.routing.active.double().mean()))
-    # at first the log-odds are about -4 with a std of 4: beyond zero in one of six
-    assert rates[0] == pytest.approx(0.16, abs=0.04)
-    assert rates[0] > rates[1] > rates[2] == rates[3] == rates[4] == 0
-    assert_same_numbers(out.routing.probs, sma.router(x).probs)
-    set_training_step(sma, 0)
-    assert not sma.eval()(x).routing.active.any()
-
-
-@pytest.mark.parametrize("priority", ["confidence", "order"])
-def test_floor(priority: Any) -> None:
-    sma = dying(RevivalConfig(floor=0.2), budget=BudgetConfig(priority=priority))
-    x, mask = tokens(), real()
-    out = sma(x, Aligned(mask)).routing
-    for row, length in enumerate(LENGTHS.tolist()):
-        least = math.floor(0.2 * length + 1e-9)
-        for i in range(2):
-            got = out.active[row, :, i].nonzero().flatten().tolist()
-            best = sorted(range(length), key=lambda t: -out.probs[row, t, i].item())[:least]
-            assert got == (sorted(best) if priority == "confidence" else [4, 9, 14, 19][:least])
-    assert not sma.eval()(x).routing.active.any()
-    # nothing is added to what is enough already
-    free = sparse(revival=RevivalConfig(floor=0.2), budget=BudgetConfig(priority=priority)).train()
-    nn.init.constant_(free.router.get_parameter("logits.bias"), 3.0)
-    wishes = free.router(x).active & mask[..., None]
-    rows = wishes.double().mean(dim=1)[:1] > 0.5
-    assert rows.all()
-    if priority == "confidence":
-        assert free(x, Aligned(mask)).routing.active[:1].equal(wishes[:1])
-
-
-def test_gradient_of_inactive_tokens() -> None:
-    torch.manual_seed(0)
-    units = {"one": nn.Linear(WIDTH, WIDTH), "two": nn.Linear(WIDTH, WIDTH)}
-    plain, revived = (
-        SparseModularActivation(
-            units, WIDTH, "sigmoid", revival=RevivalConfig(inactive_gradient=on), start_active=False
-        ).double()
-        for on in (False, True)
-    )
-    revived.router.load_state_dict(plain.router.state_dict())
-    x, weight = tokens(), torch.randn(4, TIME, WIDTH, dtype=torch.float64) * real()[..., None]
-    slopes = []
-    for sma in (plain, revived):
-        out = sma(x, Aligned(real()))
-        slopes.append(torch.autograd.grad((out.y * weight).sum(), out.routing.probs, retain_graph=True)[0])
-    assert_same_numbers(out.y, plain(x, Aligned(real())).y)
-    usual = torch.stack(
-        [unit(x[out.routing.active[..., i]]).mean(dim=0) for i, unit in enumerate(units.values())]
-    )
-    torch.testing.assert_close(revived.policy.usual, usual.detach())
-    inactive = real()[..., None] & ~out.routing.active
-    assert inactive.any() and out.routing.active.any()
-    expected = torch.where(inactive, weight @ usual.T, slopes[0])
-    torch.testing.assert_close(slopes[1], expected.detach(), rtol=0, atol=1e-12)
-    # the next batch moves the usual output a little, one that activates nothing not at all
-    y = tokens(seed=5)
-    active = revived(y).routing.active
-    moved = torch.stack([unit(y[active[..., i]]).mean(dim=0) for i, unit in enumerate(units.values())])
-    torch.testing.assert_close(revived.policy.usual, (0.9 * usual + 0.1 * moved).detach())
-    with revived.override(active=False):
-        revived(y)
-    torch.testing.assert_close(revived.policy.usual, (0.9 * usual + 0.1 * moved).detach())
-    revived.eval()(y)
-    torch.testing.assert_close(revived.policy.usual, (0.9 * usual + 0.1 * moved).detach())
-
-
-def test_a_dead_layer_comes_back_with_the_gradient_of_inactive_tokens() -> None:
-    """A module that would help, and a router that wants nothing: only the remedy finds out."""
-    rates = []
-    for on in (False, True):
-        torch.manual_seed(0)
-        helps = nn.Linear(WIDTH, WIDTH).double()
-        sma = SparseModularActivation(
-            helps, WIDTH, "sigmoid", revival=RevivalConfig(inactive_gradient=on)
-        ).double()
-        x = tokens() + 1
-        with sma.override(active=True):
-            sma(x)  # it was alive once
-        nn.init.constant_(sma.router.get_parameter("logits.bias"), -1.0)
-        optimizer = torch.optim.Adam(sma.router.parameters(), lr=0.05)
-        wanted = helps(x).detach()
-        for _ in range(60):
-            optimizer.zero_grad()
-            (sma(x).y - wanted).square().mean().backward()
-            optimizer.step()
-        rates.append(float(sma(x).routing.active.double().mean()))
-    assert rates[0] == 0 and rates[1] > 0.9
-
-
-def test_every_remedy_gives_every_parameter_a_gradient() -> None:
-    revival = RevivalConfig(warmup_steps=1, noise=0.5, floor=0.1, inactive_gradient=True)
-    sma = dying(revival, budget=BudgetConfig(cap=0.3, target=0.2))
-    set_training_step(sma, 5)
-    for time in (0, 1, 30):
-        sma.zero_grad()
-        sma(tokens(time=time)).y.square().sum().backward()
-        for name, parameter in sma.named_parameters():
-            assert parameter.grad is not None and parameter.grad.isfinite().all(), name
-
-
-# decisions by hand
 
 
 def test_forced_on_and_off() -> None:
@@ -647,32 +386,12 @@ def test_some_layers_of_a_model() -> None:
         out = model(ids).routings
     assert out[0].active.equal(free[0].active) and out[1].active.equal(free[1].active)
     assert out[2].active[..., 1].all()
-    assert len(policies(model)) == 3 and all(isinstance(p, Policy) for p in policies(model))
+    assert len(sparse_layers(model)) == 3
     with pytest.raises(ValueError, match=r"layers must be in 0..2, got 3"), override_activation(model, [3]):
         pass
 
 
 # settings
-
-
-def test_settings_from_the_command_line() -> None:
-    config = override_config(
-        RECIPES["recall"](),
-        [
-            "--model.mixer.budget.cap=0.5",
-            "--model.mixer.budget.target",
-            "0.3",
-            "--model.mixer.revival.floor=0.01",
-            "--model.mixer.revival.inactive_gradient",
-            "true",
-        ],
-    )
-    mixer: Any = config.model.mixer
-    assert mixer.budget == BudgetConfig(cap=(0.5,), target=(0.3,))
-    assert mixer.revival == RevivalConfig(floor=0.01, inactive_gradient=True)
-    for name in ROUTERS:
-        chosen = override_config(RECIPES["recall"](), [f"--model.mixer.router={name}"])
-        assert chosen.model.mixer.router == ROUTERS[name]()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -681,26 +400,10 @@ def test_settings_from_the_command_line() -> None:
         (lambda: BudgetConfig(cap=1.5), r"budget.cap must be between 0 and 1, got 1.5"),
         (lambda: BudgetConfig(target=()), r"budget.target must hold at least one fraction, got none"),
         (lambda: BudgetConfig(per_token=0), r"budget.per_token must be an integer >= 1, got 0"),
-        (
-            lambda: BudgetConfig(priority="luck"),  # type: ignore[arg-type]
-            r"budget.priority must be one of confidence, order; got 'luck'",
-        ),
-        (lambda: BudgetConfig(gain=0.0), r"budget.gain must be above 0 and at most 1, got 0.0"),
         (lambda: BudgetConfig(loss_weight=-1.0), r"budget.loss_weight must not be negative, got -1.0"),
-        (lambda: RevivalConfig(noise=-1.0), r"revival.noise must not be negative, got -1.0"),
-        (lambda: RevivalConfig(floor=2.0), r"revival.floor must be between 0 and 1, got 2.0"),
-        (lambda: RevivalConfig(warmup_steps=-1), r"revival.warmup_steps must be an integer >= 0, got -1"),
         (
             lambda: sparse(3, budget=BudgetConfig(cap=(0.1, 0.2))),
             r"budget.cap must be one fraction or 3, one per module; got 2",
-        ),
-        (
-            lambda: sparse(budget=BudgetConfig(cap=(0.1, 0.2)), revival=RevivalConfig(floor=0.15)),
-            r"revival.floor must not exceed budget.cap, got 0.15 and 0.1",
-        ),
-        (
-            lambda: sparse(budget=BudgetConfig(target=0.1), router="top-k"),
-            r"budget.target cannot steer TopKCapacity, which takes a fixed fraction of each sequence",
         ),
         (lambda: sparse(router="random"), r"router must be one of tempered-softmax, .*; got 'random'"),
         (
@@ -727,7 +430,7 @@ def test_mistakes_in_settings(make: Callable[[], object], message: str) -> None:
 def test_a_layer_inside_a_layer() -> None:
     inner = MixerUnit(seqboat(causal=True))
     outer = SparseModularActivation({"block": inner}, WIDTH, budget=BudgetConfig(cap=0.5)).double().eval()
-    assert len(policies(outer)) == 2
+    assert len(sparse_layers(outer)) == 2
     x = tokens()
     with outer.override(active=True, confidence=1.0):
         y = outer(x).y
@@ -743,9 +446,7 @@ class Penalized(nn.Linear):
 
 def test_extra_loss_is_the_sum_of_all_kinds() -> None:
     torch.manual_seed(0)
-    layer = SparseModularActivation(
-        {"ffn": Penalized(8, 8)}, 8, budget=BudgetConfig(target=0.1, target_by="loss")
-    )
+    layer = SparseModularActivation({"ffn": Penalized(8, 8)}, 8, budget=BudgetConfig(target=0.1))
     out = layer(torch.randn(2, 6, 8))
     mask = torch.ones(2, 6, dtype=torch.bool)
     budget = budget_loss(layer, [out.routing], [mask])

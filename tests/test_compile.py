@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from mixer_cases import CASES, D_MODEL, Case, assert_near
-from seqboat.layers.budget import BudgetConfig, RevivalConfig
+from seqboat.layers.budget import BudgetConfig
 from seqboat.layers.gau import GAUConfig
 from seqboat.layers.seqboat import SeqBoat, SeqBoatConfig
 from seqboat.mixers import MIXERS
@@ -233,9 +233,8 @@ def test_other_spans_are_one_graph(causal: bool, span: str) -> None:
         {"ffn": True},
         {"budget": BudgetConfig(cap=0.3)},
         {"budget": BudgetConfig(target=0.4)},
-        {"revival": RevivalConfig(floor=0.2)},
     ],
-    ids=["two modules", "cap", "target", "floor"],
+    ids=["two modules", "cap", "target"],
 )
 def test_budgets_and_more_modules_are_one_graph(causal: bool, settings: dict[str, Any]) -> None:
     check_one_graph(causal, "memory", fixed="budget" in settings, **settings)
@@ -284,6 +283,16 @@ def test_gradient_checkpointing_with_running_averages() -> None:
         results.append([value.clone() for value in found])
     for one, two in zip(*results, strict=True):
         torch.testing.assert_close(one, two)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_compiled_step_is_one_graph() -> None:
+    layer = make_layer(True)
+    x, state = torch.randn(3, 9, 16), layer.init_state(3)
+    expected, step = layer(x).y, torch.compile(layer.step, backend="aot_eager", fullgraph=True)
+    for t in range(9):
+        torch.testing.assert_close(step(x[:, t], state).y, expected[:, t], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -33,8 +33,8 @@ from mixer_cases import (
     pairwise,
     random_cuts,
 )
-from seqboat.core.mixer import DIRECTIONS, RecurrentMixer, directions_of
-from seqboat.core.state import map_state, select_rows, tensors
+from seqboat.core.mixer import DIRECTIONS, Mixer, directions_of
+from seqboat.core.state import copy_state, select_rows, tensors
 from seqboat.mixers import MIXERS
 from seqboat.models.backbone import Backbone, BackboneConfig
 from seqboat.models.heads import LanguageModel
@@ -59,9 +59,9 @@ def sequence(batch: int, time: int, dtype: torch.dtype = torch.float64, seed: in
     return torch.randn(batch, time, D_MODEL, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def make_recurrent(case: Case, dtype: torch.dtype = torch.float64) -> RecurrentMixer:
+def make_recurrent(case: Case, dtype: torch.dtype = torch.float64) -> Mixer:
     mixer = case.make(dtype)
-    assert isinstance(mixer, RecurrentMixer)
+    assert mixer.decodes
     return mixer
 
 
@@ -81,7 +81,7 @@ def test_mixers_have_the_directions_that_they_declare(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in MIXERS if "causal" in directions_of(MIXERS[name])])
 def test_layers_say_whether_their_state_grows(name: str) -> None:
     layer = MIXERS[name](causal=True).build(D_MODEL)
-    assert isinstance(layer, RecurrentMixer)
+    assert layer.decodes
     with torch.no_grad():
         sizes = [
             sum(p.numel() for _, p in tensors(layer(torch.randn(1, n, D_MODEL)).state)) for n in (3, 600)
@@ -114,7 +114,7 @@ def test_shapes_and_gradients_at_every_length(case: Case, batch: int) -> None:
         out = mixer(x)
         assert out.y.shape == x.shape and out.y.dtype == x.dtype
         assert out.y.isfinite().all()
-        assert (out.state is not None) == (isinstance(mixer, RecurrentMixer) and mixer.causal)
+        assert (out.state is not None) == mixer.decodes
         if out.routing is not None:
             assert out.routing.active.shape[:2] == (batch, time)
             assert out.routing.probs.shape == out.routing.active.shape
@@ -217,13 +217,13 @@ def read_split(model: Any, x: Tensor, mask: Tensor | None, cuts: list[int]) -> t
     return torch.cat(outputs, dim=1), state
 
 
-def read_steps(model: Any, x: Tensor, mask: Tensor | None, inplace: bool = False) -> tuple[Tensor, Any]:
+def read_steps(model: Any, x: Tensor) -> tuple[Tensor, Any]:
     """A sequence token by token."""
     outputs, state = [], model.init_state(x.shape[0])
     for t in range(x.shape[1]):
-        out = model.step(x[:, t], state, None if mask is None else mask[:, t], inplace)
-        outputs.append(out[0])
-        state = out.state
+        out = model.step(x[:, t], state)
+        assert out.state is state
+        outputs.append(out[0].clone())
     return torch.stack(outputs, dim=1), state
 
 
@@ -235,8 +235,8 @@ def check_three_modes(model: Any, x: Tensor, mask: Tensor | None, tolerance: flo
         y, state = read_split(model, x, mask, random_cuts(x.shape[1], chance))
         assert_near(y, whole[0], tolerance)
         assert_states_near(state, whole.state, tolerance)
-    for inplace in (False, True):
-        y, state = read_steps(model, x, mask, inplace)
+    if mask is None:
+        y, state = read_steps(model, x)
         assert_near(y, whole[0], tolerance)
         assert_states_near(state, whole.state, tolerance)
 
@@ -266,21 +266,18 @@ def test_long_pieces_agree(case: Case) -> None:
 
 @every_recurrent_case
 @torch.no_grad()
-def test_steps_leave_the_given_state_unless_inplace(case: Case) -> None:
+def test_a_call_leaves_the_given_state_and_a_step_overwrites_it(case: Case) -> None:
     mixer = make_recurrent(case)
     state = mixer(sequence(2, 9)).state
-    before = map_state(Tensor.clone, state)
-    token = sequence(2, 1)[:, 0]
-    for mask in (None, torch.tensor([True, False])):
-        after = mixer.step(token, state, mask).state
-        for (name, kept), (_, old) in zip(tensors(state), tensors(before), strict=True):
-            assert kept.equal(old), name
-        assert any(
-            not new.equal(old) for (_, new), (_, old) in zip(tensors(after), tensors(before), strict=True)
-        )
-        resting = mixer.step(token, state, torch.tensor([False, False]))
-        assert not resting.y.any()
-        assert_states_near(resting.state, before, 0)
+    before = copy_state(state)
+    later = sequence(2, 3, seed=2)
+    expected = mixer(later, None, state)
+    assert_states_near(state, before, 0)
+    for t in range(3):
+        out = mixer.step(later[:, t], state)
+        assert out.state is state
+        assert_near(out.y, expected.y[:, t], EXACT)
+    assert_states_near(state, expected.state, EXACT)
 
 
 @pytest.mark.parametrize("choice", pairwise(GRID), ids=grid_name)
@@ -303,10 +300,12 @@ def check_layer_and_model(choice: tuple[Any, ...], splits: int) -> None:
     balance(layer, sequence(4, 64))
     mask = mask_rows()
     check_three_modes(layer, sequence(6, TIME), mask, EXACT, splits)
+    check_three_modes(layer, sequence(6, TIME), None, EXACT, 1)
     config = BackboneConfig(mixer=layer_config, d_model=D_MODEL, num_layers=2, vocab=11)
     model = enliven(LanguageModel(config))
     balance(model, torch.randint(0, 11, (4, 64)))
     check_three_modes(model, torch.randint(0, 11, (6, TIME)), mask, EXACT, splits)
+    check_three_modes(model, torch.randint(0, 11, (6, TIME)), None, EXACT, 1)
 
 
 @every_case
@@ -355,9 +354,7 @@ def test_steps_in_inference_mode(case: Case) -> None:
     mixer = make_recurrent(case)
     x = sequence(2, 7)
     with torch.inference_mode():
-        for inplace in (False, True):
-            y, _ = read_steps(mixer, x, None, inplace)
-            assert_near(y, mixer(x).y, EXACT)
+        assert_near(read_steps(mixer, x)[0], mixer(x).y, EXACT)
 
 
 @every_case
@@ -429,7 +426,7 @@ def test_three_modes_in_autocast(case: Case) -> None:
     expected = mixer(x).y
     with torch.autocast("cpu", torch.bfloat16):
         pieces, _ = read_split(mixer, x, None, [0, 5, 13, TIME])
-        steps, _ = read_steps(mixer, x, None)
+        steps, _ = read_steps(mixer, x)
         state = mixer(x[:, :9]).state
         after = mixer.step(x[:, 9], state).y
     for y in (pieces, steps):

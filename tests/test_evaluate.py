@@ -20,7 +20,7 @@ import torch
 
 from lm_runs import lm_config, write_lm_run
 from seqboat.cli.main import main
-from seqboat.layers.packing import Routing
+from seqboat.core.mixer import Routing
 from seqboat.layers.routers import AlwaysActiveConfig
 from seqboat.models.heads import LanguageModel
 from seqboat.recipes import find_recipe

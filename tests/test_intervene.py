@@ -16,7 +16,7 @@ import torch
 from lm_runs import write_lm_run, write_run
 from seqboat.analysis.interventions import THRESHOLDS, Contribution, contribution, intervene, standard_error
 from seqboat.cli.main import main
-from seqboat.layers.policy import override_activation
+from seqboat.layers.sma import override_activation
 from seqboat.run import Run
 from seqboat.tasks.task import draw_subset
 from seqboat.training.evaluate import evaluate

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from against import around, by_head, check_against, enlarge
-from seqboat.core.mixer import RecurrentMixer
 from seqboat.mixers import Linformer, LinformerConfig
 from seqboat.mixers.linformer import Sharing
 
@@ -72,7 +71,7 @@ def test_there_is_no_causal_form_and_no_state() -> None:
     ):
         LinformerConfig(causal=True)
     layer = make(LinformerConfig(heads=2, projected=4, max_positions=7))
-    assert not isinstance(layer, RecurrentMixer) and not layer.causal
+    assert not layer.decodes
     with pytest.raises(ValueError, match="Linformer has no state"):
         layer(torch.randn(1, 2, 6, dtype=torch.float64), None, torch.zeros(1))
 

@@ -13,12 +13,11 @@ from torch import Tensor, nn
 
 from closeness import assert_same_numbers
 from mixer_cases import SMALL_EMA, SMALL_GAU, assert_near, balance, directions, enliven, mask_rows
-from seqboat.core.nn import masked_mean
+from seqboat.core.nn import masked_mean, sinusoids
 from seqboat.layers.seqboat import SeqBoatConfig
 from seqboat.mixers import MIXERS
 from seqboat.models.backbone import Backbone, BackboneConfig
 from seqboat.models.heads import Classifier, LanguageModel, Matcher
-from seqboat.ops.positions import sinusoids
 from seqboat.ssm.ema import EMA
 
 ENCODER = SeqBoatConfig(init="paper", ssm=SMALL_EMA, gau=SMALL_GAU)
@@ -222,12 +221,11 @@ def test_absolute_positions_continue_with_the_state() -> None:
     assert first.state.seen.equal(mask[:, :9].sum(dim=1))
     second = model(tokens[:, 9:], mask[:, 9:], first.state)
     assert_near(torch.cat([first.logits, second.logits], dim=1), whole.logits, 1e-10)
-    state = first.state
+    assert second.state.seen.equal(mask.sum(dim=1))
+    whole, state = model(tokens), model(tokens[:, :9]).state
     for t in range(9, 22):
-        out = model.step(tokens[:, t], state, mask[:, t])
-        assert_near(out.logits, whole.logits[:, t], 1e-10)
-        state = out.state
-    assert state.seen.equal(mask.sum(dim=1))
+        assert_near(model.step(tokens[:, t], state).logits, whole.logits[:, t], 1e-10)
+    assert state.seen.tolist() == [22] * 6
     # and they matter: the same tokens later in a sequence score otherwise
     embedded = model.backbone._embed(tokens[:, :3], torch.tensor([0, 1, 2]).expand(6, 3))
     later = model.backbone._embed(tokens[:, :3], torch.tensor([7, 8, 9]).expand(6, 3))

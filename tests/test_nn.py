@@ -19,6 +19,7 @@ from seqboat.core.nn import (
     init_linear,
     make_norm,
     masked_mean,
+    sinusoids,
 )
 
 
@@ -217,3 +218,16 @@ def test_initial_values_of_linear_layers() -> None:
         # a normal cut at two standard deviations has 0.88 of its std
         assert float(layer.weight.std()) == pytest.approx(0.02 * 0.8796, rel=0.02)
     assert isinstance(stack[0], nn.Linear) and not stack[0].bias.any()
+
+
+@pytest.mark.parametrize("d_model", [1, 2, 6, 7])
+def test_sinusoids_by_formula(d_model: int) -> None:
+    position = torch.tensor([[0, 1], [5, 1_000_000]])
+    table = sinusoids(position, d_model)
+    assert table.shape == (2, 2, d_model)
+    half = (d_model + 1) // 2
+    for (row, column), p in zip(((0, 0), (0, 1), (1, 0), (1, 1)), (0, 1, 5, 1_000_000), strict=True):
+        for i in range(d_model):
+            angle = p * 10000.0 ** (-2 * (i % half) / d_model)
+            expected = math.sin(angle) if i < half else math.cos(angle)
+            assert float(table[row, column, i]) == pytest.approx(expected, abs=1e-9)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -15,8 +15,7 @@ from torch import Tensor
 import oracles  # noqa: F401 - kernels for the reference
 from mixer_cases import shrink
 from seqboat import reference
-from seqboat.layers.gau import GAU, GAUConfig
-from seqboat.layers.packing import compress, extract
+from seqboat.layers.gau import GAU, ROTATES, GAUConfig, PositionsName
 from seqboat.layers.routers import (
     AlwaysActiveConfig,
     GumbelConfig,
@@ -27,7 +26,7 @@ from seqboat.layers.routers import (
     XMoEConfig,
 )
 from seqboat.layers.seqboat import SeqBoat, SeqBoatConfig, SeqBoatState
-from seqboat.ops.positions import POSITIONS
+from seqboat.layers.sma import compress, extract
 from seqboat.ssm import SSMS
 from seqboat.ssm.ema import EMA, EMAConfig
 from seqboat.ssm.s4d import S4DConfig
@@ -91,8 +90,9 @@ def real(rows: Tensor, row: int, mask: Tensor | None) -> Tensor:
 def remembered(memory: Any, row: int, config: GAUConfig) -> list[tuple[int, Tensor, Tensor]]:
     """What the memory of one row holds, oldest first: position, key, value."""
     total = int(memory.total[row])
+    size = config.window + (config.span == "memory")
     first = 0 if config.span == "full" else max(0, total - config.window)
-    places = [slot if config.span == "full" else slot % config.window for slot in range(first, total)]
+    places = [slot if config.span == "full" else slot % size for slot in range(first, total)]
     return [(int(memory.positions[row, p]), memory.keys[row, p], memory.values[row, p]) for p in places]
 
 
@@ -267,14 +267,14 @@ def cases(draw: st.DrawFn, *, causal: bool, complex_states: bool) -> Case:
             truncation=truncation,
             block=block,
         )
-    positions = draw(st.sampled_from(list(POSITIONS)))
+    positions = draw(st.sampled_from(get_args(PositionsName)))
     gau = GAUConfig(
-        d_z=2 * draw(st.integers(1, 2)) if POSITIONS[positions].rotates else draw(st.integers(1, 4)),
+        d_z=2 * draw(st.integers(1, 2)) if positions in ROTATES else draw(st.integers(1, 4)),
         d_v=draw(st.none() | st.integers(1, 5)),
         attention=draw(st.sampled_from(["softmax", "relu2", "laplace"])),
         span=draw(st.sampled_from(["memory", "memory", "full", "chunk"])),
         window=draw(st.one_of(st.integers(1, 6), st.integers(1, 50))),
-        positions=positions,  # type: ignore[arg-type]
+        positions=positions,
         max_positions=draw(st.integers(1, 50)),
         attention_dropout=draw(st.sampled_from([0.0, 0.5])),
     )

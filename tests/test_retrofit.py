@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from closeness import assert_same_numbers, largest
-from seqboat.layers.counts import activation
-from seqboat.layers.losses import extra_loss
+from seqboat.core.mixer import activation
+from seqboat.layers.budget import extra_loss
 from seqboat.layers.routers import TemperedSoftmaxConfig
 from seqboat.retrofitting.model import RateSchedule, Retrofit, find_modules, load_retrofit, retrofit
 

@@ -10,14 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from closeness import assert_same_numbers
-from seqboat.layers.counts import activation
-from seqboat.layers.packing import Routing
+from seqboat.core.mixer import Routing, activation
+from seqboat.layers.adapters import PaddedUnit
 from seqboat.layers.routers import (
     ROUTERS,
     AlwaysActive,
-    AlwaysActiveConfig,
-    ExpertChoice,
-    ExpertChoiceConfig,
     GumbelConfig,
     GumbelSoftmax,
     Router,
@@ -26,7 +23,6 @@ from seqboat.layers.routers import (
     TemperedSigmoid,
     TemperedSoftmax,
     TemperedSoftmaxConfig,
-    ThresholdRouter,
     TopKConfig,
     XMoE,
     XMoEConfig,
@@ -34,7 +30,6 @@ from seqboat.layers.routers import (
 )
 from seqboat.layers.seqboat import SeqBoat, SeqBoatConfig
 from seqboat.layers.sma import SparseModularActivation
-from seqboat.layers.units import PaddedUnit
 
 every_router = pytest.mark.parametrize("config", ROUTERS.values(), ids=ROUTERS.keys())
 
@@ -171,16 +166,6 @@ def test_xmoe_activates_at_most_one_module() -> None:
     assert (chosen >= probs.amax(dim=-1)).equal(counts == 1)
 
 
-def test_threshold_by_hand() -> None:
-    router = ThresholdRouter(1, threshold=0.8)
-    set_linear(router.logits, [[1.0]], [0.0])
-    edge = math.log(0.8 / 0.2)
-    x = torch.tensor([[edge - 0.01], [edge + 0.01], [-3.0], [5.0]])
-    active, probs = router(x)
-    assert active.tolist() == [[False], [True], [False], [True]]
-    torch.testing.assert_close(probs, torch.sigmoid(x))
-
-
 def best_of_row(score: Tensor, allowed: Tensor, share: float) -> list[int]:
     """The places of the largest scores among the allowed ones, a fraction of these rounded up."""
     places = [t for t in range(len(score)) if allowed[t]]
@@ -189,12 +174,11 @@ def best_of_row(score: Tensor, allowed: Tensor, share: float) -> list[int]:
 
 
 @pytest.mark.parametrize("capacity", [0.05, 0.3, 0.5, 1.0])
-@pytest.mark.parametrize("config", [TopKConfig, ExpertChoiceConfig])
 @torch.no_grad()
-def test_a_share_of_each_row(config: Any, capacity: float) -> None:
+def test_a_share_of_each_row(capacity: float) -> None:
     torch.manual_seed(0)
     layer = SparseModularActivation(
-        {"one": PaddedUnit(nn.Linear(6, 6)), "two": nn.Linear(6, 6)}, 6, config(capacity=capacity)
+        {"one": PaddedUnit(nn.Linear(6, 6)), "two": nn.Linear(6, 6)}, 6, TopKConfig(capacity=capacity)
     )
     nn.init.normal_(layer.router.get_parameter("logits.weight"))
     x, mask = torch.randn(5, 20, 6), torch.rand(5, 20) < torch.tensor([[1.0], [0.7], [0.5], [0.1], [0.0]])
@@ -210,20 +194,10 @@ def test_a_share_of_each_row(config: Any, capacity: float) -> None:
 
 
 @torch.no_grad()
-def test_expert_choice_is_a_softmax() -> None:
-    torch.manual_seed(0)
-    router = ExpertChoice(6, modules=3)
-    nn.init.normal_(router.logits.weight)
-    x = torch.randn(50, 6)
-    torch.testing.assert_close(router(x).probs, torch.softmax(router.logits(x), dim=-1)[:, 1:])
-
-
-@pytest.mark.parametrize("config", [TopKConfig, ExpertChoiceConfig])
-@torch.no_grad()
-def test_causal_layers_learn_the_border_of_the_share(config: Any) -> None:
+def test_causal_layers_learn_the_border_of_the_share() -> None:
     torch.manual_seed(0)
     layer = SparseModularActivation(
-        {"one": nn.Linear(6, 6), "two": nn.Linear(6, 6)}, 6, config(capacity=0.25)
+        {"one": nn.Linear(6, 6), "two": nn.Linear(6, 6)}, 6, TopKConfig(capacity=0.25)
     ).train()
     assert layer.causal
     nn.init.normal_(layer.router.get_parameter("logits.weight"))
@@ -240,20 +214,6 @@ def test_causal_layers_learn_the_border_of_the_share(config: Any) -> None:
     border = layer.router.get_buffer("border").clone()
     layer(x)
     assert layer.router.get_buffer("border").equal(border)
-
-
-@every_router
-def test_deciding_again_without_a_shift(config: Any) -> None:
-    torch.manual_seed(0)
-    router: Router = config().build(6, 3).double().eval()
-    for parameter in router.parameters():
-        nn.init.normal_(parameter)
-    active, probs = router(torch.randn(200, 6, dtype=torch.float64))
-    assert router.choose(probs, torch.zeros(3)).equal(active)
-    more = router.choose(probs, torch.tensor([30.0, 0.0, 0.0]))
-    assert more[:, 0].all()
-    less = router.choose(probs, torch.tensor([-30.0, 0.0, 0.0]))
-    assert not less[:, 0].any() or config is AlwaysActiveConfig
 
 
 def test_always_active() -> None:
@@ -386,7 +346,6 @@ def test_padding_is_never_active() -> None:
         (lambda: GumbelSoftmax(4, floor=0.0), "floor must be positive, got 0.0"),
         (lambda: GumbelSoftmax(4, decay=1.5), r"decay must be in \(0, 1\], got 1.5"),
         (lambda: XMoE(4, d_route=0), "d_route must be an integer >= 1, got 0"),
-        (lambda: ThresholdRouter(4, threshold=1.0), "threshold must be between 0 and 1, got 1.0"),
         (lambda: TopKConfig(capacity=0.0).build(4), "capacity must be above 0 and at most 1, got 0.0"),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mixer_cases import assert_near, enliven
+from mixer_cases import assert_near, enliven, turned
 from oracles import assert_same_with_gradients, normed, with_block
 from seqboat.mixers import MIXERS
 from seqboat.mixers.delta import GatedDeltaNet
@@ -16,7 +16,6 @@ from seqboat.mixers.mamba2 import Mamba2
 from seqboat.mixers.samba import WindowAttention, WindowAttentionConfig
 from seqboat.models.backbone import BackboneConfig
 from seqboat.models.heads import LanguageModel
-from seqboat.ops.positions import rotate
 
 
 def oracle(layer: Any, x: Tensor) -> Tensor:
@@ -31,8 +30,8 @@ def oracle(layer: Any, x: Tensor) -> Tensor:
         places = torch.arange(first, i + 1)
         read = []
         for channels in torch.arange(d).split(width):
-            turned = rotate(key[first : i + 1, channels], places)
-            scores = turned @ rotate(query[i, channels], torch.tensor(i)) / width**0.5
+            keyed = turned(key[first : i + 1, channels], places)
+            scores = keyed @ turned(query[i, channels], torch.tensor(i)) / width**0.5
             weights = torch.exp(scores) / torch.exp(scores).sum()
             read.append(weights @ value[first : i + 1, channels])
         outputs.append(with_block(layer, token + layer.block.out.weight @ torch.cat(read)))

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from closeness import assert_same_numbers
+from mixer_cases import turned
 from seqboat.core.nn import fft_convolve
-from seqboat.ops.positions import rotate
 from seqboat.ops.scan import block_tables, final_state, scan, toeplitz
 from seqboat.ssm.ema import log_decay
 
@@ -268,11 +268,11 @@ def test_rotation() -> None:
     """Gradients, lengths kept, products that depend on the distance alone."""
     x = sequence(1, 5, 4)[0].requires_grad_()
     position = torch.tensor([0, 1, 5, 1000, 123456])
-    assert torch.autograd.gradcheck(lambda part: rotate(part, position), x)
-    torch.testing.assert_close(rotate(x, position).norm(dim=-1), x.norm(dim=-1))
+    assert torch.autograd.gradcheck(lambda part: turned(part, position), x)
+    torch.testing.assert_close(turned(x, position).norm(dim=-1), x.norm(dim=-1))
     q, k = x[:1], x[1:2]
     products = [
-        (rotate(q, torch.tensor([shift + 3])) * rotate(k, torch.tensor([shift]))).sum()
+        (turned(q, torch.tensor([shift + 3])) * turned(k, torch.tensor([shift]))).sum()
         for shift in (0, 17, 900_000)
     ]
     torch.testing.assert_close(products[1], products[0])

@@ -14,8 +14,8 @@ import seqboat
 from seqboat import BackboneConfig, Classifier, LanguageModel, SparseModularActivation, dead_routers
 from seqboat.layers.routers import ROUTERS, Router, TemperedSoftmax
 from seqboat.layers.seqboat import SeqBoat, SeqBoatConfig
+from seqboat.layers.sma import DEAD_AFTER
 from seqboat.layers.variants import SeqBoatThenFFNConfig
-from seqboat.layers.watch import DEAD_AFTER
 from seqboat.mixers import MIXERS
 from seqboat.recipes import RECIPES
 from seqboat.recipes.own import classify, lm
@@ -27,7 +27,7 @@ from seqboat.training.settings_io import override
 
 TARGET = 1.0
 """The fraction of active tokens with which every layer starts."""
-FREE = ("tempered-softmax", "sigmoid", "gumbel-softmax", "threshold")
+FREE = ("tempered-softmax", "sigmoid", "gumbel-softmax")
 """Routers whose fraction of active tokens is not fixed by their rule."""
 
 
@@ -144,7 +144,7 @@ def test_a_layer_warns_once_of_a_dead_router_and_names_the_remedy() -> None:
     assert said[0].startswith(
         f"no token has activated the module 'gau' of this layer in {DEAD_AFTER} training steps"
     )
-    assert "inactive_gradient=True" in said[0]
+    assert "budget with a target" in said[0]
     assert dead_routers(model) == {"1.sma: gau": DEAD_AFTER + 20}
     assert dead_routers(model, after=DEAD_AFTER + 21) == {}
 

@@ -18,7 +18,7 @@ from mixer_cases import (
     assert_near,
     assert_states_near,
 )
-from seqboat.core.mixer import RecurrentMixer
+from seqboat.core.mixer import Mixer
 from seqboat.core.state import (
     check_state,
     detach_state,
@@ -36,9 +36,9 @@ from seqboat.ssm.s4d import S4DConfig
 every_recurrent_case = pytest.mark.parametrize("case", RECURRENT_CASES, ids=str)
 
 
-def make(case: Case) -> RecurrentMixer:
+def make(case: Case) -> Mixer:
     mixer = case.make()
-    assert isinstance(mixer, RecurrentMixer)
+    assert mixer.decodes
     return mixer
 
 
@@ -98,20 +98,6 @@ def test_gradient_flows_through_a_state_until_it_is_detached(case: Case) -> None
     assert not later[:, :9].any() and later[:, 9:].any()
 
 
-@every_recurrent_case
-def test_gradient_flows_through_steps(case: Case) -> None:
-    mixer = make(case)
-    whole, parts = sequence(2, 12).requires_grad_(), sequence(2, 12).requires_grad_()
-    mixer(whole).y.square().sum().backward()
-    state, total = mixer.init_state(2), torch.zeros((), dtype=torch.float64)
-    for t in range(12):
-        out = mixer.step(parts[:, t], state)
-        state, total = out.state, total + out.y.square().sum()
-    total.backward()
-    assert whole.grad is not None and parts.grad is not None
-    assert_near(parts.grad, whole.grad, 1e-10)
-
-
 @pytest.mark.parametrize("span", ["memory", "chunk"])
 @torch.no_grad()
 def test_size_is_constant(span: Any) -> None:
@@ -121,11 +107,12 @@ def test_size_is_constant(span: Any) -> None:
     size = state_bytes(state)
     shapes = [part.shape for _, part in tensors(state)]
     # EMA states, keys, values, positions, counts of active tokens (of the unit, of the layer) and of all tokens,
-    # in float32 and int64
-    assert size == 2 * (4 * D_MODEL * 4 + 5 * (6 * 4 + 10 * 4 + 8) + 8 + 8 + 8)
+    # in float32 and int64; the working memory also holds the token itself
+    places = 5 + (span == "memory")
+    assert size == 2 * (4 * D_MODEL * 4 + places * (6 * 4 + 10 * 4 + 8) + 8 + 8 + 8)
     x = torch.randn(1000, 2, D_MODEL)
     for token in x:
-        state = layer.step(token, state, inplace=True).state
+        layer.step(token, state)
         assert [part.shape for _, part in tensors(state)] == shapes
     assert state.sma.seen.tolist() == [1000, 1000]
     assert state_bytes(layer(x.transpose(0, 1)).state) == size
@@ -139,18 +126,13 @@ def test_full_span_grows_with_the_active_tokens_alone() -> None:
     active = int(out.routing.active.sum())
     assert 0 < active < 200
     assert out.state.sma.modules[0].keys.shape == (1, active, 6)
-
-
-@torch.no_grad()
-def test_resting_rows_do_not_grow_a_full_memory() -> None:
-    config = SeqBoatConfig(init="paper", ssm=SMALL_EMA, gau=replace(SMALL_GAU, span="full"), causal=True)
-    layer = config.build(D_MODEL)
-    state = layer(torch.randn(2, 9, D_MODEL)).state
-    for _ in range(5):
-        state = layer.step(torch.randn(2, D_MODEL), state, torch.tensor([False, False])).state
-    assert state_bytes(state) == state_bytes(layer(torch.randn(2, 0, D_MODEL), state=state).state)
-    totals = state.sma.modules[0].total
-    assert state.sma.modules[0].keys.shape[1] == int(totals.max())
+    state, more = out.state, 0
+    for token in torch.randn(50, 1, D_MODEL):
+        routing = layer.step(token, state).routing
+        assert routing is not None
+        more += int(routing.active.sum())
+    memory = state.sma.modules[0]
+    assert active + more <= memory.keys.shape[1] <= 2 * (active + more) and int(memory.total) == active + more
 
 
 def test_map_and_names() -> None:
@@ -183,55 +165,13 @@ def test_rows_must_be_whole_numbers() -> None:
 LAYER = SeqBoatConfig(init="paper", ssm=SMALL_EMA, gau=SMALL_GAU, causal=True)
 
 
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        (
-            replace(LAYER, ssm=replace(SMALL_EMA, d_state=6)),
-            r"state.ssm.states must have shape \(2, 8, 4\) for this SeqBoat and batch, got \(2, 8, 6\)",
-        ),
-        (
-            replace(LAYER, gau=replace(SMALL_GAU, window=7)),
-            r"state.sma.modules.0.keys must have shape \(2, 5, 6\) .* got \(2, 7, 6\)",
-        ),
-        (
-            replace(LAYER, gau=replace(SMALL_GAU, d_v=12)),
-            r"state.sma.modules.0.values must have shape \(2, 5, 10\) .* got \(2, 5, 12\)",
-        ),
-        (
-            replace(LAYER, ssm=replace(SMALL_EMA, truncation=5)),
-            r"state of another model: SeqBoat expects \[.*'state.ssm.states'\], got \[.*'state.ssm.history'\]",
-        ),
-    ],
-    ids=["d_state", "window", "d_v", "truncation"],
-)
-def test_state_of_another_model(other: SeqBoatConfig, message: str) -> None:
-    layer, stranger = LAYER.build(D_MODEL), other.build(D_MODEL)
-    state = stranger.init_state(2)
-    with pytest.raises(ValueError, match=message):
-        layer(torch.randn(2, 3, D_MODEL), state=state)
-    with pytest.raises(ValueError, match=message):
-        layer.step(torch.randn(2, D_MODEL), state)
-
-
-def test_state_of_another_batch_type_or_layer() -> None:
+def test_state_of_another_batch() -> None:
     layer = LAYER.build(D_MODEL)
     x = torch.randn(2, 3, D_MODEL)
-    with pytest.raises(ValueError, match=r"state.ssm.states must have shape \(2, 8, 4\) .* got \(3, 8, 4\)"):
+    with pytest.raises(ValueError, match=r"state.ssm.states must be of 2 sequences, got 3"):
         layer(x, state=layer.init_state(3))
-    with pytest.raises(ValueError, match=r"state.ssm.states must have shape \(2, 8, 4\) .* got \(1, 8, 4\)"):
-        layer.step(x[:, 0], layer.init_state(1))
-    with pytest.raises(ValueError, match=r"must be torch.float32 on cpu .* got torch.float64 on cpu"):
-        layer(x, state=layer.init_state(2, torch.float64))
-    with pytest.raises(ValueError, match="state must be a SeqBoatState of this SeqBoat, got SSMState"):
-        layer(x, state=layer.init_state(2).ssm)
-    with pytest.raises(ValueError, match="state must be a SeqBoatState of this SeqBoat, got Tensor"):
-        layer(x, state=torch.zeros(2))
-    with pytest.raises(ValueError, match="state must be a SeqBoatState of this SeqBoat, got NoneType"):
-        layer.step(x[:, 0], None)
-    meta = map_state(lambda part: part.to("meta"), layer.init_state(2))
-    with pytest.raises(ValueError, match=r"must be torch.float32 on cpu .* got torch.float32 on meta"):
-        layer(x, state=meta)
+    with pytest.raises(ValueError, match="state must be that of this SeqBoat, got tuple"):
+        layer(x, state=())
 
 
 def test_bidirectional_layers_take_no_state() -> None:
@@ -242,8 +182,6 @@ def test_bidirectional_layers_take_no_state() -> None:
         layer.init_state(2)
     with pytest.raises(ValueError, match=message):
         layer(torch.randn(2, 3, D_MODEL), state=state)
-    with pytest.raises(ValueError, match=message):
-        layer.step(torch.randn(2, D_MODEL), state)
 
 
 def test_check_state_reads_a_size_of_zero_as_any() -> None:
@@ -292,12 +230,10 @@ def test_steps_follow_changed_weights(truncation: int | None) -> None:
         torch.testing.assert_close(by_steps(), layer(x).y)
         half = layer(x[:, :4])
         layer.gamma.mul_(3.0)  # in the middle of a sequence
-        y, state, _ = layer.step(x[:, 4], half.state)
         again = layer(x[:, 4:5], None, half.state)
+        y, state, _ = layer.step(x[:, 4], half.state)
         torch.testing.assert_close(y, again.y[:, 0])
         y, state, _ = layer.step(x[:, 5], state)
         layer.gamma.mul_(0.5)
-        torch.testing.assert_close(layer.step(x[:, 6], state).y, layer(x[:, 6:7], None, state).y[:, 0])
-    # a kept value takes no part in training
-    layer.step(x[:, 0], layer.init_state(2)).y.sum().backward()
-    assert layer.gamma.grad is not None and bool(layer.gamma.grad.any())
+        expected = layer(x[:, 6:7], None, state).y[:, 0]
+        torch.testing.assert_close(layer.step(x[:, 6], state).y, expected)

@@ -48,8 +48,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.functional import jacobian
 
+from seqboat.core.mixer import Routing
 from seqboat.layers.gau import GAU, GAUConfig
-from seqboat.layers.packing import Routing
 from seqboat.layers.routers import AlwaysActive, Router, TemperedSoftmax
 from seqboat.layers.sma import SparseModularActivation
 

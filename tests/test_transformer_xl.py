@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from against import around, by_head, check_against, enlarge
+from seqboat.core.nn import sinusoids
 from seqboat.core.state import state_bytes
 from seqboat.mixers import TransformerXL, TransformerXLConfig
-from seqboat.ops.positions import sinusoids
 
 CONFIGS = {
     "memory": TransformerXLConfig(heads=2, segment=3, memory=4),

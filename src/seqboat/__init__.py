@@ -12,31 +12,33 @@ from typing import TYPE_CHECKING
 from seqboat.version import __version__
 
 if TYPE_CHECKING:
-    from seqboat.core.mixer import AsTensor, Mixer, MixerOutput, RecurrentMixer
-    from seqboat.core.state import detach_state, repeat_rows, select_rows, state_bytes
-    from seqboat.layers.budget import BudgetConfig, RevivalConfig
-    from seqboat.layers.counts import activation
+    from seqboat.core.mixer import AsTensor, Mixer, MixerOutput, Routing, activation
+    from seqboat.core.state import copy_state, detach_state, repeat_rows, select_rows, state_bytes
+    from seqboat.layers.adapters import MixerUnit, PaddedUnit
+    from seqboat.layers.budget import BudgetConfig, extra_loss
     from seqboat.layers.gau import GAU, GAUConfig
-    from seqboat.layers.losses import budget_loss, extra_loss
-    from seqboat.layers.packing import Packed, PackedModule, Routing, compress, extract, pack
-    from seqboat.layers.policy import override_activation, update_budgets
     from seqboat.layers.price import AttentionPrice
     from seqboat.layers.routers import (
         ROUTERS,
         AlwaysActiveConfig,
-        ExpertChoiceConfig,
         GumbelConfig,
         SigmoidConfig,
         TemperedSoftmaxConfig,
-        ThresholdConfig,
         TopKConfig,
         XMoEConfig,
         set_training_step,
     )
     from seqboat.layers.seqboat import SeqBoat, SeqBoatConfig
-    from seqboat.layers.sma import SparseModularActivation
-    from seqboat.layers.units import MixerUnit, PaddedUnit
-    from seqboat.layers.watch import dead_routers
+    from seqboat.layers.sma import (
+        Packed,
+        PackedModule,
+        SparseModularActivation,
+        compress,
+        dead_routers,
+        extract,
+        override_activation,
+        pack,
+    )
     from seqboat.mixers import MIXERS
     from seqboat.models.backbone import Backbone, BackboneConfig
     from seqboat.models.compile import compile_model
@@ -65,54 +67,49 @@ _HOMES = {
     "BudgetConfig": "layers.budget",
     "Classifier": "models.heads",
     "EMAConfig": "ssm.ema",
-    "ExpertChoiceConfig": "layers.routers",
     "GAUConfig": "layers.gau",
     "GumbelConfig": "layers.routers",
     "LanguageModel": "models.heads",
     "Matcher": "models.heads",
     "Mixer": "core.mixer",
     "MixerOutput": "core.mixer",
-    "MixerUnit": "layers.units",
-    "Packed": "layers.packing",
-    "PackedModule": "layers.packing",
-    "PaddedUnit": "layers.units",
+    "MixerUnit": "layers.adapters",
+    "Packed": "layers.sma",
+    "PackedModule": "layers.sma",
+    "PaddedUnit": "layers.adapters",
     "RateSchedule": "retrofitting.model",
-    "RecurrentMixer": "core.mixer",
     "Retrofit": "retrofitting.model",
-    "RevivalConfig": "layers.budget",
-    "Routing": "layers.packing",
+    "Routing": "core.mixer",
     "S4DConfig": "ssm.s4d",
     "SeqBoat": "layers.seqboat",
     "SeqBoatConfig": "layers.seqboat",
     "SigmoidConfig": "layers.routers",
     "SparseModularActivation": "layers.sma",
     "TemperedSoftmaxConfig": "layers.routers",
-    "ThresholdConfig": "layers.routers",
     "TopKConfig": "layers.routers",
     "XMoEConfig": "layers.routers",
-    "extra_loss": "layers.losses",
+    "extra_loss": "layers.budget",
     "S5Config": "ssm.s5",
     "S4Config": "ssm.s4",
     "LiquidS4Config": "ssm.liquid_s4",
     "SSMS": "ssm",
-    "activation": "layers.counts",
-    "budget_loss": "layers.losses",
+    "activation": "core.mixer",
     "compile_model": "models.compile",
-    "compress": "layers.packing",
-    "dead_routers": "layers.watch",
+    "compress": "layers.sma",
+    "copy_state": "core.state",
+    "dead_routers": "layers.sma",
     "detach_state": "core.state",
-    "extract": "layers.packing",
+    "extract": "layers.sma",
     "kernels": "ops.kernels",
     "load_plugin": "plugins",
     "load_retrofit": "retrofitting.model",
-    "override_activation": "layers.policy",
-    "pack": "layers.packing",
+    "override_activation": "layers.sma",
+    "pack": "layers.sma",
     "repeat_rows": "core.state",
     "retrofit": "retrofitting.model",
     "select_rows": "core.state",
     "set_training_step": "layers.routers",
     "state_bytes": "core.state",
-    "update_budgets": "layers.policy",
     "use_kernels": "ops.kernels",
     "using_kernels": "ops.kernels",
 }
@@ -133,7 +130,6 @@ __all__ = [
     "BudgetConfig",
     "Classifier",
     "EMAConfig",
-    "ExpertChoiceConfig",
     "GAUConfig",
     "GumbelConfig",
     "LanguageModel",
@@ -146,9 +142,7 @@ __all__ = [
     "PackedModule",
     "PaddedUnit",
     "RateSchedule",
-    "RecurrentMixer",
     "Retrofit",
-    "RevivalConfig",
     "Routing",
     "S4Config",
     "S4DConfig",
@@ -158,14 +152,13 @@ __all__ = [
     "SigmoidConfig",
     "SparseModularActivation",
     "TemperedSoftmaxConfig",
-    "ThresholdConfig",
     "TopKConfig",
     "XMoEConfig",
     "__version__",
     "activation",
-    "budget_loss",
     "compile_model",
     "compress",
+    "copy_state",
     "dead_routers",
     "detach_state",
     "extra_loss",
@@ -180,7 +173,6 @@ __all__ = [
     "select_rows",
     "set_training_step",
     "state_bytes",
-    "update_budgets",
     "use_kernels",
     "using_kernels",
 ]

@@ -26,14 +26,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from seqboat.core.padding import Aligned
+from seqboat.core.layout import Layout
 from seqboat.layers.gau import GAUConfig
 from seqboat.layers.seqboat import SeqBoat, SeqBoatConfig
 from seqboat.mixers import MIXERS
 from seqboat.models.backbone import BackboneConfig
 from seqboat.models.heads import LanguageModel
-from seqboat.ops.attention import Neighbors, banded
-from seqboat.ops.functions import ATTENTIONS
+from seqboat.ops.attention import FUNCTIONS, Neighbors, banded
 from seqboat.ops.kernels import CHOSEN, DISABLED, RAN, REFUSED, kernels, using_kernels
 from seqboat.ssm.diagonal import DiagonalSSM
 from seqboat.ssm.ema import EMA, EMAConfig
@@ -166,7 +165,7 @@ def _scans() -> Iterator[Case]:
 
 def _scan(made: DiagonalSSM) -> Call:
     def run(x: Tensor, mask: Tensor | None = None, **weights: Tensor) -> tuple[Tensor, ...]:
-        padding = None if mask is None else Aligned(mask)
+        padding = None if mask is None else Layout(mask)
         out = torch.func.functional_call(made, weights, (x, padding), strict=True)
         return (out.y,) if out.state is None else (out.y, out.state.states)
 
@@ -231,7 +230,12 @@ def _attentions() -> Iterator[Case]:
     for number, (lengths, left, right, attention, bias, d_z, d_v) in enumerate(ATTENTION_CASES):
         draw, tokens = _Random(100 + number), sum(lengths)
         group = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.int64))
-        fixed = left, right, attention, float(ATTENTIONS[attention].scale(d_z, left + right + 1))
+        fixed = (
+            left,
+            right,
+            attention,
+            (1 / (left + right + 1) if FUNCTIONS[attention].by_keys else d_z**-0.5),
+        )
         inputs = {"q": draw(tokens, d_z), "k": draw(tokens, d_z), "v": draw(tokens, d_v), "group": group}
         if bias != "none":
             inputs["table"] = draw(2 * 12 + 1)

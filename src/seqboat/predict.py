@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from seqboat.core.checks import check_positive, require
+from seqboat.core.mixer import Routing
 from seqboat.data.store import Skips
-from seqboat.layers.packing import Routing
 from seqboat.run import Run
 from seqboat.tasks.task import Example, Unlabeled, apply_model
 

@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 
 from closeness import difference
-from seqboat.layers.gau import GAUConfig
-from seqboat.ops.attention import Neighbors
-from seqboat.ops.functions import ATTENTIONS, AttentionName
+from seqboat.layers.gau import GAUConfig, PositionsName
+from seqboat.ops.attention import FUNCTIONS, AttentionName, Neighbors
 from seqboat.ops.kernels.triton_band import attention, attention_backward
-from seqboat.ops.positions import PositionsName
 from seqboat.reference import MemoryEntry, attend, sees
 
 TOLERANCE = 2e-6
@@ -86,7 +84,7 @@ def make(case: Case, seed: int) -> Made:
     gaps = [torch.randint(1, 4, (count,)).cumsum(0) for count in case.counts]
     position = torch.cat([torch.zeros(0, dtype=torch.int64), *gaps])
     left, right = (case.window, 0) if case.causal else (case.window // 2, case.window // 2)
-    scale = float(ATTENTIONS[case.attention].scale(case.d_z, case.window))
+    scale = 1 / case.window if FUNCTIONS[case.attention].by_keys else case.d_z**-0.5
     near = Neighbors(
         group,
         position if case.positions == "original" else None,

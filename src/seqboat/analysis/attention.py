@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from seqboat.analysis.traces import Floats, Numbers, Site, sites, to_array
 from seqboat.core.checks import require
-from seqboat.layers.gau import GAU, SlotWeights
-from seqboat.layers.packing import Packed
+from seqboat.layers.gau import BY_POSITION, GAU
+from seqboat.layers.sma import Packed
+from seqboat.ops.attention import HIDDEN, weigh_keys, widen
 from seqboat.tasks.task import Batch, Kind, apply_model
 
 QUERIES_AT_ONCE = 256
@@ -118,11 +119,79 @@ def _attention(gau: GAU, tokens: Tensor, position: Tensor, weight: Tensor | None
     return Attention(to_array(position), to_array(first), to_array(end), to_array(torch.cat(weights)))
 
 
+class SlotWeights(NamedTuple):
+    """How some queries of one sequence weigh the keys they see."""
+
+    first: Tensor
+    """(queries,): slot of the first key that each sees"""
+    end: Tensor
+    """(queries,): the slot behind the last one"""
+    weights: Tensor
+    """(queries, most keys): of the keys from `first` on; zero behind the last"""
+
+
 def weigh(gau: GAU, tokens: Tensor, position: Tensor, weight: Tensor | None = None) -> Iterator[SlotWeights]:
     """Attention weights of a sequence, in blocks of queries, because weights start out over all keys."""
     query, key, _, _ = gau.project(tokens, position)
     for begin in range(0, max(len(position), 1), QUERIES_AT_ONCE):
-        yield gau.weigh(query, key, position, slice(begin, begin + QUERIES_AT_ONCE), weight)
+        yield weigh_slots(gau, query, key, position, slice(begin, begin + QUERIES_AT_ONCE), weight)
+
+
+def visible(gau: GAU, slot: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """First slot that queries at these slots see, and the one behind the last, among `count` tokens."""
+    left, right = gau.sides
+    if gau.config.span == "chunk":
+        first = slot // gau.window * gau.window
+        return first, slot + 1 if gau.causal else (first + gau.window).clamp(max=count)
+    return (slot - left).clamp(min=0), (slot + right + 1).clamp(max=count)
+
+
+def weigh_slots(
+    gau: GAU,
+    query: Tensor,
+    key: Tensor,
+    position: Tensor,
+    queries: slice = slice(None),
+    weight: Tensor | None = None,
+) -> SlotWeights:
+    """Attention weights inside one sequence; `GAU.forward` never holds them all.
+
+    Args:
+        gau: the attention unit.
+        query: (active, d_z), from `GAU.project`, of all active tokens of a sequence.
+        key: (active, d_z), likewise.
+        position: (active,), their positions in the original sequence.
+        queries: which of them to weigh.
+        weight: (active,), what each key counts; all alike by default.
+    """
+    count = len(query)
+    slots = torch.arange(count, device=query.device)
+    slot = slots[queries]
+    first, end = visible(gau, slot, count)
+    low, high = (int(first[0]), int(end[-1])) if len(slot) else (0, 0)
+    key_slot, query = slots[low:high], query[queries]
+    if gau.grows and gau.function.by_keys:
+        query = query / (slot + 1 if gau.causal else torch.full_like(slot, max(count, 1)))[:, None]
+    else:
+        query = query * gau.scale
+    key = key[low:high]
+    if weight is not None:
+        query, key, _ = weigh_keys(query, key, key, weight[low:high], "softmax")
+        if gau.function.by_keys:
+            query, key = query[:, :-1], key[:, :-1]
+    scores = widen(query) @ widen(key).T
+    if gau.bias is not None:
+        places = position if gau.config.positions in BY_POSITION else slots
+        scores = scores + gau.bias(places[low:high] - places[queries][:, None]).to(scores.dtype)
+    hidden = (key_slot < first[:, None]) | (key_slot >= end[:, None])
+    weights = gau.function.weights(scores.masked_fill(hidden, HIDDEN))
+    if weight is not None and gau.function.by_keys:
+        weights = weights * weight[low:high].to(weights.dtype)
+    most = int((end - first).max()) if len(slot) else 0
+    column = (first - low)[:, None] + torch.arange(most, device=slot.device)
+    inside = column < (end - low)[:, None]
+    column = column.clamp(max=max(high - low - 1, 0))
+    return SlotWeights(first, end, torch.where(inside, weights.gather(1, column), 0))
 
 
 def mean_distance(position: Tensor, first: Tensor, end: Tensor) -> Tensor:

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 
 from seqboat.analysis.traces import Site, sites
 from seqboat.core.checks import require
-from seqboat.layers.policy import Override, overridden
 from seqboat.plotting import Style, Theme, dress, legend, line_style, new_figure, style_of
 from seqboat.run import Run
 from seqboat.tasks.task import Batch, Split, Task
@@ -145,11 +144,12 @@ def decided(found: Sequence[Site | None], setting: Intervention) -> Iterator[Non
         for site, forced in zip(found, setting.active, strict=True):
             if site is None:
                 continue
-            override = Override(
-                active=None if forced is None else {site.module: forced},
-                threshold=None if setting.threshold is None else {site.module: setting.threshold},
+            stack.enter_context(
+                site.sma.override(
+                    active=None if forced is None else {site.module: forced},
+                    threshold=None if setting.threshold is None else {site.module: setting.threshold},
+                )
             )
-            stack.enter_context(overridden(site.sma.policy, override))
         yield
 
 

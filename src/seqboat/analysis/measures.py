@@ -21,6 +21,7 @@ from torch import Tensor
 from seqboat.analysis.attention import (
     mean_distance,
     tokens_of,
+    visible,
     watch,
     weighted_distance,
 )
@@ -221,7 +222,7 @@ class _LayerSums:
         assert gau is not None
         asked = torch.from_numpy(counted).to(position.device)[position]
         count = len(position)
-        first, end = gau.span.visible(torch.arange(count, device=position.device), count)
+        first, end = visible(gau, torch.arange(count, device=position.device), count)
         places = position.double()
         if bool(asked.any()):
             apart = mean_distance(places, first, end)[asked]
@@ -243,7 +244,7 @@ class _LayerSums:
         gau = self.site.gau
         return LayerMeasures(
             module=self.site.module,
-            window=None if gau is None or gau.span.others is None else gau.window,
+            window=None if gau is None or gau.others is None else gau.window,
             counts=ActiveCount(active, total),
             rate=rate,
             active=count,

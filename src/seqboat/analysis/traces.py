@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from seqboat.bench.cost import linear_flops
+from seqboat.core.mixer import Routing
 from seqboat.layers.gau import GAU
-from seqboat.layers.packing import Routing
 from seqboat.layers.seqboat import SeqBoat
 from seqboat.layers.sma import SparseModularActivation
 from seqboat.run import Run

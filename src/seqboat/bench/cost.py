@@ -55,7 +55,7 @@ def forward_products(layer: SeqBoat, batch: int, length: int, active: int) -> li
     block = min(ssm.block, length)
     blocks, states = -(-tokens // block), ssm.d_state * ssm.directions
     each = active // batch  # a token attends to tokens of its own sequence only
-    span = each if gau.span.others is None else gau.span.others + 1
+    span = each if gau.others is None else gau.others + 1
     keys = max(min(span, each), 1)
     # as many products as in a band of this width
     groups = -(-active // keys)

@@ -25,7 +25,7 @@ from seqboat.bench.measure import Quartiles, available_memory, human_bytes, quar
 from seqboat.bench.setting import LOWER_BOUND, PUBLISHED, Candidate, LayerSetting, build
 from seqboat.core.checks import require
 from seqboat.core.state import map_state, state_bytes
-from seqboat.mixers import RecurrentMixer
+from seqboat.mixers import Mixer
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -115,8 +115,8 @@ def run_decode(
             here = replace(setting, causal=True, length=context)
             _refuse_cache(here)
             layer = build(candidate, here).eval()
-            require(isinstance(layer, RecurrentMixer), f"{candidate.label} has no state to decode with")
-            assert isinstance(layer, RecurrentMixer)
+            require(layer.decodes, f"{candidate.label} has no state to decode with")
+            assert isinstance(layer, Mixer)
             decoders[candidate.label, context] = _layer_decoder(layer, here, steps)
     return _time_decoders(decoders, setting, steps, rounds, warmup, progress)
 
@@ -133,7 +133,7 @@ def _refuse_cache(setting: LayerSetting) -> None:
 
 
 @torch.inference_mode()
-def _layer_decoder(layer: RecurrentMixer, setting: LayerSetting, steps: int) -> Decoder:
+def _layer_decoder(layer: Mixer, setting: LayerSetting, steps: int) -> Decoder:
     generator = torch.Generator().manual_seed(setting.seed)
     dtype = getattr(torch, setting.dtype)
 
@@ -150,7 +150,7 @@ def _layer_decoder(layer: RecurrentMixer, setting: LayerSetting, steps: int) -> 
     def run() -> None:
         now = map_state(Tensor.clone, state)
         for t in range(steps):
-            now = layer.step(tokens[:, t], now, inplace=True).state
+            layer.step(tokens[:, t], now)
 
     return Decoder(count_parameters(layer), state_bytes(state), run)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from seqboat.core.checks import require
-from seqboat.layers.packing import Routing
+from seqboat.core.mixer import Routing
 from seqboat.layers.routers import AlwaysActive, Router
 
 

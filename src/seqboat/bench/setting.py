@@ -18,11 +18,11 @@ import torch
 from seqboat.bench.rates import force_rate
 from seqboat.core.checks import require
 from seqboat.core.mixer import directions_of
+from seqboat.layers.gau import PositionsName
 from seqboat.mixers import MIXERS, Mixer, SeqBoatConfig
 from seqboat.mixers.mega import MegaConfig
 from seqboat.models.backbone import MixerConfig
-from seqboat.ops.functions import AttentionName
-from seqboat.ops.positions import PositionsName
+from seqboat.ops.attention import AttentionName
 from seqboat.training.settings_io import part_from_dict
 
 Mode = Literal["training", "inference"]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor, nn
 
-    from seqboat.layers.packing import Routing
+    from seqboat.core.mixer import Routing
 
 MAX_MASK = 64 << 20
 """Bytes of a mask's file beyond which it is refused."""
@@ -95,7 +95,6 @@ class Control:
     def applied(self, model: nn.Module) -> Iterator[None]:
         """Take the decisions of a model, inside a `with` block."""
         from seqboat.analysis.traces import sites
-        from seqboat.layers.policy import Override, overridden
 
         found = sites(model)
         if not any(found):
@@ -109,13 +108,13 @@ class Control:
                 if site is None:
                     continue
                 forced = {site.module: number in on} if number in off | on else None
-                override = Override(
+                decisions = site.sma.override(
                     active=forced,
                     threshold=None if self.threshold is None else {site.module: self.threshold},
                     cap=None if self.cap is None else {site.module: self.cap},
                     mask=None if mask is None else _Mask(mask[number - 1], site.column),
                 )
-                stack.enter_context(overridden(site.sma.policy, override))
+                stack.enter_context(decisions)
             yield
 
 

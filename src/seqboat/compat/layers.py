@@ -124,7 +124,7 @@ def published_config(d_model: int, config: SeqBoatConfig) -> dict[str, Any]:
         prenorm=config.prenorm,
         dropout=config.dropout,
     )
-    for field in ("ffn", "d_ff", "budget", "revival"):
+    for field in ("ffn", "d_ff", "budget"):
         require(
             getattr(config, field) == getattr(fixed, field),
             f"the published layer has no {field}, got {getattr(config, field)}",

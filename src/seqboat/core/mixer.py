@@ -2,34 +2,24 @@
 
     module(x, mask=None, state=None, cu_seqlens=None) -> MixerOutput(y, state, routing)
 
-A mixer owns its norm and its residual connection: layers are stacked by calling one after the other.
-Causal mixers return the state after the last token; passing it back continues the sequence, and `step` takes
-one token at a time. All three give the same numbers. With `cu_seqlens` the input holds concatenated
-documents (`core.documents`), each of which is computed as if it were alone.
+A mixer owns its norm and its residual connection: layers are stacked by calling one after the other. Causal mixers
+return the state after the last token; passing it back continues the sequence, and `step` takes one token at a time.
+All three give the same numbers. With `cu_seqlens` the input holds concatenated documents (`core.layout`), each of
+which is computed as if it were alone; packed documents carry no state.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from seqboat.core.checks import (
-    check_device,
-    check_dtype,
-    check_mask,
-    check_positive,
-    check_row_mask,
-    check_sequence,
-    check_token,
-    require,
-)
-from seqboat.core.documents import Documents, find_documents
-from seqboat.core.padding import Aligned, align, zero_padding
-from seqboat.core.state import check_state
-from seqboat.layers.packing import Routing
+from seqboat.core.checks import check_device, check_dtype, check_mask, check_positive, check_sequence, require
+from seqboat.core.layout import WHOLE, Layout, find_layout
+from seqboat.core.state import tensors
 
 Direction = Literal["bidirectional", "causal"]
 DIRECTIONS: tuple[Direction, ...] = ("bidirectional", "causal")
@@ -57,10 +47,29 @@ def check_direction(config: object, causal: bool, reason: str) -> None:
     require(asked in directions_of(config), f"{name} has no {asked} form, it is {only}: {reason}")
 
 
+class Routing(NamedTuple):
+    """The decisions of a router for M modules.
+
+    >>> from seqboat import SeqBoat
+    >>> routing = SeqBoat(8)(torch.randn(2, 5, 8)).routing
+    >>> routing.active.shape, routing.confidence.shape
+    (torch.Size([2, 5, 1]), torch.Size([2, 5, 1]))
+    """
+
+    active: Tensor
+    """(batch, time, modules) bool: whether the token activates the module (the paper's a)"""
+    probs: Tensor
+    """the same shape, in at least float32: the probability of activation"""
+
+    @property
+    def confidence(self) -> Tensor:
+        """The probability of the decision where active, zero elsewhere (the paper's c)."""
+        return torch.where(self.active, self.probs, self.probs.new_zeros(()))
+
+
 class MixerOutput(NamedTuple):
     """What a mixer returns: `y, state, routing = layer(x)`.
 
-    >>> import torch
     >>> from seqboat import SeqBoat
     >>> out = SeqBoat(8)(torch.randn(2, 5, 8))
     >>> out.y.shape, out.state, out.routing.probs.shape
@@ -70,7 +79,7 @@ class MixerOutput(NamedTuple):
     y: Tensor
     """(batch, time, dim), zeros on padding; (batch, dim) from `step`"""
     state: Any = None
-    """the state after the last real token; None for bidirectional mixers"""
+    """the state after the last real token; None for bidirectional mixers, and with packed documents"""
     routing: Routing | None = None
     """which tokens were activated; None for mixers without a router"""
 
@@ -78,20 +87,18 @@ class MixerOutput(NamedTuple):
 class Mixer(nn.Module, ABC):
     """A sequence layer with its norm and residual connection inside.
 
-    Subclasses implement `mix` on sequences whose real tokens come first, and set `d_model` and `causal`.
+    Subclasses implement `mix`, and set `d_model` and `causal`; those that decode implement `init_state` and `step`.
 
-    >>> import torch
-    >>> from torch import nn
     >>> from seqboat import Mixer, MixerOutput
     >>> class Mean(Mixer):
     ...     def __init__(self, d_model):
     ...         super().__init__()
     ...         self.d_model, self.causal = d_model, False
     ...         self.linear = nn.Linear(d_model, d_model)
-    ...     def mix(self, x, mask, state):
-    ...         count = x.shape[1] if mask is None else mask.sum(dim=1)[:, None, None]
+    ...     def mix(self, x, layout, state):
+    ...         count = layout.lengths(x)[:, None, None]
     ...         y = x + self.linear(x.sum(dim=1, keepdim=True) / count)      # padding is zero in x
-    ...         return MixerOutput(y if mask is None else y * mask[..., None])
+    ...         return MixerOutput(y if layout.mask is None else y * layout.mask[..., None])
     >>> mask = torch.tensor([[False, True, True, False]])                    # in any pattern
     >>> Mean(3)(torch.randn(1, 4, 3), mask).y.shape
     torch.Size([1, 4, 3])
@@ -109,7 +116,7 @@ class Mixer(nn.Module, ABC):
     def forward(
         self,
         x: Tensor,
-        mask: Tensor | Aligned | Documents | None = None,
+        mask: Tensor | Layout | None = None,
         state: Any = None,
         *,
         cu_seqlens: Tensor | None = None,
@@ -118,95 +125,93 @@ class Mixer(nn.Module, ABC):
 
         Args:
             x: (batch, time, d_model).
-            mask: (batch, time), True on real tokens, in any pattern; or `Aligned` where real tokens come first; or
-                `Documents`, whose packed sequence x is.
-            state: of this mixer, from an earlier call or `init_state`.
+            mask: (batch, time), True on real tokens, in any pattern; or the `Layout` that x is in already.
+            state: of this mixer, from an earlier call or `init_state`; it is not changed.
             cu_seqlens: (documents + 1,), where each document begins in the flattened (batch * time) input, and the
-                end of the last; every document is computed as if it were alone, except that the first one of a
-                sequence continues from its state.
+                end of the last; every document is computed as if it were alone.
         """
-        if cu_seqlens is not None:
-            return self._run_packed(x, mask, state, cu_seqlens)
-        self.check(x, mask, state)
-        if mask is None:
-            return self.mix(x, None, state)
-        if isinstance(mask, Aligned):
-            return self.mix(zero_padding(x, mask.mask), mask.mask, state)
-        if isinstance(mask, Documents):
-            return self.mix_documents(zero_padding(x, mask.mask), mask, state)
-        plan = align(mask)
-        y, after, routing = self.mix(plan.pull(x), plan.mask, state)
+        if isinstance(mask, Layout):
+            if mask.documents is not None and not self.packs:
+                return self._mix_apart(x, mask)
+            return self.mix(x, mask, state)
+        self.check(x, state)
+        if mask is None and cu_seqlens is None:
+            return self.mix(x, WHOLE, state)
+        require(cu_seqlens is None or state is None, "packed documents carry no state: call without one")
+        layout = find_layout(x, mask, cu_seqlens)
+        if layout.documents is not None and not x.shape[1]:
+            layout = WHOLE
+        y, after, routing = self(layout.pull(x), layout, state)
         if routing is not None:
-            routing = Routing(plan.push(routing.active), plan.push(routing.probs))
-        return MixerOutput(plan.push(y), after, routing)
+            routing = Routing(layout.push(routing.active), layout.push(routing.probs))
+        return MixerOutput(layout.push(y), after, routing)
 
     @abstractmethod
-    def mix(self, x: Tensor, mask: Tensor | None, state: Any) -> MixerOutput:
-        """As `forward`, with real tokens first in every sequence and zeros after them."""
+    def mix(self, x: Tensor, layout: Layout, state: Any) -> MixerOutput:
+        """As `forward`, on tokens that lie as the layout says, with zeros on padding."""
 
-    def mix_documents(self, x: Tensor, documents: Documents, state: Any) -> MixerOutput:
-        """As `mix`, on packed documents (1, tokens, d_model); here, as sequences padded to the longest document."""
-        if state is not None:
-            fresh = self.make_state(1, x.dtype, x.device)  # type: ignore[operator]
-            state = documents.enter(state, fresh)
-        y, after, routing = self.mix(documents.spread(x), documents.real, state)
+    def _mix_apart(self, x: Tensor, layout: Layout) -> MixerOutput:
+        """As `mix`, on packed documents: as sequences padded to the longest document."""
+        documents = layout.documents
+        assert documents is not None
+        y, _, routing = self.mix(documents.spread(x), Layout(documents.real), None)
         if routing is not None:
             routing = Routing(documents.collect(routing.active), documents.collect(routing.probs))
-        after = None if after is None else documents.leave(after)
-        return MixerOutput(documents.collect(y), after, routing)
+        return MixerOutput(documents.collect(y), None, routing)
 
-    def _run_packed(self, x: Tensor, mask: Any, state: Any, cu_seqlens: Tensor) -> MixerOutput:
-        """As `forward`, from cu_seqlens."""
-        self.check(x, mask, state)
-        require(
-            mask is None or isinstance(mask, Tensor),
-            f"with cu_seqlens, mask must be None or a tensor, got {type(mask).__name__}",
-        )
-        documents = find_documents(cu_seqlens, x, mask)
-        if x.shape[1] == 0:
-            return self.mix(x, mask, state)
-        y, after, routing = self.mix_documents(documents.pull(x), documents, state)
-        if routing is not None:
-            routing = Routing(documents.push(routing.active), documents.push(routing.probs))
-        return MixerOutput(documents.push(y), after, routing)
+    def init_state(self, batch: int) -> Any:
+        """The state before the first token; every tensor of it has the batch first."""
+        self.require_causal()
+        check_positive("batch", batch, least=0)
+        weight = next(self.parameters())
+        return self._fresh(batch, weight.dtype, weight.device)
+
+    def _fresh(self, batch: int, dtype: torch.dtype, device: torch.device) -> Any:
+        """The state before the first token, for inputs of this type."""
+        raise NotImplementedError(f"{self.name} carries no state")
+
+    def step(self, x: Tensor, state: Any) -> MixerOutput:
+        """One token (batch, d_model) per sequence, without gradient; overwrites the state, and returns it."""
+        raise NotImplementedError(f"{self.name} carries no state")
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the mixer carries a state and takes single steps."""
+        return self.causal and type(self).step is not Mixer.step
+
+    @property
+    def grows(self) -> bool:
+        """Whether the state grows with the sequence, as that of a Transformer does."""
+        return False
 
     def closing_norm(self) -> nn.Module | None:
         """The norm that a stack of such mixers ends with, if it needs one."""
         return None
 
-    def check(self, x: Tensor, mask: Tensor | Aligned | Documents | None, state: Any) -> None:
+    def check(self, x: Tensor, state: Any) -> None:
         """Refuse what does not fit this mixer."""
-        if not self._fits(x):  # the messages are only looked up if something is wrong
-            check_sequence(x, self.d_model)
-            self.check_home(x)
-        if mask is not None and not isinstance(mask, Documents):
-            check_mask(mask.mask if isinstance(mask, Aligned) else mask, x)
-        if state is not None:
-            self.check_state(state, x if not isinstance(mask, Documents) else x.expand(mask.shape[0], -1, -1))
-
-    def _fits(self, x: Tensor) -> bool:
-        """Whether `check_sequence` and `check_home` would accept x."""
         weight = next(self.parameters(), x)
-        return (
-            isinstance(x, Tensor)
-            and x.dim() == 3
-            and x.shape[2] == self.d_model
-            and x.is_floating_point()
-            and x.device == weight.device
-            and (x.dtype == weight.dtype or (self.widens and torch.float64 not in (x.dtype, weight.dtype)))
-        )
+        fits = isinstance(x, Tensor) and x.dim() == 3 and x.shape[2] == self.d_model and x.is_floating_point()
+        if not fits or x.device != weight.device or x.dtype != weight.dtype:
+            check_sequence(x, self.d_model)
+            check_device(x, weight)
+            if not self.widens or torch.float64 in (x.dtype, weight.dtype):
+                check_dtype(x, weight)
+        if state is not None:
+            self.require_causal()
+            self.check_rows(state, len(x))
 
-    def check_home(self, x: Tensor) -> None:
-        """Refuse an input on another device than the parameters, or of another type."""
-        parameter = next(self.parameters(), None)
-        if parameter is not None:
-            check_device(x, parameter)
-            if not self.widens or torch.float64 in (x.dtype, parameter.dtype):
-                check_dtype(x, parameter)
+    def check_rows(self, state: Any, batch: int) -> None:
+        """Refuse a state of another batch; one of another mixer fails at its first product."""
+        name, part = next(tensors(state), ("state", None))
+        require(part is not None, f"state must be that of this {self.name}, got {type(state).__name__}")
+        assert part is not None
+        require(len(part) == batch, f"{name} must be of {batch} sequences, got {len(part)}")
 
-    def check_state(self, state: Any, x: Tensor) -> None:
-        """Refuse a state that does not belong to this mixer and batch."""
-        raise ValueError(f"{self.name} has no state: call it without one")
+    def require_causal(self) -> None:
+        """Refuse to carry a state through a layer that sees the future."""
+        if not self.causal:
+            raise ValueError(f"this {self.name} is bidirectional: only causal layers carry a state")
 
     @property
     def name(self) -> str:
@@ -239,82 +244,93 @@ class AsTensor(nn.Module):
         return out
 
 
-class RecurrentMixer(Mixer):
-    """A mixer that can carry a state, if it is causal. Subclasses also implement `make_state` and `advance`.
+class Activation(NamedTuple):
+    """What one router did on a batch, per module."""
 
-    The whole sequence, its chunks with a carried state, and single steps give the same numbers.
+    rate: Tensor
+    """(modules,): fraction of the real tokens that were activated"""
+    confidence: Tensor
+    """(modules,): mean confidence over the activated tokens; zero if there are none"""
+    per_row: Tensor
+    """(batch, modules): fraction of each sequence's real tokens that were activated"""
 
-    >>> import torch
-    >>> from seqboat import RecurrentMixer, SeqBoat
-    >>> layer = SeqBoat(8, causal=True).eval()
-    >>> isinstance(layer, RecurrentMixer)
-    True
-    >>> x = torch.randn(1, 3, 8)
-    >>> state = layer.init_state(batch=1)
-    >>> for token in x.unbind(dim=1):
-    ...     y, state, routing = layer.step(token, state)
-    >>> torch.testing.assert_close(y, layer(x).y[:, -1])
+
+@torch.no_grad()
+def activation(routing: Routing, mask: Tensor | None = None) -> Activation:
+    """Measure what a router did; nothing of this is computed unless asked for.
+
+    Args:
+        routing: from a layer's output.
+        mask: (batch, time), True on real tokens.
+
+    Returns:
+        `rate` and `confidence` of shape (modules,), and `per_row` of shape (batch, modules).
+
+    >>> from seqboat import Routing, activation
+    >>> active = torch.tensor([[[True], [False], [True], [False]]])
+    >>> activation(Routing(active, active.float())).rate.tolist()
+    [0.5]
     """
-
-    @property
-    def grows(self) -> bool:
-        """Whether the state grows with the sequence, as that of a Transformer does; subclasses say so."""
-        return False
-
-    def init_state(self, batch: int, dtype: torch.dtype | None = None) -> Any:
-        """The state before the first token.
-
-        Args:
-            batch: number of sequences.
-            dtype: of the inputs to come; the parameters' by default.
-        """
-        self.require_causal()
-        check_positive("batch", batch, least=0)
-        parameter = next(self.parameters())
-        return self.make_state(batch, dtype or parameter.dtype, parameter.device)
-
-    def step(self, x: Tensor, state: Any, mask: Tensor | None = None, inplace: bool = False) -> MixerOutput:
-        """Take one token per sequence.
-
-        Args:
-            x: (batch, d_model).
-            state: from `init_state`, `forward` or `step`.
-            mask: (batch,), False for sequences that pause: their state stays and their output is zero.
-            inplace: whether the given state may be overwritten, which saves a copy of its memory.
-        """
-        self.require_causal()
-        check_token(x, self.d_model)
-        self.check_home(x)
-        self.check_state(state, x)
-        if mask is not None:
-            check_row_mask(mask, x)
-            x = keep_rows(mask, x)
-        return self.advance(x, state, mask, inplace)
-
-    @abstractmethod
-    def make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> Any:
-        """A fresh state."""
-
-    @abstractmethod
-    def advance(
-        self, x: Tensor, state: Any, mask: Tensor | None = None, inplace: bool = False
-    ) -> MixerOutput:
-        """As `step`, without the checks; paused sequences of x are zero."""
-
-    def require_causal(self) -> None:
-        """Refuse to carry a state through a layer that sees the future."""
-        require(self.causal, f"this {self.name} is bidirectional: only causal layers carry a state")
-
-    def check_state(self, state: Any, x: Tensor) -> None:
-        """Refuse a state of another batch size or another model."""
-        self.require_causal()
-        fresh = self.make_state(x.shape[0], x.dtype, torch.device("meta"))
-        check_state(state, fresh, x.device, self.name)
+    counts, confidence = count_tokens(routing, mask), routing.confidence
+    if mask is not None:
+        confidence = torch.where(mask[..., None], confidence, 0)
+    active, tokens = counts
+    return Activation(
+        rate=active.sum(dim=0) / tokens.sum().clamp(min=1),
+        confidence=confidence.sum(dim=(0, 1)) / active.sum(dim=0).clamp(min=1),
+        per_row=active / tokens[:, None].clamp(min=1),
+    )
 
 
-def keep_rows(mask: Tensor | None, yes: Tensor, no: Tensor | None = None) -> Tensor:
-    """The marked sequences of one tensor and the others of another (or zeros)."""
+class TokenCounts(NamedTuple):
+    """How many tokens a router activated, per sequence."""
+
+    active: Tensor
+    """(batch, modules): real tokens that activated each module"""
+    tokens: Tensor
+    """(batch,): real tokens"""
+
+
+@torch.no_grad()
+def count_tokens(routing: Routing, mask: Tensor | None = None) -> TokenCounts:
+    """Count the active tokens of a batch.
+
+    >>> active = torch.tensor([[[True], [False], [True]]])
+    >>> counts = count_tokens(Routing(active, active.float()), torch.tensor([[True, True, False]]))
+    >>> counts.active.tolist(), counts.tokens.tolist()
+    ([[1]], [2])
+    """
+    active = routing.active
     if mask is None:
-        return yes
-    rows = mask.view(-1, *(1,) * (yes.dim() - 1))
-    return torch.where(rows, yes, yes.new_zeros(()) if no is None else no)
+        batch, time, _ = active.shape
+        return TokenCounts(active.sum(dim=1), torch.full((batch,), time, device=active.device))
+    check_mask(mask, active)
+    return TokenCounts((active & mask[..., None]).sum(dim=1), mask.sum(dim=1))
+
+
+def count_layers(
+    routings: Sequence[Routing | None], masks: Sequence[Tensor | None] = (None,)
+) -> list[TokenCounts | None]:
+    """What each layer of a model did, summed over the batch: (modules,) active tokens and () real ones.
+
+    Args:
+        routings: of all layers, from the model's output; of several sequences one after the other.
+        masks: (batch, time) each, one per sequence.
+    """
+    layers = len(routings) // len(masks)
+    found: list[TokenCounts | None] = [None] * layers
+    for number, routing in enumerate(routings):
+        if routing is None:
+            continue
+        active, tokens = (part.sum(dim=0) for part in count_tokens(routing, masks[number // layers]))
+        before = found[number % layers]
+        if before is not None:
+            active, tokens = active + before.active, tokens + before.tokens
+        found[number % layers] = TokenCounts(active, tokens)
+    return found
+
+
+def check_width(d_model: int) -> int:
+    """The width of a layer, which every constructor checks first."""
+    check_positive("d_model", d_model)
+    return d_model

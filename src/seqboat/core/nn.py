@@ -3,14 +3,46 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Literal
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqboat.core.checks import check_choice
+
+Made = TypeVar("Made")
+
+
+class Kept:
+    """What follows from weights alone, kept from one step of decoding to the next.
+
+    It is made again if a weight was replaced or changed in place, and after `forget`, which layers call for every new
+    sequence: changes through `.data` leave no trace.
+    """
+
+    def __init__(self) -> None:
+        self._key: list[Any] | None = None
+        self._made: Any = None
+
+    def forget(self) -> None:
+        if self._key is not None and not torch.compiler.is_compiling():
+            self._key = self._made = None
+
+    def get(self, weights: Iterable[Tensor | None], make: Callable[[], Made]) -> Made:
+        """What `make` makes of these weights."""
+        if torch.compiler.is_compiling():
+            return make()
+        try:
+            key = [(w.data_ptr(), w._version, w.dtype) for w in weights if w is not None]
+        except RuntimeError:  # inference tensors count no changes
+            return make()
+        if self._key != key:
+            self._made, self._key = make(), key
+        found: Made = self._made
+        return found
+
 
 NormName = Literal["layer", "batch", "scale", "rms"]
 NORMS = ("layer", "batch", "scale", "rms")
@@ -44,10 +76,6 @@ class Norm(nn.Module):
             mask: (batch, time), True on real tokens.
         """
         raise NotImplementedError
-
-    def after_silu(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Normalize SiLU(x)."""
-        return self(F.silu(x), mask)
 
     def drop_affine(self) -> None:
         """Give up the learned scale and shift: the normalized values are the output."""
@@ -244,3 +272,10 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(ACTIVATIONS[self.activation](self.hidden(x)))
+
+
+def sinusoids(position: Tensor, d_model: int) -> Tensor:
+    """Sinusoidal position embedding (..., d_model): sines in the first half, cosines in the second."""
+    exponent = torch.arange(0, d_model, 2, dtype=torch.float64, device=position.device) / d_model
+    angle = position[..., None] * 10000.0**-exponent
+    return torch.cat([angle.sin(), angle.cos()], dim=-1)[..., :d_model]

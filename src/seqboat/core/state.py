@@ -118,14 +118,23 @@ def repeat_rows(state: State, times: int) -> State:
     return map_state(lambda part: part.repeat_interleave(times, dim=0), state)
 
 
-def keep_state(changed: Tensor, new: State, old: State) -> State:
-    """The new state of the sequences that changed (batch,), and the old one of all others; both of the same sizes."""
-    before = iter([part for _, part in tensors(old)])
+def copy_state(state: State) -> State:
+    """A state that may be overwritten without changing this one: steps overwrite theirs.
 
-    def choose(part: Tensor) -> Tensor:
-        return torch.where(changed.view(-1, *(1,) * (part.dim() - 1)), part, next(before))
+    Args:
+        state: of a layer or a model.
+    """
+    return map_state(Tensor.clone, state)
 
-    return map_state(choose, new)
+
+def overwrite(state: State, new: State) -> State:
+    """Give a state the values of another one of the same kind, in place; memories that have grown take their size."""
+    for (_, old), (_, part) in zip(tensors(state), tensors(new), strict=True):
+        if old.shape == part.shape:
+            old.copy_(part)
+        elif old is not part:
+            old.set_(part)  # type: ignore[call-overload]
+    return state
 
 
 def detach_state(state: State) -> State:
@@ -157,27 +166,6 @@ def state_bytes(state: Any) -> int:
     return sum(part.numel() * part.element_size() for _, part in tensors(state))
 
 
-def _fits(state: Any, like: Any, device: torch.device) -> bool:
-    """Whether a state has the parts of another one, with the same shapes (zero matches any size) and types."""
-    if isinstance(like, Tensor):
-        if not isinstance(state, Tensor) or state.dtype != like.dtype or state.device != device:
-            return False
-        have, want = state.shape, like.shape
-        return have == want or (
-            len(have) == len(want)
-            and have[:1] == want[:1]
-            and all(a == b or b == 0 for a, b in zip(have[1:], want[1:], strict=True))
-        )
-    if isinstance(like, tuple):
-        return (
-            isinstance(state, tuple)
-            and len(state) == len(like)
-            and getattr(state, "_fields", None) == getattr(like, "_fields", None)
-            and all(_fits(one, other, device) for one, other in zip(state, like, strict=True))
-        )
-    return not isinstance(state, Tensor | tuple)
-
-
 def check_state(state: Any, like: Any, device: torch.device, what: str) -> None:
     """Refuse a state whose tensors differ from those of a fresh one in number, shape, type or device.
 
@@ -191,8 +179,6 @@ def check_state(state: Any, like: Any, device: torch.device, what: str) -> None:
         type(state) is type(like),
         f"state must be a {type(like).__name__} of this {what}, got {type(state).__name__}",
     )
-    if _fits(state, like, device):
-        return  # checked at every decoding step: names and messages only if something is wrong
     expected = dict(tensors(like))
     got = dict(tensors(state))
     require(

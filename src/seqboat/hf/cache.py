@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from seqboat.core.state import map_state, repeat_rows, select_rows
-from seqboat.inference.lean import LeanBackbone, lean_backbone
 from seqboat.models.backbone import Backbone, BackboneState
 
 
@@ -31,44 +30,22 @@ class SeqBoatCacheLayer(CacheLayerMixin):
         """positions so far, including padding: the same for all sequences"""
         self.overwritable = False
         """whether a step may overwrite the state: no gradient needs it"""
-        self._state: BackboneState | None = None
-        self._lean: LeanBackbone | None = None
-        self._may_be_lean = True
-
-    @property
-    def state(self) -> BackboneState | None:
-        """The state in the form of the core; None before the first token."""
-        if self._lean is not None:
-            self._state, self._lean = self._lean.state(), None
-        return self._state
+        self.state: BackboneState | None = None
+        """in the form of the core; None before the first token"""
 
     def put(self, state: BackboneState, new: int) -> None:
         """Take over the state after `new` more positions."""
-        self._state, self._lean = state, None
+        self.state = state
         self.overwritable = not torch.is_grad_enabled()
         self.cumulative_length += new
         self.is_initialized = True
 
     def step(self, backbone: Backbone, tokens: Tensor) -> Tensor | None:
-        """Read one token per sequence, (batch,), by a lean step: (batch, d_model), or None where it does not apply.
-
-        The lean step is chosen once and keeps the state until somebody asks for it: to reorder sequences, as beam
-        search does at every step, or to read a longer piece. From then on the general step is taken.
-        """
-        if torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return None
-        if self._lean is None:
-            state = self._state if self._may_be_lean and self.may_overwrite() else None
-            self._may_be_lean = False
-            self._lean = None if state is None else lean_backbone(backbone, len(state.seen))
-            if self._lean is None or state is None:
-                return None
-            self._lean.join(state)
-        if not self._lean.applies or self._lean.backbone is not backbone or len(tokens) != len(self._lean):
-            self._state, self._lean = self._lean.state(), None
+        """Read one token per sequence, (batch,): (batch, d_model); None where the state may not be overwritten."""
+        if self.state is None or not self.may_overwrite() or torch.compiler.is_compiling():
             return None
         self.cumulative_length += 1
-        return self._lean.step(tokens)
+        return backbone.step(tokens, self.state).y
 
     def may_overwrite(self) -> bool:
         """Whether a step may overwrite the tensors: no gradient needs them, and torch allows it."""
@@ -80,18 +57,18 @@ class SeqBoatCacheLayer(CacheLayerMixin):
     def change(self, function: Any) -> None:
         """Apply a function to the state, if there is one."""
         if self.state is not None:
-            self._state = function(self.state)
+            self.state = function(self.state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SeqBoatCacheLayer:
         new = SeqBoatCacheLayer()
         if self.state is not None:
             new.put(map_state(Tensor.clone, self.state), self.cumulative_length)
-        new.overwritable, new._may_be_lean = self.overwritable, self._may_be_lean
+        new.overwritable = self.overwritable
         return new
 
     @property
     def batch_size(self) -> int:
-        return -1 if self._state is None else len(self._state.seen)
+        return -1 if self.state is None else len(self.state.seen)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         raise NotImplementedError("a SeqBoat cache holds a state, not keys and values of all tokens")
@@ -118,8 +95,7 @@ class SeqBoatCacheLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length  # its name in versions before 5.14
 
     def reset(self) -> None:
-        self._state, self._lean, self._may_be_lean = None, None, True
-        self.cumulative_length, self.is_initialized = 0, False
+        self.state, self.cumulative_length, self.is_initialized = None, 0, False
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self.change(lambda state: select_rows(state, indices))

@@ -27,8 +27,8 @@ from transformers.modeling_outputs import (
 from transformers.utils.generic import can_return_tuple
 
 from seqboat.core.checks import check_dtype, require
+from seqboat.core.layout import find_layout
 from seqboat.core.mixer import MixerOutput
-from seqboat.core.padding import align
 from seqboat.hf.cache import SeqBoatCache
 from seqboat.hf.configuration import SeqBoatModelConfig
 from seqboat.hf.weights import build_backbone, check_weights, loading, write_checksums
@@ -73,7 +73,7 @@ def read_vectors(backbone: Backbone, vectors: Tensor, mask: Tensor | None) -> It
         f"inputs_embeds must have shape (batch, time, {weight.shape[1]}), got {shape}",
     )
     check_dtype(vectors, weight, "inputs_embeds", "model")
-    first = vectors if mask is None else align(mask).pull(vectors)
+    first = vectors if mask is None else find_layout(vectors, mask).pull(vectors)
     handle = backbone.embedding.register_forward_hook(lambda *_: first)
     try:
         yield torch.zeros(shape[:2], dtype=torch.int64, device=vectors.device)
@@ -294,25 +294,18 @@ class SeqBoatModel(SeqBoatPreTrainedModel):
             if found is not None:
                 return BaseModelOutputWithPast(last_hidden_state=found[:, None], past_key_values=cache)
         kept: list[Tensor] = []
-        # not earlier: whoever reads the state takes it from the lean step
         state = None if whole is None else whole.state
-        if single and whole is not None and state is not None:
-            rows = None if mask is None else mask[:, 0]
-            out = self.backbone.step(inputs[:, 0], state, rows, inplace=whole.may_overwrite())
-            out = out._replace(y=out.y[:, None])
-        else:
-            with ExitStack() as changed:
-                if inputs_embeds is not None:
-                    inputs = changed.enter_context(read_vectors(self.backbone, inputs_embeds, mask))
-                if hidden:
-                    changed.enter_context(keep_hidden(self.backbone, kept))
-                out = self.backbone(inputs, mask, state, cu_seqlens=cu_seqlens)
-        if whole is not None:
-            assert out.state is not None
+        with ExitStack() as changed:
+            if inputs_embeds is not None:
+                inputs = changed.enter_context(read_vectors(self.backbone, inputs_embeds, mask))
+            if hidden:
+                changed.enter_context(keep_hidden(self.backbone, kept))
+            out = self.backbone(inputs, mask, state, cu_seqlens=cu_seqlens)
+        if whole is not None and out.state is not None:
             whole.put(out.state, time)
         return BaseModelOutputWithPast(
             last_hidden_state=out.y,
-            past_key_values=cache,
+            past_key_values=None if out.state is None else cache,
             hidden_states=self._hidden(kept, mask, out.y) if hidden else None,
         )
 
@@ -341,8 +334,8 @@ class SeqBoatModel(SeqBoatPreTrainedModel):
         # a second stream may run in front of the sequence
         inner = [part[:, part.shape[1] - last.shape[1] :] for part in kept[:-1]]
         if mask is not None:
-            plan = align(mask)
-            inner = [plan.push(part) for part in inner]
+            layout = find_layout(last, mask)
+            inner = [layout.push(part) for part in inner]
         # by the library's convention, the last one is the input of the head
         return (*inner, last)
 

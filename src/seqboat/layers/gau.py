@@ -4,28 +4,47 @@
     q = z * gamma_q + beta_q,  k = z * gamma_k + beta_k
     Y = (g * (f(q k^T * scale + bias) v)) W_h + b_h
 
-f is an attention function (`ops.functions`), what a query sees is a span (`spans`), and positions enter by rotating
-queries and keys or as a bias (`ops.positions`).
+A slot is a token's place among the active tokens of its sequence. What a query sees is its span:
+
+    memory    the working memory: window / 2 tokens on either side, or, if causal, the window tokens before it
+    chunk     its chunk of `window` active tokens
+    full      all of them
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqboat.core.checks import check_choice, check_positive, check_rate
+from seqboat.core.checks import check_choice, check_positive, check_rate, require
+from seqboat.core.mixer import check_width
 from seqboat.core.nn import init_linear
 from seqboat.core.settings import Settings, fill_in
-from seqboat.layers.packing import Packed, PackedModule
-from seqboat.layers.spans import SPANS, ChunkSpan, FullSpan, SpanName, WorkingMemory
-from seqboat.ops.attention import FAR, Seen, attend, weigh_keys
-from seqboat.ops.functions import ATTENTIONS, HIDDEN, AttentionName
-from seqboat.ops.positions import POSITIONS, PositionsName, RelativeBias
-from seqboat.ops.precision import wide_type
+from seqboat.layers.sma import Packed, PackedModule
+from seqboat.ops.attention import (
+    FAR,
+    FUNCTIONS,
+    HIDDEN,
+    AttentionName,
+    RelativeBias,
+    Seen,
+    attend,
+    rotate,
+    turns,
+    weigh_keys,
+)
+
+SpanName = Literal["memory", "full", "chunk"]
+PositionsName = Literal["original", "compressed", "rotary", "rotary-original", "none"]
+ROTATES = ("rotary", "rotary-original")
+BY_POSITION = ("original", "rotary-original")
+ROWS = 8
+"""Up to this many active sequences attend one after the other in a step: then none pays for the others' places."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,31 +77,30 @@ class GAUConfig(Settings):
         check_positive("d_z", self.d_z)
         check_positive("window", self.window)
         check_positive("max_positions", self.max_positions)
-        check_choice("attention", self.attention, tuple(ATTENTIONS))
-        check_choice("span", self.span, tuple(SPANS))
-        check_choice("positions", self.positions, tuple(POSITIONS))
+        check_choice("attention", self.attention, tuple(FUNCTIONS))
+        check_choice("span", self.span, get_args(SpanName))
+        check_choice("positions", self.positions, get_args(PositionsName))
         check_rate("attention_dropout", self.attention_dropout)
         if self.d_v is not None:
             check_positive("d_v", self.d_v)
-        POSITIONS[self.positions].check_width("d_z", self.d_z)
+        rotates = self.positions in ROTATES
+        require(not rotates or self.d_z % 2 == 0, f"d_z must be even with rotary positions, got {self.d_z}")
 
     def build(self, d_model: int, causal: bool, dropout: float = 0.0) -> GAU:
         return GAU(d_model, self, causal=causal, dropout=dropout)
 
 
-SMALLEST = 1e-30
-"""The least weight of a key: its logarithm is finite."""
+class WorkingMemory(NamedTuple):
+    """The last activated tokens of every sequence: slot s at place s modulo the places."""
 
-
-class SlotWeights(NamedTuple):
-    """How some queries of one sequence weigh the keys they see."""
-
-    first: Tensor
-    """(queries,): slot of the first key that each sees"""
-    end: Tensor
-    """(queries,): the slot behind the last one"""
-    weights: Tensor
-    """(queries, most keys): of the keys from `first` on; zero behind the last"""
+    keys: Tensor
+    """(batch, places, d_z); one more channel where keys have weights"""
+    values: Tensor
+    """(batch, places, d_v)"""
+    positions: Tensor
+    """(batch, places), in the original sequence"""
+    total: Tensor
+    """(batch,): tokens activated so far"""
 
 
 class GAU(PackedModule):
@@ -95,15 +113,9 @@ class GAU(PackedModule):
         dropout: rate of dropout on the output.
         options: individual settings as keywords, fields of `GAUConfig`.
 
-    Calling it with tokens of shape (tokens, d_model) and where they came from returns the outputs, of the same shape,
-    and the state after the last token (None unless causal).
-
-    >>> import torch
     >>> from seqboat import GAU, pack
-    >>> active = torch.tensor([[True, False, True], [False, True, True]])
-    >>> packed = pack(active)
-    >>> unit = GAU(8, causal=True, window=2)
-    >>> y, state = unit(packed.take(torch.randn(2, 3, 8)), packed)
+    >>> packed = pack(torch.tensor([[True, False, True], [False, True, True]]))
+    >>> y, state = GAU(8, causal=True, window=2)(packed.take(torch.randn(2, 3, 8)), packed)
     >>> y.shape
     torch.Size([4, 8])
     """
@@ -119,69 +131,32 @@ class GAU(PackedModule):
     ) -> None:
         super().__init__()
         config = fill_in(GAUConfig, config, options, self, d_model)
-        check_positive("d_model", d_model)
         check_rate("dropout", dropout)
-        self.config, self.causal, self.d_model = config, causal, d_model
-        self.d_z, self.d_v = config.d_z, config.d_v or 2 * d_model
-        self.window, self.dropout = config.window, dropout
+        self.config, self.causal, self.d_model, self.dropout = config, causal, check_width(d_model), dropout
+        self.d_z, self.d_v, self.window = config.d_z, config.d_v or 2 * d_model, config.window
         self.wide: int | None = None
         """window in training, if it is not the configured one"""
-        self.span = SPANS[config.span](config.window, causal)
-        self.positions = POSITIONS[config.positions]
-        self.function = ATTENTIONS[config.attention]
-        self.scale = float(self.function.scale(self.d_z, config.window))
-        """of the products, where the window bounds the number of keys"""
+        self.function = FUNCTIONS[config.attention]
+        self.grows = config.span == "full"
+        self.scale = 1 / math.sqrt(self.d_z)
+        """of the products, where the number of keys is bounded or does not matter"""
+        if self.function.by_keys:
+            self.scale = 1 / config.window
         self.base = nn.Linear(d_model, self.d_z + 2 * self.d_v)
         self.gamma = nn.Parameter(torch.empty(2, self.d_z))
         self.beta = nn.Parameter(torch.empty(2, self.d_z))
         self.out = nn.Linear(self.d_v, d_model)
-        distance = self.positions.max_distance(config.max_positions, self.span.reach)
-        self.bias = None if distance is None else RelativeBias(distance)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Initial values, truncated at two standard deviations.
-
-        base, out     weights N(0, 0.02), biases 0
-        gamma         N(0, 0.02)
-        beta          0
-        bias table    N(0, 0.02)
-        """
+        self.bias: RelativeBias | None = None
+        if config.positions in BY_POSITION or (config.positions == "compressed" and self.grows):
+            self.bias = RelativeBias(config.max_positions - 1)
+        elif config.positions == "compressed":
+            self.bias = RelativeBias(max(self.sides))
         init_linear(self)
         nn.init.trunc_normal_(self.gamma, std=0.02, a=-0.04, b=0.04)
         nn.init.zeros_(self.beta)
-        if self.bias is not None:
-            self.bias.reset_parameters()
 
     def extra_repr(self) -> str:
         return f"{self.config}, causal={self.causal}"
-
-    def forward(
-        self, tokens: Tensor, packed: Packed, state: WorkingMemory | None = None
-    ) -> tuple[Tensor, WorkingMemory | None]:
-        query, key, value, gate = self.project(tokens, packed.position)
-        scale: float | Tensor = self.scale
-        if isinstance(self.span, FullSpan):
-            slot = packed.slot if state is None else packed.slot + state.total[packed.row]
-            keys = self.span.keys(slot, packed.offsets.diff()[packed.row], wide_type(query))
-            scale = self.function.scale(self.d_z, keys)
-        query = query * (scale[:, None] if isinstance(scale, Tensor) else scale)
-        if packed.weight is not None:
-            query, key, value = weigh_keys(query, key, value, packed.weight, self.config.attention)
-        attended = self._attend(query, key, value, packed, state)
-        y = self._drop(self.out(gate * attended))
-        if not self.causal:
-            return y, None
-        if state is None:
-            # in the type of the inputs, also where autocast makes keys and values narrower
-            state = self.make_state(packed.offsets.shape[0] - 1, tokens.dtype, tokens.device)
-        return y, self.span.remember(key, value, packed, state)
-
-    def project(self, tokens: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Queries, keys, values and gates of (tokens, d_model)."""
-        z, gate, value = F.silu(self.base(tokens)).split([self.d_z, self.d_v, self.d_v], dim=-1)
-        query, key = (torch.addcmul(self.beta[i], z, self.gamma[i]).to(z.dtype) for i in (0, 1))
-        return *self.positions.rotate(query, key, position), value, gate
 
     @property
     def sides(self) -> tuple[int, int]:
@@ -191,36 +166,72 @@ class GAU(PackedModule):
         left = window if self.causal and self.config.span == "memory" else reach
         return left, 0 if self.causal else reach
 
+    @property
+    def others(self) -> int | None:
+        """The most keys that a query sees besides its own; None if there is no bound."""
+        if self.config.span == "chunk":
+            return self.window - 1
+        return None if self.grows else sum(self.sides)
+
+    def forward(
+        self, tokens: Tensor, packed: Packed, state: WorkingMemory | None = None
+    ) -> tuple[Tensor, WorkingMemory | None]:
+        query, key, value, gate = self.project(tokens, packed.position)
+        if self.grows and self.function.by_keys:
+            keys = packed.offsets.diff()[packed.row]
+            if self.causal:
+                keys = packed.slot + 1 if state is None else packed.slot + state.total[packed.row] + 1
+            query = query / keys[:, None]
+        else:
+            query = query * self.scale
+        if packed.weight is not None:
+            query, key, value = weigh_keys(query, key, value, packed.weight, self.config.attention)
+        attended = self._attend(query, key, value, packed, state)
+        y = self.out(gate * attended)
+        y = F.dropout(y, self.dropout, self.training) if self.dropout else y
+        return y, self._remember(key, value, packed, state, tokens.dtype) if self.causal else None
+
+    def project(self, tokens: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Queries, keys, values and gates of (tokens, d_model)."""
+        z, gate, value = F.silu(self.base(tokens)).split([self.d_z, self.d_v, self.d_v], dim=-1)
+        pair = torch.addcmul(self.beta, z[:, None], self.gamma)  # (tokens, 2, d_z)
+        if self.config.positions in ROTATES:
+            pair = rotate(pair, turns(position, self.d_z, pair.dtype)[:, None])
+        pair = pair.to(z.dtype)
+        return pair[:, 0], pair[:, 1], value, gate
+
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, packed: Packed, state: WorkingMemory | None
     ) -> Tensor:
         """Weighted sums of values for packed queries, which also see what a state remembers."""
-        row, position, offsets, longest = packed.row, packed.position, packed.offsets, packed.slots
-        slot: Tensor | None = None
-        groups, places = 1, None
-        if isinstance(self.span, ChunkSpan):
-            slot, groups = packed.slot, -(-longest // self.window)
-        group = row if slot is None else row * groups + slot // self.window
+        row, position, offsets, longest = packed.row, packed.position, packed.offsets, packed.longest
+        chunks, groups, places = self.config.span == "chunk", 1, None
+        group = row
+        if chunks:
+            # a group per chunk
+            groups = -(-longest // self.window)
+            group = row * groups + packed.slot // self.window
         if state is not None:
             # before the new tokens of each sequence come all places of its memory, oldest first
             batch, size = state.keys.shape[:2]
-            held = self.span.held(state.total, size)
-            held, order = torch.where(held < state.total[:, None], held, -1).sort(dim=1)
-            sequence = torch.arange(batch, device=row.device)
-            places = torch.arange(len(row), device=row.device) + (row + 1) * size
+            held, order = _held(state.total, size).sort(dim=1)
+            sequence, index = (
+                torch.arange(batch, device=row.device),
+                torch.arange(len(row), device=row.device),
+            )
+            places = index + (row + 1) * size
             old = (offsets[:-1] + sequence * size)[:, None] + torch.arange(size, device=row.device)
             source = places.new_empty(len(row) + batch * size)
             source[old.flatten()] = (sequence[:, None] * size + order).flatten()
-            source[places] = torch.arange(len(row), device=row.device) + batch * size
+            source[places] = index + batch * size
             key, value, position = (
                 torch.cat([past.flatten(0, 1).to(new.dtype), new]).index_select(0, source)
                 for past, new in ((state.keys, key), (state.values, value), (state.positions, position))
             )
             query = query.new_zeros(len(source), query.shape[1]).index_copy(0, places, query)
             # places that hold nothing are a group of their own
-            longest, groups, part = longest + size, 2, torch.where(held >= 0, 1, 0)
-            fresh = torch.ones_like(row)
-            if slot is not None:
+            longest, groups, part, fresh = longest + size, 2, (held >= 0).long(), torch.ones_like(row)
+            if chunks:
                 first = ((state.total - size).clamp(min=0) // self.window)[:, None]
                 groups = 3 + longest // self.window
                 part = torch.where(held >= 0, held // self.window - first + 1, 0)
@@ -228,98 +239,147 @@ class GAU(PackedModule):
             group = torch.empty_like(source)
             group[old.flatten()] = (sequence[:, None] * groups + part).flatten()
             group[places] = row * groups + fresh
-        if state is not None or slot is not None:
-            longest = (
-                longest if slot is None else min(longest, max(self.window, 0 if state is None else size))
-            )
+        if groups > 1 or chunks:
+            longest = min(longest, self.window) if chunks else longest
             counts = torch.zeros(groups * (offsets.shape[0] - 1), dtype=torch.int64, device=row.device)
             offsets = F.pad(counts.index_add(0, group, torch.ones_like(group)).cumsum(0), (1, 0))
-        coordinate = self.positions.coordinate(position, None)
         table = None if self.bias is None else self.bias.table
+        coordinate = position if self.config.positions in BY_POSITION else None
         seen = Seen(group, offsets, longest, *self.sides, table, coordinate)
         dropout = self.config.attention_dropout if self.training else 0.0
         attended = attend(query, key, value, seen, self.config.attention, dropout)
         return attended if places is None else attended.index_select(0, places)
 
-    def _drop(self, y: Tensor) -> Tensor:
-        return F.dropout(y, self.dropout, self.training) if self.dropout else y
+    # the working memory of causal units
 
-    def make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> WorkingMemory:
-        column = self.weighs and self.config.attention == "softmax"
-        return self.span.make_state(batch, self.d_z + column, self.d_v, dtype, device)
+    @property
+    def places(self) -> int:
+        """Places of an empty memory: a query also sees itself; with the span "full", memories begin empty."""
+        return {"memory": self.window + 1, "chunk": self.window, "full": 0}[self.config.span]
 
-    def advance(
+    def init_state(self, batch: int) -> WorkingMemory:
+        return self._empty(batch, self.places, self.gamma.dtype)
+
+    def _empty(self, batch: int, places: int, dtype: torch.dtype) -> WorkingMemory:
+        d_key = self.d_z + (self.weighs and not self.function.by_keys)
+        keys, values = (
+            self.gamma.new_zeros(batch, places, width, dtype=dtype) for width in (d_key, self.d_v)
+        )
+        numbers = torch.zeros(batch, places, dtype=torch.int64, device=keys.device)
+        return WorkingMemory(keys, values, numbers, torch.zeros_like(numbers[:, :1].sum(dim=1)))
+
+    def _remember(
+        self, key: Tensor, value: Tensor, packed: Packed, state: WorkingMemory | None, dtype: torch.dtype
+    ) -> WorkingMemory:
+        """The memory after all packed tokens."""
+        size = self.places
+        if self.grows:
+            size = packed.longest + (0 if state is None else state.keys.shape[1])
+        # in the type of the inputs, also where autocast made keys and values narrower
+        before = self._empty(packed.offsets.shape[0] - 1, 0, dtype) if state is None else state
+        total = before.total + packed.offsets.diff()
+        missing = size - before.keys.shape[1]
+        slot = _held(total, size)
+        fresh = slot >= before.total[:, None]
+        source = packed.offsets[:-1, None] + slot - before.total[:, None]
+        source = torch.where(fresh, source, key.shape[0])  # one spare token of zeros at the end
+
+        def renew(new: Tensor, old: Tensor) -> Tensor:
+            pad = (0, 0) * (new.dim() - 1)
+            spare = F.pad(new.to(old.dtype), (*pad, 0, 1))
+            taken = spare.index_select(0, source.flatten()).view(*source.shape, *new.shape[1:])
+            wide = fresh.view(*fresh.shape, *(1,) * (new.dim() - 1))
+            return torch.where(wide, taken, F.pad(old, (*pad, 0, missing)) if missing else old)
+
+        kept = renew(key, before.keys), renew(value, before.values), renew(packed.position, before.positions)
+        return WorkingMemory(*kept, total)
+
+    def step(
         self,
-        tokens: Tensor,
-        rows: Tensor,
+        x: Tensor,
+        active: Tensor,
         position: Tensor,
         state: WorkingMemory,
-        inplace: bool = False,
         weight: Tensor | None = None,
-    ) -> tuple[Tensor, WorkingMemory]:
-        query, key, value, gate = self.project(tokens, position)
-        everyone = rows.shape[0] == state.total.shape[0]
-        past = state if everyone else WorkingMemory(*(part.index_select(0, rows) for part in state))
-        slot, places = past.total, past.keys.shape[1]
-        wide = wide_type(query)
-        scale = self.function.scale(self.d_z, self.span.keys(slot, 1, wide))
-        query = query.to(wide) * (scale[:, None] if isinstance(scale, Tensor) else scale)
+    ) -> Tensor:
+        if torch.is_autocast_enabled(x.device.type):
+            with torch.autocast(x.device.type, enabled=False):
+                return self.step(x.to(state.keys.dtype), active, position, state, weight)
+        if self.grows and state.keys.shape[1] <= (int(state.total.max()) if len(x) else 0):
+            more = max(16, state.keys.shape[1])
+            for part in state[:3]:
+                part.set_(F.pad(part, (0, 0) * (part.dim() - 2) + (0, more)))  # type: ignore[call-overload]
+        if x.device.type == "cpu" and not torch.compiler.is_compiling():
+            rows = [row for row, on in enumerate(active.tolist()) if on]
+            if len(rows) <= ROWS:
+                return self._step_rows(x, rows, position, state, weight)
+        query, key, value, gate = self._project_token(x, position, state.total + 1, weight)
+        slot, size = state.total, state.keys.shape[1]
+        here = torch.arange(size, device=x.device) == (slot % size)[:, None]
+        here &= active[:, None]
+        for memory, new in ((state.keys, key), (state.values, value)):
+            memory.copy_(torch.where(here[..., None], new[:, None].to(memory.dtype), memory))
+        state.positions.copy_(torch.where(here, position[:, None], state.positions))
+        scores = torch.bmm(state.keys.to(query.dtype), query[:, :, None])[:, :, 0]
+        held = _held(slot + 1, size)
+        if self.bias is not None and self.config.positions in BY_POSITION:
+            scores = scores + self.bias(state.positions - position[:, None])
+        elif self.bias is not None:
+            scores = scores + self.bias(held - slot[:, None])
+        first = slot // self.window * self.window if self.config.span == "chunk" else torch.zeros_like(slot)
+        weights = self.function.weights(scores.masked_fill_(held < first[:, None], HIDDEN))
+        attended = torch.bmm(weights[:, None].to(state.values.dtype), state.values)[:, 0]
+        state.total.add_(active)
+        return self.out(gate * attended.to(gate.dtype))
+
+    def _project_token(
+        self, x: Tensor, position: Tensor, keys: Tensor, weight: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """As `project`, of one token per sequence, with the scale and weights; a query sees this many keys."""
+        query, key, value, gate = self.project(x, position)
+        query = query / keys[:, None] if self.grows and self.function.by_keys else query * self.scale
         if weight is not None:
             query, key, value = weigh_keys(query, key, value, weight, self.config.attention)
-        key, value = key.to(past.keys.dtype), value.to(past.values.dtype)
-        scores = torch.bmm(past.keys.to(wide), query[:, :, None])[:, :, 0]
-        own = (query * key.to(wide)).sum(dim=-1, keepdim=True)
-        if self.bias is not None:
-            held = self.positions.coordinate(past.positions, self.span.held(slot, places))
-            here = self.positions.coordinate(position, slot)
-            scores = scores + self.bias(held - here[:, None]).to(wide)
-            own = own + self.bias(torch.zeros_like(slot[:, None])).to(wide)
-        hidden = self.span.hidden(slot, places)
-        weights = self.function.weights(torch.cat([scores.masked_fill(hidden, HIDDEN), own], dim=1))
-        attended = torch.bmm(weights[:, None, :-1], past.values.to(wide))[:, 0]
-        attended = torch.addcmul(attended, weights[:, -1:], value.to(wide))
-        after = self.span.record(WorkingMemory(key, value, position, slot), rows, state, inplace)
-        return self._drop(self.out(gate * attended.to(gate.dtype))), after
+        return query, key, value, gate
 
-    def weigh(
-        self,
-        query: Tensor,
-        key: Tensor,
-        position: Tensor,
-        queries: slice = slice(None),
-        weight: Tensor | None = None,
-    ) -> SlotWeights:
-        """Attention weights inside one sequence, for inspection: `forward` never holds them all.
+    def _step_rows(
+        self, x: Tensor, rows: list[int], position: Tensor, state: WorkingMemory, weight: Tensor | None
+    ) -> Tensor:
+        """As `step`, of few active sequences: each attends to the places that it has filled."""
+        everyone = len(rows) == len(x)
+        index = None if everyone else torch.tensor(rows)
+        tokens, keys = x, state.total
+        if index is not None:
+            tokens, position, keys = x[index], position[index], keys[index]
+            weight = None if weight is None else weight[index]
+        totals = keys.tolist()
+        query, key, value, gate = self._project_token(tokens, position, keys + 1, weight)
+        size, chunk, attended = state.keys.shape[1], self.config.span == "chunk", []
+        for i, row in enumerate(rows):
+            slot = totals[i]
+            place = slot % size
+            count = place + 1 if chunk else min(slot + 1, size)
+            memory_keys, memory_values = state.keys[row], state.values[row]
+            memory_keys[place] = key[i]
+            memory_values[place] = value[i]
+            state.positions[row, place] = position[i]
+            scores = torch.mv(memory_keys[:count], query[i])
+            if self.bias is not None:
+                if self.config.positions in BY_POSITION:
+                    distance = state.positions[row, :count] - position[i]
+                else:
+                    distance = -((place - torch.arange(count)) % size)
+                scores = scores + self.bias(distance)
+            attended.append(torch.mm(self.function.weights(scores)[None], memory_values[:count]))
+        out = self.out(gate * (attended[0] if len(rows) == 1 else torch.cat(attended)))
+        if index is None:
+            state.total.add_(1)
+            return out
+        state.total[index] += 1
+        return torch.zeros_like(x).index_copy_(0, index, out.to(x.dtype))
 
-        Args:
-            query: (active, d_z), from `project`, of all active tokens of a sequence.
-            key: (active, d_z), likewise.
-            position: (active,), their positions in the original sequence.
-            queries: which of them to weigh.
-            weight: (active,), what each key counts; all alike by default.
-        """
-        count = len(query)
-        slots = torch.arange(count, device=query.device)
-        slot = slots[queries]
-        first, end = self.span.visible(slot, count)
-        low, high = (int(first[0]), int(end[-1])) if len(slot) else (0, 0)
-        key_slot = slots[low:high]
-        wide = wide_type(query)
-        scale = self.function.scale(self.d_z, self.span.keys(slot[:, None], count, wide))
-        scores = query[queries].to(wide) @ key[low:high].to(wide).T * scale
-        if self.bias is not None:
-            places = self.positions.coordinate(position, slots)
-            scores = scores + self.bias(places[low:high] - places[queries][:, None]).to(wide)
-        hidden = (key_slot < first[:, None]) | (key_slot >= end[:, None])
-        counts = None if weight is None else weight[low:high].to(wide)
-        by_score = self.config.attention == "softmax"
-        if counts is not None and by_score:
-            scores = scores + counts.clamp(min=SMALLEST).log()
-        weights = self.function.weights(scores.masked_fill(hidden, HIDDEN))
-        if counts is not None and not by_score:
-            weights = weights * counts
-        most = int((end - first).max()) if len(slot) else 0
-        column = (first - low)[:, None] + torch.arange(most, device=slot.device)
-        inside = column < (end - low)[:, None]
-        column = column.clamp(max=max(high - low - 1, 0))
-        return SlotWeights(first, end, torch.where(inside, weights.gather(1, column), 0))
+
+def _held(total: Tensor, places: int) -> Tensor:
+    """(batch, places): the slot kept at each place after `total` tokens; negative if none."""
+    place = torch.arange(places, device=total.device)
+    return total[:, None] - 1 - (total[:, None] - 1 - place) % max(places, 1)

@@ -19,10 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from seqboat.core.checks import check_positive, require
+from seqboat.core.mixer import Routing
 from seqboat.layers.gau import GAU
-from seqboat.layers.packing import Routing
-from seqboat.layers.policy import override_activation
-from seqboat.layers.sma import SparseModularActivation
+from seqboat.layers.sma import SparseModularActivation, override_activation
 
 FREE = 0.02
 """Gain up to which attention has no price."""

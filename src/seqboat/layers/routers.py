@@ -21,10 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqboat.core.checks import check_positive, require
+from seqboat.core.mixer import Routing
 from seqboat.core.nn import init_linear
 from seqboat.core.settings import FAMILIES, Settings
-from seqboat.layers.packing import Routing
-from seqboat.layers.steering import follow
 
 START_CONFIDENCE = 0.8
 """The probability of activation with which routers that start active begin."""
@@ -53,28 +52,14 @@ class Router(nn.Module, ABC):
         Returns:
             active and probs, both (..., modules); probs in at least float32.
         """
-        require(
-            x.shape[-1:] == (self.d_model,), f"x must have shape (..., {self.d_model}), got {tuple(x.shape)}"
-        )
+        if x.shape[-1] != self.d_model:
+            raise ValueError(f"x must have shape (..., {self.d_model}), got {tuple(x.shape)}")
         with torch.autocast(x.device.type, enabled=False):
             return self.route(x if x.dtype == torch.float64 else x.float())
 
     @abstractmethod
     def route(self, x: Tensor) -> Routing:
         """As `forward`, in full precision."""
-
-    def choose(self, probs: Tensor, shift: Tensor) -> Tensor:
-        """Decide again, for each token alone, with a shift of the log-odds of every decision.
-
-        Args:
-            probs: (..., modules), from `forward`.
-            shift: (modules,) or (..., modules).
-        """
-        return self.margin(probs, shift) + shift > 0
-
-    def margin(self, probs: Tensor, shift: Tensor) -> Tensor:
-        """(..., modules): by how much each decision is a yes, before its own shift; shifts of others count."""
-        return torch.logit(probs, eps=1e-7)
 
     def select(self, score: Tensor, allowed: Tensor) -> Tensor:
         """Pick among the tokens of whole sequences; only for routers with `per_sequence`.
@@ -162,10 +147,14 @@ class TemperedSoftmax(Router):
     def start_at(self, log_odds: float) -> None:
         _start_pairs(self.logits, log_odds * self.temperature)
 
+    def folded(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Weight and bias of the log-odds: softmax over two is a sigmoid of their difference."""
+        scale = 1 / self.temperature.to(dtype)
+        weight, bias = self.logits.weight.to(dtype), self.logits.bias.to(dtype)
+        return (weight[1::2] - weight[0::2]) * scale[:, None], (bias[1::2] - bias[0::2]) * scale
+
     def route(self, x: Tensor) -> Routing:
-        logits = self.linear(self.logits, x).unflatten(-1, (self.modules_count, 2))
-        # softmax over two is a sigmoid of their difference
-        return decide((logits[..., 1] - logits[..., 0]) / self.temperature.to(x.dtype))
+        return decide(F.linear(x, *self.folded(x.dtype)))
 
 
 class TemperedSigmoid(TemperedSoftmax):
@@ -279,15 +268,6 @@ class XMoE(Router):
         # a token that is not finite has no best option
         return Routing((best == options) & (probs[..., 1:] > 0), probs[..., 1:])
 
-    def margin(self, probs: Tensor, shift: Tensor) -> Tensor:
-        nothing = (1 - probs.sum(dim=-1, keepdim=True)).clamp(min=1e-7)
-        score = torch.cat([nothing, probs.clamp(min=1e-7)], dim=-1).log()
-        shifted = score + F.pad(shift.expand_as(probs), (1, 0))
-        best = shifted.topk(2, dim=-1)
-        options = torch.arange(1, score.shape[-1], device=probs.device)
-        rival = torch.where(best.indices[..., :1] == options, best.values[..., 1:], best.values[..., :1])
-        return score[..., 1:] - rival
-
 
 class AlwaysActive(Router):
     """Every token activates every module, with confidence one."""
@@ -299,51 +279,26 @@ class AlwaysActive(Router):
         return Routing(active, active.to(x.dtype))
 
 
-class ThresholdRouter(SigmoidRouter):
-    """One logit per module, active above a probability that is set by hand."""
+class TopKCapacity(Router):
+    """The most probable tokens of each sequence, a fixed fraction (mixture of depths, Raposo et al., 2024).
 
-    at_half = False
-
-    def __init__(self, d_model: int, modules: int = 1, threshold: float = 0.5) -> None:
-        super().__init__(d_model, modules)
-        require(0 < threshold < 1, f"threshold must be between 0 and 1, got {threshold!r}")
-        self.threshold = threshold
-
-    def start_at(self, log_odds: float) -> None:
-        super().start_at(self.border + log_odds)
-
-    def route(self, x: Tensor) -> Routing:
-        return above_border(self.linear(self.logits, x), self.border)
-
-    @property
-    def border(self) -> float:
-        """The log-odds of the threshold."""
-        return math.log(self.threshold / (1 - self.threshold))
-
-    def margin(self, probs: Tensor, shift: Tensor) -> Tensor:
-        return super().margin(probs, shift) - self.border
-
-
-class PerSequence(Router):
-    """The common part of routers that pick a fraction of each sequence and remember where the border lies.
-
-    Args:
-        d_model: width of the tokens.
-        modules: how many to decide for.
-        capacity: fraction of a sequence that each module takes, rounded up.
+    In training and in bidirectional layers; causal layers at inference activate what lies above the border between
+    the tokens picked and those passed over, of which there is a running mean.
     """
 
     per_sequence = True
     border: Tensor
 
-    def __init__(self, d_model: int, modules: int, capacity: float) -> None:
+    def __init__(self, d_model: int, modules: int = 1, capacity: float = 0.5) -> None:
         super().__init__(d_model, modules)
         require(0 < capacity <= 1, f"capacity must be above 0 and at most 1, got {capacity!r}")
         self.capacity = capacity
+        self.logits = nn.Linear(d_model, modules)
+        init_linear(self.logits)
         self.register_buffer("border", torch.zeros(modules))
 
-    def margin(self, probs: Tensor, shift: Tensor) -> Tensor:
-        return super().margin(probs, shift) - self.border.to(probs.dtype)
+    def route(self, x: Tensor) -> Routing:
+        return above_border(self.linear(self.logits, x), self.border)
 
     def select(self, score: Tensor, allowed: Tensor) -> Tensor:
         lengths = allowed.sum(dim=1)
@@ -366,38 +321,8 @@ class PerSequence(Router):
         ]
         known = (count > 0) & (count < lengths)
         middle = torch.where(known, (last + first) / 2, 0).sum(dim=0) / known.sum(dim=0).clamp(min=1)
-        self.border.copy_(torch.where(known.any(), follow(self.border, middle, 0.1), self.border))
-
-
-class TopKCapacity(PerSequence):
-    """The most probable tokens of each sequence, a fixed fraction (mixture of depths, Raposo et al., 2024)."""
-
-    def __init__(self, d_model: int, modules: int = 1, capacity: float = 0.5) -> None:
-        super().__init__(d_model, modules, capacity)
-        self.logits = nn.Linear(d_model, modules)
-        init_linear(self.logits)
-
-    def route(self, x: Tensor) -> Routing:
-        return above_border(self.linear(self.logits, x), self.border)
-
-
-class ExpertChoice(PerSequence):
-    """Modules compete for each token, then each takes its best ones (expert choice, Zhou et al., 2022).
-
-    The competition is a softmax over the modules and "do nothing". A token may be taken by several, or by none.
-    """
-
-    def __init__(self, d_model: int, modules: int = 1, capacity: float = 0.5) -> None:
-        super().__init__(d_model, modules, capacity)
-        self.logits = nn.Linear(d_model, modules + 1)
-        init_linear(self.logits)
-
-    def route(self, x: Tensor) -> Routing:
-        logits = self.linear(self.logits, x)
-        # the log-odds of an option against all others
-        whole = torch.logsumexp(logits, dim=-1, keepdim=True)
-        rest = whole + torch.log1p(-torch.exp(logits - whole).clamp(max=1 - 1e-6))
-        return above_border((logits - rest)[..., 1:], self.border)
+        moved = torch.lerp(self.border, middle.to(self.border.dtype), 0.1)
+        self.border.copy_(torch.where(known.any() & moved.isfinite(), moved, self.border))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -498,23 +423,6 @@ class AlwaysActiveConfig(RouterConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ThresholdConfig(RouterConfig):
-    """A sigmoid with a threshold set by hand.
-
-    >>> from seqboat import ThresholdConfig, SeqBoat
-    >>> layer = SeqBoat(32, router=ThresholdConfig(threshold=0.7))
-    >>> type(SeqBoat(32, router="threshold").config.router).__name__      # by name, with the defaults
-    'ThresholdConfig'
-    """
-
-    threshold: float = 0.5
-    """Probability above which a token is active."""
-
-    def build(self, d_model: int, modules: int = 1) -> Router:
-        return ThresholdRouter(d_model, modules, self.threshold)
-
-
-@dataclass(frozen=True, kw_only=True)
 class TopKConfig(RouterConfig):
     """A fixed fraction of each sequence, as in mixture of depths.
 
@@ -531,32 +439,13 @@ class TopKConfig(RouterConfig):
         return TopKCapacity(d_model, modules, self.capacity)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExpertChoiceConfig(RouterConfig):
-    """Modules that choose their tokens: each takes a fixed fraction of every sequence.
-
-    >>> from seqboat import ExpertChoiceConfig, SeqBoat
-    >>> layer = SeqBoat(32, router=ExpertChoiceConfig(capacity=0.25))
-    >>> type(SeqBoat(32, router="expert-choice").config.router).__name__      # by name, with the defaults
-    'ExpertChoiceConfig'
-    """
-
-    capacity: float = 0.5
-    """Fraction of a sequence that each module takes."""
-
-    def build(self, d_model: int, modules: int = 1) -> Router:
-        return ExpertChoice(d_model, modules, self.capacity)
-
-
 ROUTERS: dict[str, type[RouterConfig]] = {
     "tempered-softmax": TemperedSoftmaxConfig,
     "sigmoid": SigmoidConfig,
     "gumbel-softmax": GumbelConfig,
     "x-moe": XMoEConfig,
     "always-active": AlwaysActiveConfig,
-    "threshold": ThresholdConfig,
     "top-k": TopKConfig,
-    "expert-choice": ExpertChoiceConfig,
 }
 """Every router by the name that commands, files and keywords use."""
 FAMILIES[RouterConfig] = ROUTERS
@@ -565,7 +454,7 @@ FAMILIES[RouterConfig] = ROUTERS
 def set_training_step(model: nn.Module, step: int) -> None:
     """Tell every part of a model that changes with training which step has been reached.
 
-    These are the modules with a method `notice_training_step`: routers that anneal, budgets, revivals. In a training
+    These are the modules with a method `notice_training_step`: routers that anneal. In a training
     loop of yours, call it before each step; `seqboat train` does.
 
     Args:

@@ -17,14 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqboat.core.checks import check_choice, check_positive, check_rate
-from seqboat.core.documents import Documents
-from seqboat.core.mixer import MixerOutput, RecurrentMixer, keep_rows
-from seqboat.core.nn import NORMS, FeedForward, Norm, NormName, init_linear, make_norm
-from seqboat.core.padding import Aligned, zero_padding
+from seqboat.core.layout import Layout, clear
+from seqboat.core.mixer import Mixer, MixerOutput
+from seqboat.core.nn import NORMS, FeedForward, Kept, Norm, NormName, init_linear, make_norm
 from seqboat.core.settings import Settings, fill_in
-from seqboat.layers.budget import BudgetConfig, RevivalConfig
+from seqboat.layers.budget import BudgetConfig
 from seqboat.layers.gau import GAU, GAUConfig
-from seqboat.layers.routers import RouterConfig, TemperedSoftmaxConfig
+from seqboat.layers.routers import RouterConfig, TemperedSoftmax, TemperedSoftmaxConfig
 from seqboat.layers.sma import Form, SparseModularActivation
 from seqboat.ssm.diagonal import SSMConfig
 from seqboat.ssm.ema import EMA, EMAConfig
@@ -56,8 +55,6 @@ class SeqBoatConfig(Settings):
     """Width of that block; None takes 2 d_model, as MEGA does."""
     budget: BudgetConfig = BudgetConfig()
     """How many tokens may attend; not limited by default."""
-    revival: RevivalConfig = RevivalConfig()
-    """What keeps the router alive in training; nothing by default."""
     causal: bool = False
     """Whether the layer reads from left to right only, for language models."""
     norm: NormName = "layer"
@@ -107,7 +104,7 @@ class SeqBoatState(NamedTuple):
     """of the sparse modules, an `SMAState`"""
 
 
-class SeqBoat(RecurrentMixer):
+class SeqBoat(Mixer):
     """One SeqBoat layer: a state-space layer on every token, attention on the tokens that a router picks.
 
         H   = dropout(SiLU(SSM(x)))
@@ -178,12 +175,12 @@ class SeqBoat(RecurrentMixer):
             d_model,
             config.router,
             budget=config.budget,
-            revival=config.revival,
             causal=config.causal,
             form=config.form,
             start_active=config.init == "scaled",
         )
         self.linear = nn.Linear(d_model, d_model)
+        self._kept = Kept()
         init_linear(self.linear)
         if config.init == "scaled":
             self._scale()
@@ -220,62 +217,54 @@ class SeqBoat(RecurrentMixer):
     def closing_norm(self) -> nn.Module | None:
         return make_norm(self.config.norm, self.d_model) if self.config.prenorm else None
 
-    def mix_documents(self, x: Tensor, documents: Documents, state: Any) -> MixerOutput:
-        return self.mix(x, documents.mask, state, documents)
-
-    def mix(
-        self,
-        x: Tensor,
-        mask: Tensor | None,
-        state: SeqBoatState | None,
-        documents: Documents | None = None,
-    ) -> MixerOutput:
-        padding = documents or (None if mask is None else Aligned(mask))
-        before = SeqBoatState(None, None) if state is None else state
-        ssm = self.ssm(self._open(x, mask), padding, before.ssm)
-        hidden = self._drop(F.silu(ssm.y))
-        if self.causal and self.config.dropout:
-            sma = self.sma(hidden, padding, before.sma, dense=self.linear)
-            summed = self._drop(sma.y) + x
-        else:
-            sma = self.sma(hidden, padding, before.sma, base=x, dense=self.linear)
-            summed = sma.y
-        y = self._close(summed, x.dtype, mask)
-        if mask is not None:
-            y = zero_padding(y, mask)
-        return MixerOutput(y, SeqBoatState(ssm.state, sma.state) if self.causal else None, sma.routing)
-
-    def _open(self, x: Tensor, mask: Tensor | None) -> Tensor:
+    def mix(self, x: Tensor, layout: Layout, state: SeqBoatState | None) -> MixerOutput:
+        config, before = self.config, SeqBoatState(None, None) if state is None else state
+        rate = config.dropout if self.training else 0.0
         # autocast may widen the output of a norm: states keep to the type of the inputs
-        return self.norm(x, mask).to(x.dtype) if self.config.prenorm else x
-
-    def _drop(self, x: Tensor) -> Tensor:
-        rate = self.config.dropout
-        return F.dropout(x, rate, self.training) if rate else x
-
-    def _close(self, summed: Tensor, dtype: torch.dtype, mask: Tensor | None) -> Tensor:
-        y = F.silu(summed) if self.config.prenorm else self.norm.after_silu(summed, mask)
-        return y.to(dtype)
+        branch = self.norm(x, layout.mask).to(x.dtype) if config.prenorm else x
+        mixed, ssm, _ = self.ssm(branch, layout, before.ssm)
+        hidden = F.silu(mixed)
+        hidden = F.dropout(hidden, rate) if rate else hidden
+        late = self.causal and rate > 0
+        base = self.linear(hidden)
+        summed, sma, routing = self.sma.mix(hidden, layout, before.sma, base if late else base + x)
+        if late:
+            summed = F.dropout(summed, rate) + x
+        y = F.silu(summed)
+        y = (y if config.prenorm else self.norm(y, layout.mask)).to(x.dtype)
+        after = SeqBoatState(ssm, sma) if self.causal and layout.documents is None else None
+        return MixerOutput(y if layout.mask is None else clear(y, layout.mask), after, routing)
 
     @property
     def grows(self) -> bool:
         return self.sma.grows
 
-    def make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> SeqBoatState:
-        return SeqBoatState(
-            self.ssm.make_state(batch, dtype, device), self.sma.make_state(batch, dtype, device)
-        )
+    def init_state(self, batch: int) -> SeqBoatState:
+        self.require_causal()
+        self._kept.forget()
+        return SeqBoatState(self.ssm.init_state(batch), self.sma.init_state(batch))
 
-    def advance(
-        self,
-        x: Tensor,
-        state: SeqBoatState,
-        mask: Tensor | None = None,
-        inplace: bool = False,
-    ) -> MixerOutput:
-        branch = self._open(x, mask)
-        ssm = self.ssm.advance(branch, state.ssm, mask, inplace)
-        hidden = self._drop(F.silu(ssm.y))
-        sma = self.sma.advance(hidden, state.sma, mask, inplace, self.linear(hidden))
-        y = self._close(self._drop(sma.y) + x, x.dtype, mask)
-        return MixerOutput(keep_rows(mask, y), SeqBoatState(ssm.state, sma.state), sma.routing)
+    @torch.no_grad()
+    def step(self, x: Tensor, state: SeqBoatState) -> MixerOutput:
+        prenorm, router = self.config.prenorm, self.sma.router
+        branch = self.norm(x).to(x.dtype) if prenorm else x
+        hidden = F.silu(self.ssm.step(branch, state.ssm).y, inplace=True)
+        logits = None
+        if type(router) is TemperedSoftmax and type(self.linear) is nn.Linear and self.sma.alone:
+            # the router is one more row of the dense product
+            weights = *self.linear._parameters.values(), *router.parameters()
+            weight, bias = self._kept.get(weights, self._join_router)
+            both = F.linear(hidden, weight, bias)
+            base, logits = both[:, : self.d_model], both[:, self.d_model :]
+            base = base + x
+        else:
+            base = self.linear(hidden) + x
+        summed, _, routing = self.sma.step(hidden, state.sma, base, logits)
+        y = F.silu(summed, inplace=True)
+        return MixerOutput((y if prenorm else self.norm(y)).to(x.dtype), state, routing)
+
+    def _join_router(self) -> tuple[Tensor, Tensor]:
+        router = self.sma.router
+        assert isinstance(router, TemperedSoftmax)
+        weight, bias = router.folded(self.linear.weight.dtype)
+        return torch.cat([self.linear.weight, weight]), torch.cat([self.linear.bias, bias])

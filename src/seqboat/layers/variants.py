@@ -12,16 +12,14 @@ with the norm before the block or after the sum, as in MEGA.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqboat.core.documents import Documents
-from seqboat.core.mixer import MixerOutput, RecurrentMixer, keep_rows
+from seqboat.core.layout import Layout, clear
+from seqboat.core.mixer import Mixer, MixerOutput
 from seqboat.core.nn import FeedForward, Norm, init_linear, make_norm
-from seqboat.core.padding import zero_padding
 from seqboat.layers.gau import GAUConfig
 from seqboat.layers.routers import AlwaysActiveConfig, GumbelConfig, RouterConfig, SigmoidConfig, XMoEConfig
 from seqboat.layers.seqboat import SeqBoat, SeqBoatConfig, SeqBoatState
@@ -120,7 +118,7 @@ class SeqBoatThenFFNConfig(SeqBoatConfig):
         return SeqBoatThenFFN(d_model, self)
 
 
-class SeqBoatThenFFN(RecurrentMixer):
+class SeqBoatThenFFN(Mixer):
     """A SeqBoat layer and a feed-forward block on (batch, time, d_model)."""
 
     packs = True
@@ -138,13 +136,9 @@ class SeqBoatThenFFN(RecurrentMixer):
     def closing_norm(self) -> nn.Module | None:
         return self.layer.closing_norm()
 
-    def mix(self, x: Tensor, mask: Tensor | None, state: SeqBoatState | None) -> MixerOutput:
-        out = self.layer.mix(x, mask, state)
-        return out._replace(y=zero_padding(self.close(out.y, mask), mask))
-
-    def mix_documents(self, x: Tensor, documents: Documents, state: Any) -> MixerOutput:
-        out = self.layer.mix_documents(x, documents, state)
-        return out._replace(y=zero_padding(self.close(out.y, documents.mask), documents.mask))
+    def mix(self, x: Tensor, layout: Layout, state: SeqBoatState | None) -> MixerOutput:
+        out = self.layer.mix(x, layout, state)
+        return out._replace(y=clear(self.close(out.y, layout.mask), layout.mask))
 
     def close(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """The feed-forward block, on the output of the layer."""
@@ -157,11 +151,10 @@ class SeqBoatThenFFN(RecurrentMixer):
     def grows(self) -> bool:
         return self.layer.grows
 
-    def make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> SeqBoatState:
-        return self.layer.make_state(batch, dtype, device)
+    def init_state(self, batch: int) -> SeqBoatState:
+        return self.layer.init_state(batch)
 
-    def advance(
-        self, x: Tensor, state: SeqBoatState, mask: Tensor | None = None, inplace: bool = False
-    ) -> MixerOutput:
-        out = self.layer.advance(x, state, mask, inplace)
-        return out._replace(y=keep_rows(mask, self.close(out.y, mask)))
+    @torch.no_grad()
+    def step(self, x: Tensor, state: SeqBoatState) -> MixerOutput:
+        out = self.layer.step(x, state)
+        return out._replace(y=self.close(out.y, None))

@@ -1,6 +1,6 @@
 """Sequence layers behind one contract: one architecture, one file, one line in MIXERS."""
 
-from seqboat.core.mixer import Mixer, MixerOutput, RecurrentMixer
+from seqboat.core.mixer import Mixer, MixerOutput
 from seqboat.layers.seqboat import SeqBoat, SeqBoatConfig, SeqBoatFFNConfig
 from seqboat.layers.variants import (
     SeqBoatChunkConfig,
@@ -92,7 +92,6 @@ __all__ = [
     "MixerOutput",
     "Performer",
     "PerformerConfig",
-    "RecurrentMixer",
     "Reformer",
     "ReformerConfig",
     "S4DLayerConfig",

@@ -21,14 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqboat.core.checks import check_positive, require
-from seqboat.core.mixer import Direction, MixerOutput, RecurrentMixer, check_direction, keep_rows
+from seqboat.core.layout import Layout, clear
+from seqboat.core.mixer import Direction, Mixer, MixerOutput, check_direction
 from seqboat.core.nn import init_linear
-from seqboat.core.padding import zero_padding
 from seqboat.core.settings import fill_in
+from seqboat.core.state import overwrite
 from seqboat.mixers.block import Block, BlockConfig, head_width, join_heads, split_heads
 from seqboat.mixers.memory import Fifo, make_fifo, push, relative_shift, resize
-from seqboat.ops.functions import HIDDEN
-from seqboat.ops.precision import widen
+from seqboat.ops.attention import HIDDEN, widen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ class _Bounded(torch.autograd.Function):
         return torch.where((ratio < 0) | (ratio > 1), inwards, gradient)
 
 
-class AdaptiveSpan(RecurrentMixer):
+class AdaptiveSpan(Mixer):
     """One layer with adaptive spans on (batch, time, d_model): attention with a learned span per head.
 
     Args:
@@ -155,7 +155,8 @@ class AdaptiveSpan(RecurrentMixer):
             self._reach = key, min(math.ceil(longest + self.config.ramp) - 1, self.config.max_span)
         return self._reach[1]
 
-    def mix(self, x: Tensor, mask: Tensor | None, state: Fifo | None) -> MixerOutput:
+    def mix(self, x: Tensor, layout: Layout, state: Fifo | None) -> MixerOutput:
+        mask = layout.mask
         batch, time = x.shape[:2]
         # every new sequence looks again, in case the weights changed unnoticed
         reach = self.reach(fresh=state is None)
@@ -173,7 +174,7 @@ class AdaptiveSpan(RecurrentMixer):
         real = torch.arange(keys.shape[2], device=x.device) - left >= -total
         attended = self._attend(query, keys, values, real, left)
         y = self.block.close(x, join_heads(attended), mask)
-        return MixerOutput(zero_padding(y, mask), after)
+        return MixerOutput(clear(y, mask), after)
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values (batch, heads, time, d_head)."""
@@ -222,22 +223,20 @@ class AdaptiveSpan(RecurrentMixer):
         weights = raised / raised.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(raised.dtype).tiny)
         return self.block.drop(weights)
 
-    def make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> Fifo:
+    def _fresh(self, batch: int, dtype: torch.dtype, device: torch.device) -> Fifo:
         # no slots yet: the first token makes room for what the spans need
         return make_fifo(batch, self.heads, 0, self.d_head, dtype, device)
 
-    def advance(
-        self, x: Tensor, state: Fifo, mask: Tensor | None = None, inplace: bool = False
-    ) -> MixerOutput:
+    @torch.no_grad()
+    def step(self, x: Tensor, state: Fifo) -> MixerOutput:
         reach = self.reach(fresh=False)
-        query, key, value = self._project(self.block.open(x, mask)[:, None])
-        counts = None if mask is None else mask.to(state.total.dtype)
-        after, keys, values = push(resize(state, reach), key, value, counts)
+        query, key, value = self._project(self.block.open(x, None)[:, None])
+        after, keys, values = push(resize(state, reach), key, value, None)
         distance = torch.arange(reach, -1, -1, device=x.device)
         visible = (distance <= state.total[:, None])[:, None, None]
         query = query * (1 / math.sqrt(self.d_head))
         both = keys.to(query.dtype) + self._embed(distance).to(query.dtype)
         weights = self._weigh(query @ both.transpose(-1, -2), visible, distance)
         attended = weights.to(query.dtype) @ values.to(query.dtype)
-        y = self.block.close(x, join_heads(attended)[:, 0], mask)
-        return MixerOutput(keep_rows(mask, y), after)
+        y = self.block.close(x, join_heads(attended)[:, 0], None)
+        return MixerOutput(y, overwrite(state, after))

@@ -22,13 +22,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqboat.core.checks import check_positive, require
+from seqboat.core.layout import Layout, clear
 from seqboat.core.mixer import Direction, Mixer, MixerOutput, check_direction
 from seqboat.core.nn import init_linear
-from seqboat.core.padding import zero_padding
 from seqboat.core.settings import fill_in
 from seqboat.mixers.block import Block, BlockConfig, head_width, join_heads, split_heads
-from seqboat.ops.functions import HIDDEN
-from seqboat.ops.precision import widen
+from seqboat.ops.attention import HIDDEN, widen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +100,8 @@ class BigBird(Mixer):
     def closing_norm(self) -> nn.Module | None:
         return self.block.closing_norm()
 
-    def mix(self, x: Tensor, mask: Tensor | None, state: Any) -> MixerOutput:
+    def mix(self, x: Tensor, layout: Layout, state: Any) -> MixerOutput:
+        mask = layout.mask
         time, size = x.shape[1], self.config.block_size
         blocks = max(-(-time // size), 1)
         counts = torch.full((1,), time, device=x.device) if mask is None else mask.sum(dim=1)
@@ -117,7 +117,7 @@ class BigBird(Mixer):
             attended = self._add_globals(attended, query, key, value, real, number)
         attended = attended.flatten(2, 3)[:, :, :time]
         y = self.block.close(x, join_heads(attended), mask)
-        return MixerOutput(zero_padding(y, mask))
+        return MixerOutput(clear(y, mask))
 
     def look(self, number: Tensor, blocks: int) -> Seen:
         """What each block sees.

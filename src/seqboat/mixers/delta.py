@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqboat.core.checks import check_positive
+from seqboat.core.layout import clear
 from seqboat.core.nn import RMSNorm
-from seqboat.core.padding import zero_padding
 from seqboat.core.settings import fill_in
 from seqboat.mixers.gated import MatrixStateConfig, MatrixStateLayer
 from seqboat.ops.matrix_state import gated_delta, gated_delta_step
@@ -85,7 +85,7 @@ class GatedDeltaNet(MatrixStateLayer):
         self, u: Tensor, rates: Tensor, mask: Tensor | None, memory: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         *tokens, log_decay, rate = self._parts(u, rates)
-        tokens += [zero_padding(log_decay, mask), zero_padding(rate, mask)]
+        tokens += [clear(log_decay, mask), clear(rate, mask)]
         query, key, value, log_decay, rate = (part.transpose(1, 2) for part in tokens)
         size = block_for(u.shape[1], self.config.block)
         y, memory = gated_delta(query, key, value, log_decay, rate, memory, size)

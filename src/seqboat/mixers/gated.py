@@ -18,10 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqboat.core.checks import check_choice, check_positive, check_rate
-from seqboat.core.mixer import Direction, MixerOutput, RecurrentMixer, check_direction, keep_rows
+from seqboat.core.layout import Layout, clear
+from seqboat.core.mixer import Direction, Mixer, MixerOutput, check_direction
 from seqboat.core.nn import NORMS, Norm, NormName, init_linear, make_norm
-from seqboat.core.padding import zero_padding
 from seqboat.core.settings import Settings
+from seqboat.core.state import overwrite
 from seqboat.ops.scan import BLOCK
 from seqboat.ssm.diagonal import Roles, at_least_float32, joined_with, latest
 
@@ -127,7 +128,7 @@ class MatrixState(NamedTuple):
     """a matrix of keys by values per head; float32 at least"""
 
 
-class MatrixStateLayer(RecurrentMixer):
+class MatrixStateLayer(Mixer):
     """One layer on (batch, time, d_model).
 
     Args:
@@ -212,7 +213,8 @@ class MatrixStateLayer(RecurrentMixer):
             parts: Tensor = self.project(normed if allowed else normed.to(x.dtype))
             return parts
 
-    def mix(self, x: Tensor, mask: Tensor | None, state: MatrixState | None) -> MixerOutput:
+    def mix(self, x: Tensor, layout: Layout, state: MatrixState | None) -> MixerOutput:
+        mask = layout.mask
         parts = self._project(x, mask)
         with torch.autocast(x.device.type, enabled=False):
             gate, u, rates = parts.to(at_least_float32(x.dtype)).split(self.sizes, dim=-1)
@@ -221,23 +223,20 @@ class MatrixStateLayer(RecurrentMixer):
             mixed, memory = self.read(F.silu(self.convolve(joined, u.shape[1])), rates, mask, memory)
             gated = self.apply_gate(mixed, gate).to(x.dtype)
             after = MatrixState(latest(joined, mask, self.taps - 1), memory)
-        return MixerOutput(zero_padding(self.block.close(x, gated, mask), mask), after)
+        return MixerOutput(clear(self.block.close(x, gated, mask), mask), after)
 
-    def make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> MatrixState:
+    def _fresh(self, batch: int, dtype: torch.dtype, device: torch.device) -> MatrixState:
         dtype = at_least_float32(dtype)
         history = torch.zeros(batch, self.taps - 1, self.channels, dtype=dtype, device=device)
         return MatrixState(history, self.make_memory(batch, dtype, device))
 
-    def advance(
-        self, x: Tensor, state: MatrixState, mask: Tensor | None = None, inplace: bool = False
-    ) -> MixerOutput:
-        parts = self._project(x, mask)
+    @torch.no_grad()
+    def step(self, x: Tensor, state: MatrixState) -> MixerOutput:
+        parts = self._project(x, None)
         with torch.autocast(x.device.type, enabled=False):
             gate, u, rates = parts.to(at_least_float32(x.dtype)).split(self.sizes, dim=-1)
             joined = torch.cat([state.history, u[:, None]], dim=1)
             mixed, memory = self.read_token(F.silu(self.convolve(joined, 1)[:, 0]), rates, state.memory)
             gated = self.apply_gate(mixed, gate).to(x.dtype)
-            after = MatrixState(
-                keep_rows(mask, joined[:, 1:], state.history), keep_rows(mask, memory, state.memory)
-            )
-        return MixerOutput(keep_rows(mask, self.block.close(x, gated, mask)), after)
+            after = MatrixState(joined[:, 1:], memory)
+        return MixerOutput(self.block.close(x, gated, None), overwrite(state, after))

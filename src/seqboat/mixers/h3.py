@@ -21,10 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqboat.core.checks import check_choice, check_positive, check_rate, require
-from seqboat.core.mixer import Mixer, MixerOutput, RecurrentMixer, keep_rows
+from seqboat.core.layout import WHOLE, Layout, clear
+from seqboat.core.mixer import Mixer, MixerOutput
 from seqboat.core.nn import NORMS, FeedForward, Norm, NormName, init_linear, make_norm
-from seqboat.core.padding import Aligned, zero_padding
 from seqboat.core.settings import Settings, fill_in
+from seqboat.core.state import overwrite
 from seqboat.mixers.transformer import TransformerConfig
 from seqboat.ssm.diagonal import (
     SSMState,
@@ -119,29 +120,27 @@ class ShiftSSM(StateSpace):
         return f"{self.d_model}, states={self.states}, causal={self.causal}"
 
     def read(
-        self, x: Tensor, mask: Tensor | None, state: TruncatedState | None
+        self, x: Tensor, layout: Layout, state: TruncatedState | None
     ) -> tuple[Tensor, TruncatedState | None]:
         past = self.states - 1
         taps, skipped = self.taps.to(x.dtype), self.skip.to(x.dtype) * x
         joined = joined_with(x, None if state is None else state.history, past)
         if self.causal:
-            after = TruncatedState(latest(joined, mask, past))
+            after = TruncatedState(latest(joined, layout.mask, past))
             return _slide(joined, taps[0].flip(-1)) + skipped, after
         # the oldest tap first, up to the furthest ahead; both directions have one for the token itself
         behind, own, ahead = taps[0, :, 1:].flip(-1), taps[:, :, 0].sum(dim=0)[:, None], taps[1, :, 1:]
         joined = F.pad(joined, (0, 0, 0, past))
         return _slide(joined, torch.cat([behind, own, ahead], dim=1)) + skipped, None
 
-    def make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> TruncatedState:
+    def _fresh(self, batch: int, dtype: torch.dtype, device: torch.device) -> TruncatedState:
         shape = (batch, self.states - 1, self.d_model)
         return TruncatedState(torch.zeros(shape, dtype=at_least_float32(dtype), device=device))
 
-    def read_token(
-        self, x: Tensor, state: TruncatedState, mask: Tensor | None
-    ) -> tuple[Tensor, TruncatedState]:
+    def read_token(self, x: Tensor, state: TruncatedState) -> tuple[Tensor, TruncatedState]:
         joined = torch.cat([state.history, x[:, None]], dim=1)
         y = (joined * self.taps[0].to(x.dtype).flip(-1).t()).sum(dim=1)
-        return y, TruncatedState(keep_rows(mask, joined[:, 1:], state.history))
+        return y, TruncatedState(joined[:, 1:])
 
 
 def _slide(x: Tensor, taps: Tensor) -> Tensor:
@@ -160,7 +159,7 @@ class H3State(NamedTuple):
     """of the products: (batch, d_head^2 * heads, states)"""
 
 
-class H3(RecurrentMixer):
+class H3(Mixer):
     """One H3 layer on (batch, time, d_model): two state-space layers with products between them.
 
     Args:
@@ -194,15 +193,15 @@ class H3(RecurrentMixer):
     def closing_norm(self) -> nn.Module | None:
         return make_norm(self.config.norm, self.d_model)
 
-    def mix(self, x: Tensor, mask: Tensor | None, state: H3State | None) -> MixerOutput:
-        padding = None if mask is None else Aligned(mask)
+    def mix(self, x: Tensor, layout: Layout, state: H3State | None) -> MixerOutput:
+        mask = layout.mask
         query, key, value = self._project(x, mask)
-        shifted = self.shift(key, padding, None if state is None else state.shift)
+        shifted = self.shift(key, layout, None if state is None else state.shift)
         pairs = self._pairs(shifted.y, value)  # (batch, time, d_head^2, heads)
         batch, time = x.shape[:2]
         square = self.d_head**2
         rows = pairs.transpose(1, 2).reshape(batch * square, time, self.heads)
-        spread = None if mask is None else Aligned(mask.repeat_interleave(square, dim=0))
+        spread = WHOLE if mask is None else Layout(mask.repeat_interleave(square, dim=0))
         before = None if state is None else self._spread(state.ssm)
         found = self.ssm(rows, spread, before)
         stored = found.y.view(batch, square, time, self.heads).transpose(1, 2)
@@ -210,12 +209,12 @@ class H3(RecurrentMixer):
         after = None
         if self.causal:
             after = H3State(shifted.state, self._gather(found.state))
-        return MixerOutput(zero_padding(y, mask), after)
+        return MixerOutput(clear(y, mask), after)
 
     def _project(self, x: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, in the type of the inputs: products of three lose too much in a narrow one."""
         parts = self.qkv(self.norm(x, mask)).to(x.dtype)
-        query, key, value = zero_padding(parts, mask if x.dim() == 3 else None).chunk(3, dim=-1)
+        query, key, value = clear(parts, mask if x.dim() == 3 else None).chunk(3, dim=-1)
         return query, key, value
 
     def _pairs(self, key: Tensor, value: Tensor) -> Tensor:
@@ -248,19 +247,18 @@ class H3(RecurrentMixer):
     def _drop(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.config.dropout, self.training) if self.config.dropout else x
 
-    def make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> H3State:
+    def _fresh(self, batch: int, dtype: torch.dtype, device: torch.device) -> H3State:
         shape = (batch, self.d_head**2 * self.heads, self.ssm.d_state)
         states = torch.zeros(shape, dtype=at_least_float32(dtype), device=device)
-        return H3State(self.shift.make_state(batch, dtype, device), SSMState(states))
+        return H3State(self.shift._fresh(batch, dtype, device), SSMState(states))
 
-    def advance(
-        self, x: Tensor, state: H3State, mask: Tensor | None = None, inplace: bool = False
-    ) -> MixerOutput:
-        query, key, value = self._project(x, mask)
-        shifted = self.shift.advance(key, state.shift, mask, inplace)
+    @torch.no_grad()
+    def step(self, x: Tensor, state: H3State) -> MixerOutput:
+        query, key, value = self._project(x, None)
+        shifted = self.shift.step(key, state.shift)
         rows = self._pairs(shifted.y, value).flatten(0, 1)
         square = self.d_head**2
-        spread = None if mask is None else mask.repeat_interleave(square)
-        found = self.ssm.advance(rows, self._spread(state.ssm), spread, inplace)
-        y = self._close(x, self._select(query, found.y.unflatten(0, (len(x), square))), mask)
-        return MixerOutput(keep_rows(mask, y), H3State(shifted.state, self._gather(found.state)))
+        found = self.ssm.step(rows, self._spread(state.ssm))
+        y = self._close(x, self._select(query, found.y.unflatten(0, (len(x), square))), None)
+        overwrite(state.ssm, self._gather(found.state))
+        return MixerOutput(y, state)

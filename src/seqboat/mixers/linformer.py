@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from seqboat.core.checks import check_choice, check_positive
+from seqboat.core.layout import Layout, clear
 from seqboat.core.mixer import Direction, Mixer, MixerOutput, check_direction
 from seqboat.core.nn import init_linear
-from seqboat.core.padding import zero_padding
 from seqboat.core.settings import fill_in
 from seqboat.mixers.block import Block, BlockConfig, head_width, join_heads, split_heads
-from seqboat.ops.precision import widen
+from seqboat.ops.attention import widen
 
 Sharing = Literal["none", "heads", "keys"]
 SHARINGS = ("none", "heads", "keys")
@@ -90,7 +90,8 @@ class Linformer(Mixer):
     def closing_norm(self) -> nn.Module | None:
         return self.block.closing_norm()
 
-    def mix(self, x: Tensor, mask: Tensor | None, state: Any) -> MixerOutput:
+    def mix(self, x: Tensor, layout: Layout, state: Any) -> MixerOutput:
+        mask = layout.mask
         parts = self.qkv(self.block.open(x, mask)).chunk(3, dim=-1)
         query, key, value = (split_heads(part, self.heads) for part in parts)
         if mask is not None:
@@ -100,7 +101,7 @@ class Linformer(Mixer):
         scores = (query * (1 / math.sqrt(self.d_head))) @ keys.transpose(-1, -2)
         weights = self.block.drop(torch.softmax(widen(scores), dim=-1)).to(values.dtype)
         y = self.block.close(x, join_heads(weights @ values), mask)
-        return MixerOutput(zero_padding(y, mask))
+        return MixerOutput(clear(y, mask))
 
     def _shorten(self, x: Tensor, kind: int) -> Tensor:
         """(batch, heads, projected, d_head) of (batch, heads, time, d_head)."""

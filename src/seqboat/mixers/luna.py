@@ -19,13 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from seqboat.core.checks import check_positive
+from seqboat.core.layout import Layout, clear
 from seqboat.core.mixer import Direction, Mixer, MixerOutput, check_direction
 from seqboat.core.nn import Norm, init_linear, make_norm
-from seqboat.core.padding import zero_padding
 from seqboat.core.settings import fill_in
 from seqboat.mixers.block import Block, BlockConfig, head_width, join_heads, split_heads
-from seqboat.ops.functions import HIDDEN
-from seqboat.ops.precision import widen
+from seqboat.ops.attention import HIDDEN, widen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +88,8 @@ class Luna(Mixer):
     def closing_norm(self) -> nn.Module | None:
         return self.block.closing_norm()
 
-    def mix(self, x: Tensor, mask: Tensor | None, state: None) -> MixerOutput:
+    def mix(self, x: Tensor, layout: Layout, state: None) -> MixerOutput:
+        mask = layout.mask
         if self.second is not None:
             second = self.second.expand(x.shape[0], -1, -1).to(x.dtype)
             return MixerOutput(self._mix_streams(x, second, mask)[0])
@@ -104,7 +104,7 @@ class Luna(Mixer):
         visible = None if mask is None else mask[:, None, None]
         packed = self._attend(self.pack_query(by), self.pack(branch), visible)
         attended = self._attend(self.query(branch), self.unpack(packed), None)
-        y = zero_padding(self.block.close(x, attended, mask), mask)
+        y = clear(self.block.close(x, attended, mask), mask)
         after = second + self.block.drop(packed)
         if self.second_norm is not None and not self.config.prenorm:
             after = self.second_norm(after)

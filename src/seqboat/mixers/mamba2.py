@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqboat.core.checks import check_positive, require
+from seqboat.core.layout import clear
 from seqboat.core.nn import RMSNorm
-from seqboat.core.padding import zero_padding
 from seqboat.core.settings import fill_in
 from seqboat.mixers.gated import MatrixStateConfig, MatrixStateLayer
 from seqboat.ops.matrix_state import gated_sum, gated_sum_step
@@ -94,7 +94,7 @@ class Mamba2(MatrixStateLayer):
         self, u: Tensor, rates: Tensor, mask: Tensor | None, memory: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         value, key, query = self._parts(u)
-        log_decay, step = (zero_padding(part, mask) for part in self.decay_and_step(rates))
+        log_decay, step = (clear(part, mask) for part in self.decay_and_step(rates))
         size = block_for(u.shape[1], self.config.block)
         y, memory = gated_sum(query, key, value * step[..., None], log_decay, memory, size)
         return self._skip(y, value), memory

@@ -16,6 +16,7 @@ its own chunk of the sequence, and time is linear.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -24,15 +25,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqboat.core.checks import check_choice, check_positive, check_rate, require
-from seqboat.core.mixer import MixerOutput, RecurrentMixer, keep_rows
+from seqboat.core.layout import Layout, clear
+from seqboat.core.mixer import Mixer, MixerOutput
 from seqboat.core.nn import NORMS, FeedForward, Norm, NormName, init_linear, make_norm
-from seqboat.core.padding import Aligned, zero_padding
 from seqboat.core.settings import Settings, fill_in
+from seqboat.core.state import overwrite
 from seqboat.mixers.memory import Cache, append, extend, make_cache, seen_by_step
-from seqboat.ops.attention import attend_groups
-from seqboat.ops.functions import ATTENTIONS, HIDDEN, AttentionName
-from seqboat.ops.positions import RelativeBias, RotaryBias
-from seqboat.ops.precision import wide_type
+from seqboat.ops.attention import (
+    FUNCTIONS,
+    HIDDEN,
+    AttentionName,
+    RelativeBias,
+    attend_groups,
+    frequencies,
+    widen,
+)
 from seqboat.ssm.diagonal import SSMState, TruncatedState
 from seqboat.ssm.ema import EMAConfig
 
@@ -79,7 +86,7 @@ class MegaConfig(Settings):
         for name in ("d_v", "chunk", "d_ff"):
             if getattr(self, name) is not None:
                 check_positive(name, getattr(self, name))
-        check_choice("attention", self.attention, tuple(ATTENTIONS))
+        check_choice("attention", self.attention, tuple(FUNCTIONS))
         check_choice("positions", self.positions, MEGA_POSITIONS)
         require(
             self.positions != "rotary" or self.d_z % 2 == 0,
@@ -101,6 +108,39 @@ class MegaChunkConfig(MegaConfig):
     """Tokens per chunk; None for attention among all tokens."""
 
 
+class RotaryBias(nn.Module):
+    """A bias per distance from two learned vectors: their product after rotary embedding, as in MEGA.
+
+    With the vectors a, b split into halves (a1, a2) and (b1, b2), and d = key - query,
+
+        bias(d) = sum over frequencies f of (a1 b1 + a2 b2) cos(f d) + (a2 b1 - a1 b2) sin(f d)
+    """
+
+    def __init__(self, dim: int, max_distance: int) -> None:
+        super().__init__()
+        require(dim % 2 == 0, f"dim of a rotary bias must be even, got {dim}")
+        check_positive("max_distance", max_distance, least=0)
+        self.max_distance = max_distance
+        self.vectors = nn.Parameter(torch.empty(2, 2, dim // 2))
+        nn.init.normal_(self.vectors, std=0.02)
+
+    @property
+    def table(self) -> Tensor:
+        """(2 * max_distance + 1,): the bias of each distance."""
+        return self._bias(torch.arange(-self.max_distance, self.max_distance + 1, device=self.vectors.device))
+
+    def forward(self, distance: Tensor) -> Tensor:
+        """The bias of each distance; larger ones are those of the ends of the table."""
+        return self._bias(distance.clamp(-self.max_distance, self.max_distance))
+
+    def _bias(self, distance: Tensor) -> Tensor:
+        (a1, a2), (b1, b2) = self.vectors
+        dim = 2 * self.vectors.shape[-1]
+        angle = torch.remainder(distance[..., None] * frequencies(dim, distance.device), 2 * math.pi)
+        angle = angle.to(self.vectors.dtype)
+        return angle.cos() @ (a1 * b1 + a2 * b2) + angle.sin() @ (a2 * b1 - a1 * b2)
+
+
 class MegaState(NamedTuple):
     """The state of a causal layer: of constant size with chunks."""
 
@@ -109,7 +149,7 @@ class MegaState(NamedTuple):
     """of one head: everything so far, or the current chunk, slot s at place s modulo its size"""
 
 
-class Mega(RecurrentMixer):
+class Mega(Mixer):
     """One MEGA layer on (batch, time, d_model): a moving average and single-head gated attention.
 
     Args:
@@ -124,7 +164,7 @@ class Mega(RecurrentMixer):
         check_positive("d_model", d_model)
         self.config, self.d_model, self.causal = config, d_model, config.causal
         self.d_z, self.d_v, self.chunk = config.d_z, config.d_v or 2 * d_model, config.chunk
-        self.function = ATTENTIONS[config.attention]
+        self.function = FUNCTIONS[config.attention]
         self.norm: Norm = make_norm(config.norm, d_model)
         self.ema = config.ema.build(d_model, config.causal)
         self.value = nn.Linear(d_model, self.d_v)
@@ -153,15 +193,14 @@ class Mega(RecurrentMixer):
         init_linear(self)
         nn.init.trunc_normal_(self.kappa, std=0.02, a=-0.04, b=0.04)
         nn.init.zeros_(self.mu)
-        self.bias.reset_parameters()
 
     def closing_norm(self) -> nn.Module | None:
         return make_norm(self.config.norm, self.d_model) if self.config.prenorm else None
 
-    def mix(self, x: Tensor, mask: Tensor | None, state: MegaState | None) -> MixerOutput:
+    def mix(self, x: Tensor, layout: Layout, state: MegaState | None) -> MixerOutput:
+        mask = layout.mask
         branch = self.norm(x, mask) if self.config.prenorm else x
-        padding = None if mask is None else Aligned(mask)
-        averaged = self.ema(branch, padding, None if state is None else state.ema)
+        averaged = self.ema(branch, layout, None if state is None else state.ema)
         update, query, key, reset, direct = self._project(averaged.y)
         value = F.silu(self.value(branch))
         attended, cache = self._attend(query, key, value, mask, None if state is None else state.cache)
@@ -171,7 +210,7 @@ class Mega(RecurrentMixer):
             # in the type of the inputs, also where autocast made them narrower
             cache = Cache(cache.keys.to(x.dtype), cache.values.to(x.dtype), cache.total)
             after = MegaState(averaged.state, cache)
-        return MixerOutput(zero_padding(y, mask), after)
+        return MixerOutput(clear(y, mask), after)
 
     def _project(self, averaged: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Update gate, query, key, reset gate and direct part of H, from the moving average."""
@@ -245,8 +284,8 @@ class Mega(RecurrentMixer):
         real = (slot < total[:, None]).reshape(-1, width)
         slot = slot.reshape(-1, width)
         keys = slot % width + 1 if self.causal else real.sum(dim=1, keepdim=True).clamp(min=1)
-        scale = self.function.scale(self.d_z, keys.to(wide_type(query)))
-        query = split(query) * (scale[..., None] if isinstance(scale, Tensor) else scale)
+        query = split(query)
+        query = query / keys[..., None] if self.function.by_keys else query / math.sqrt(self.d_z)
         attended = attend_groups(
             query,
             split(key),
@@ -279,42 +318,40 @@ class Mega(RecurrentMixer):
     def grows(self) -> bool:
         return self.causal and self.chunk is None
 
-    def make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> MegaState:
+    def _fresh(self, batch: int, dtype: torch.dtype, device: torch.device) -> MegaState:
         cache = make_cache(batch, 1, self.d_z, self.d_v, dtype, device)
         if self.chunk is not None:
             pad = (0, 0, 0, self.chunk)
             cache = Cache(F.pad(cache.keys, pad), F.pad(cache.values, pad), cache.total)
-        return MegaState(self.ema.make_state(batch, dtype, device), cache)
+        return MegaState(self.ema.init_state(batch), cache)
 
-    def advance(
-        self, x: Tensor, state: MegaState, mask: Tensor | None = None, inplace: bool = False
-    ) -> MixerOutput:
-        branch = self.norm(x, mask) if self.config.prenorm else x
-        averaged = self.ema.advance(branch, state.ema, mask, inplace)
+    @torch.no_grad()
+    def step(self, x: Tensor, state: MegaState) -> MixerOutput:
+        branch = self.norm(x) if self.config.prenorm else x
+        averaged = self.ema.step(branch, state.ema)
         update, query, key, reset, direct = self._project(averaged.y)
         value = F.silu(self.value(branch))
-        cache = self._append(state.cache, key[:, None], value[:, None], mask, inplace)
+        cache = self._append(state.cache, key[:, None], value[:, None])
         inside = cache.total if self.chunk is None else (cache.total - 1) % self.chunk + 1
         if self.chunk is None:
             keys, values, visible = seen_by_step(cache)
         else:
             keys, values, visible = *cache[:2], torch.arange(self.chunk, device=x.device) < inside[:, None]
         attended = self._attend_step(query, keys[:, 0], values[:, 0], visible, inside)
-        y = self._close(x, update, reset, direct, attended, mask)
-        return MixerOutput(keep_rows(mask, y), MegaState(averaged.state, self._without_finished(cache)))
+        y = self._close(x, update, reset, direct, attended, None)
+        overwrite(state.cache, self._without_finished(cache))
+        return MixerOutput(y, state)
 
-    def _append(self, cache: Cache, key: Tensor, value: Tensor, mask: Tensor | None, inplace: bool) -> Cache:
+    def _append(self, cache: Cache, key: Tensor, value: Tensor) -> Cache:
         if self.chunk is None:
-            return append(cache, key, value, mask, inplace)
+            return append(cache, key, value)
         keys, values, before = cache
         fresh = torch.arange(self.chunk, device=key.device) == (before % self.chunk)[:, None]
-        if mask is not None:
-            fresh = fresh & mask[:, None]
         keys, values = (
             torch.where(fresh[:, None, :, None], new[:, :, None].to(old.dtype), old)
             for new, old in ((key, keys), (value, values))
         )
-        return Cache(keys, values, before + (1 if mask is None else mask.to(before.dtype)))
+        return Cache(keys, values, before + 1)
 
     def _without_finished(self, cache: Cache) -> Cache:
         """The cache without chunks that are finished."""
@@ -328,10 +365,10 @@ class Mega(RecurrentMixer):
         self, query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, inside: Tensor
     ) -> Tensor:
         """Attention of (batch, d_z) to (batch, slots, d_z): the newest token is slot `inside` - 1."""
-        wide = wide_type(query)
-        scores = torch.bmm(keys.to(wide), query.to(wide)[:, :, None])[:, :, 0]
-        scores = scores * self.function.scale(self.d_z, inside[:, None].clamp(min=1).to(wide))
+        dtype, query = query.dtype, widen(query)
+        query = query / inside[:, None].clamp(min=1) if self.function.by_keys else query / math.sqrt(self.d_z)
+        scores = torch.bmm(widen(keys), query[:, :, None])[:, :, 0]
         slot = torch.arange(keys.shape[1], device=keys.device)
-        scores = scores + self.bias(slot - (inside[:, None] - 1)).to(wide)
+        scores = scores + self.bias(slot - (inside[:, None] - 1)).to(scores.dtype)
         weights = self.function.weights(scores.masked_fill(~visible, HIDDEN))
-        return torch.bmm(weights[:, None], values.to(wide))[:, 0].to(query.dtype)
+        return torch.bmm(weights[:, None], widen(values))[:, 0].to(dtype)

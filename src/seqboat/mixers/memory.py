@@ -57,30 +57,22 @@ def extend(cache: Cache, keys: Tensor, values: Tensor, counts: Tensor, slots: in
     return Cache(join(cache.keys, keys), join(cache.values, values), total)
 
 
-def append(cache: Cache, key: Tensor, value: Tensor, mask: Tensor | None, inplace: bool) -> Cache:
-    """Add one token (batch, heads, d) to each sequence that the mask marks.
+def append(cache: Cache, key: Tensor, value: Tensor) -> Cache:
+    """Add one token (batch, heads, d) to each sequence, in place where there is room.
 
-    Args:
-        cache: to extend.
-        key, value: of the tokens.
-        mask: (batch,), or None for all sequences.
-        inplace: whether the cache may be overwritten. It then grows by a quarter at a time, so that most tokens
-            are written without a copy of all earlier ones; its last slots are empty.
+    A cache grows by a quarter at a time, so that most tokens are written without a copy of all earlier ones; its last
+    slots are empty.
     """
     keys, values, before = cache
-    total = before + (1 if mask is None else mask.to(before.dtype))
+    total = before + 1
     need = int(total.max()) if total.numel() else 0
     spare = need - keys.shape[2]
     if spare > 0:
-        spare += max(16, need // 4) if inplace else 0
+        spare += max(16, need // 4)
         keys, values = F.pad(keys, (0, 0, 0, spare)), F.pad(values, (0, 0, 0, spare))
-    elif not inplace:
-        # only the slots that the longest sequence needs, however the cache was grown
-        keys, values = keys[:, :, :need].clone(), values[:, :, :need].clone()
-    taken = torch.arange(len(total), device=total.device) if mask is None else mask.nonzero().squeeze(1)
-    place = before.index_select(0, taken)
-    keys[taken, :, place] = key.index_select(0, taken).to(keys.dtype)
-    values[taken, :, place] = value.index_select(0, taken).to(values.dtype)
+    rows = torch.arange(len(total), device=total.device)
+    keys[rows, :, before] = key.to(keys.dtype)
+    values[rows, :, before] = value.to(values.dtype)
     return Cache(keys, values, total)
 
 

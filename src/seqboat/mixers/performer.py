@@ -23,12 +23,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqboat.core.checks import check_choice, check_positive
+from seqboat.core.layout import Layout, clear
 from seqboat.core.mixer import Direction, Mixer, MixerOutput, check_direction
 from seqboat.core.nn import init_linear
-from seqboat.core.padding import zero_padding
 from seqboat.core.settings import fill_in
 from seqboat.mixers.block import Block, BlockConfig, head_width, join_heads, split_heads
-from seqboat.ops.precision import widen
+from seqboat.ops.attention import widen
 
 FeatureKernel = Literal["softmax", "relu"]
 FEATURE_KERNELS = ("softmax", "relu")
@@ -144,7 +144,8 @@ class Performer(Mixer):
     def closing_norm(self) -> nn.Module | None:
         return self.block.closing_norm()
 
-    def mix(self, x: Tensor, mask: Tensor | None, state: None) -> MixerOutput:
+    def mix(self, x: Tensor, layout: Layout, state: None) -> MixerOutput:
+        mask = layout.mask
         branch = self.block.open(x, mask)
         query, key, value = (split_heads(part, self.heads) for part in self.qkv(branch).chunk(3, dim=-1))
         query, key = self.features(query, query=True), self.features(key, query=False)
@@ -159,4 +160,4 @@ class Performer(Mixer):
             both = (query - query.detach().amax(dim=-1, keepdim=True)).exp() @ sums
             attended = both[..., :-1] / both[..., -1:].clamp(min=torch.finfo(both.dtype).tiny)
         y = self.block.close(x, join_heads(attended.to(x.dtype)), mask)
-        return MixerOutput(zero_padding(y, mask))
+        return MixerOutput(clear(y, mask))

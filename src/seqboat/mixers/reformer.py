@@ -21,13 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqboat.core.checks import check_positive, require
+from seqboat.core.layout import Layout, clear
 from seqboat.core.mixer import Direction, Mixer, MixerOutput, check_direction
 from seqboat.core.nn import init_linear
-from seqboat.core.padding import zero_padding
 from seqboat.core.settings import fill_in
 from seqboat.mixers.block import Block, BlockConfig, head_width, join_heads, split_heads
-from seqboat.ops.functions import HIDDEN
-from seqboat.ops.precision import widen
+from seqboat.ops.attention import HIDDEN, widen
 
 SELF = -1e5
 """Score of a token with itself: negligible next to any other key, but above hidden ones."""
@@ -92,12 +91,13 @@ class Reformer(Mixer):
     def closing_norm(self) -> nn.Module | None:
         return self.block.closing_norm()
 
-    def mix(self, x: Tensor, mask: Tensor | None, state: None) -> MixerOutput:
+    def mix(self, x: Tensor, layout: Layout, state: None) -> MixerOutput:
+        mask = layout.mask
         time = x.shape[1]
         counts = torch.full((len(x),), time, device=x.device) if mask is None else mask.sum(dim=1)
         shared, value = self._project(self.block.open(x, mask))
         attended = self._attend(shared, value, self.hash(shared), counts)
-        return MixerOutput(zero_padding(self.block.close(x, join_heads(attended), mask), mask))
+        return MixerOutput(clear(self.block.close(x, join_heads(attended), mask), mask))
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Shared queries and keys, and values, (batch, heads, time, d_head)."""

@@ -17,16 +17,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqboat.core.checks import check_positive
-from seqboat.core.mixer import Mixer, MixerOutput, RecurrentMixer, keep_rows
+from seqboat.core.checks import check_positive, require
+from seqboat.core.layout import Layout, clear
+from seqboat.core.mixer import Mixer, MixerOutput
 from seqboat.core.nn import init_linear
-from seqboat.core.padding import zero_padding
+from seqboat.core.state import overwrite
 from seqboat.mixers.block import head_width, join_heads, split_heads
 from seqboat.mixers.delta import GatedDeltaNetConfig
 from seqboat.mixers.gated import GatedBlock, GatedConfig
 from seqboat.mixers.mamba2 import Mamba2Config
 from seqboat.mixers.memory import Fifo, make_fifo, push
-from seqboat.ops.positions import Rotary
+from seqboat.ops.attention import rotate, turns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +48,7 @@ class WindowAttentionConfig(GatedConfig):
         return WindowAttention(d_model, self)
 
 
-class WindowAttention(RecurrentMixer):
+class WindowAttention(Mixer):
     """One layer of attention over a sliding window on (batch, time, d_model)."""
 
     def __init__(self, d_model: int, config: WindowAttentionConfig | None = None) -> None:
@@ -55,8 +56,9 @@ class WindowAttention(RecurrentMixer):
         config = config or WindowAttentionConfig()
         self.config, self.d_model, self.causal = config, d_model, True
         self.heads, self.d_head = config.heads, head_width(d_model, config.heads)
-        self.positions = Rotary()
-        self.positions.check_width("d_model / heads", self.d_head)
+        require(
+            self.d_head % 2 == 0, f"d_model / heads must be even with rotary positions, got {self.d_head}"
+        )
         self.past = config.window - 1
         self.block = GatedBlock(d_model, d_model, config)
         self.qkv = nn.Linear(d_model, 3 * d_model, bias=False)
@@ -65,9 +67,10 @@ class WindowAttention(RecurrentMixer):
     def closing_norm(self) -> nn.Module | None:
         return self.block.closing_norm()
 
-    def mix(self, x: Tensor, mask: Tensor | None, state: Fifo | None) -> MixerOutput:
+    def mix(self, x: Tensor, layout: Layout, state: Fifo | None) -> MixerOutput:
+        mask = layout.mask
         batch, time = x.shape[:2]
-        before = self.make_state(batch, x.dtype, x.device) if state is None else state
+        before = self._fresh(batch, x.dtype, x.device) if state is None else state
         query, key, value = self._project(self.block.open(x, mask), before.total)
         after, keys, values = push(before, key, value, None if mask is None else mask.sum(dim=1))
         left = self.past
@@ -75,13 +78,14 @@ class WindowAttention(RecurrentMixer):
             left = min(left, max(time - 1, 0))
         keys, values = (part[:, :, self.past - left :].to(query.dtype) for part in (keys, values))
         attended = self._attend(query, keys, values, before.total, left)
-        return MixerOutput(zero_padding(self.block.close(x, join_heads(attended), mask), mask), after)
+        return MixerOutput(clear(self.block.close(x, join_heads(attended), mask), mask), after)
 
     def _project(self, x: Tensor, total: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values (batch, heads, time, d_head) of tokens after `total` (batch,) others."""
         query, key, value = (split_heads(part, self.heads) for part in self.qkv(x).chunk(3, dim=-1))
         position = total[:, None] + torch.arange(x.shape[1], device=x.device)
-        return *self.positions.rotate(query, key, position[:, None]), value
+        turn = turns(position[:, None], self.d_head, query.dtype)
+        return rotate(query, turn), rotate(key, turn), value
 
     def _attend(self, query: Tensor, keys: Tensor, values: Tensor, total: Tensor, left: int) -> Tensor:
         """(batch, heads, time, d_head), from keys and values that begin `left` tokens before the queries."""
@@ -106,21 +110,20 @@ class WindowAttention(RecurrentMixer):
         )
         return attended.unflatten(0, (batch, blocks)).transpose(1, 2).flatten(2, 3)[:, :, :time]
 
-    def make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> Fifo:
+    def _fresh(self, batch: int, dtype: torch.dtype, device: torch.device) -> Fifo:
         return make_fifo(batch, self.heads, self.past, self.d_head, dtype, device)
 
-    def advance(
-        self, x: Tensor, state: Fifo, mask: Tensor | None = None, inplace: bool = False
-    ) -> MixerOutput:
-        query, key, value = self._project(self.block.open(x, mask)[:, None], state.total)
-        counts = None if mask is None else mask.to(state.total.dtype)
-        after, keys, values = push(state, key, value, counts)
+    @torch.no_grad()
+    def step(self, x: Tensor, state: Fifo) -> MixerOutput:
+        query, key, value = self._project(self.block.open(x, None)[:, None], state.total)
+        after, keys, values = push(state, key, value, None)
         age = torch.arange(self.past, -1, -1, device=x.device)
         visible = (age <= state.total[:, None])[:, None, None]
         attended = F.scaled_dot_product_attention(
             query, keys.to(query.dtype), values.to(query.dtype), attn_mask=visible
         )
-        return MixerOutput(keep_rows(mask, self.block.close(x, join_heads(attended)[:, 0], mask)), after)
+        y = self.block.close(x, join_heads(attended)[:, 0], None)
+        return MixerOutput(y, overwrite(state, after))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,10 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqboat.core.checks import check_choice, check_rate
-from seqboat.core.documents import Documents
-from seqboat.core.mixer import MixerOutput, RecurrentMixer, keep_rows
+from seqboat.core.layout import Layout, clear
+from seqboat.core.mixer import Mixer, MixerOutput
 from seqboat.core.nn import NORMS, Norm, NormName, make_norm
-from seqboat.core.padding import Aligned, zero_padding
 from seqboat.core.settings import Settings
 from seqboat.ssm.liquid_s4 import LiquidS4Config
 from seqboat.ssm.s4 import S4Config
@@ -53,7 +52,7 @@ class SSMLayerConfig(Settings):
         check_rate("dropout", self.dropout)
 
 
-class SSMLayer(RecurrentMixer):
+class SSMLayer(Mixer):
     """A state-space core with norm, gate and residual connection, on (batch, time, d_model).
 
     Args:
@@ -63,7 +62,7 @@ class SSMLayer(RecurrentMixer):
 
     packs = True
 
-    def __init__(self, ssm: RecurrentMixer, config: SSMLayerConfig) -> None:
+    def __init__(self, ssm: Mixer, config: SSMLayerConfig) -> None:
         super().__init__()
         self.config, self.d_model, self.causal = config, ssm.d_model, ssm.causal
         self.norm: Norm = make_norm(config.norm, self.d_model)
@@ -78,15 +77,9 @@ class SSMLayer(RecurrentMixer):
     def name(self) -> str:
         return f"{self.ssm.name} layer"
 
-    def mix_documents(self, x: Tensor, documents: Documents, state: Any) -> MixerOutput:
-        return self.mix(x, documents.mask, state, documents)
-
-    def mix(
-        self, x: Tensor, mask: Tensor | None, state: Any, documents: Documents | None = None
-    ) -> MixerOutput:
-        padding = documents or (None if mask is None else Aligned(mask))
-        ssm = self.ssm(self._open(x, mask), padding, state)
-        return MixerOutput(zero_padding(self._close(x, ssm.y, mask), mask), ssm.state)
+    def mix(self, x: Tensor, layout: Layout, state: Any) -> MixerOutput:
+        ssm = self.ssm(self._open(x, layout.mask), layout, state)
+        return MixerOutput(clear(self._close(x, ssm.y, layout.mask), layout.mask), ssm.state)
 
     def _open(self, x: Tensor, mask: Tensor | None) -> Tensor:
         # autocast may widen the output of a norm: states keep to the type of the inputs
@@ -102,14 +95,13 @@ class SSMLayer(RecurrentMixer):
     def _drop(self, x: Tensor) -> Tensor:
         return F.dropout(x, self.config.dropout, self.training) if self.config.dropout else x
 
-    def make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> Any:
-        return self.ssm.make_state(batch, dtype, device)
+    def init_state(self, batch: int) -> Any:
+        return self.ssm.init_state(batch)
 
-    def advance(
-        self, x: Tensor, state: Any, mask: Tensor | None = None, inplace: bool = False
-    ) -> MixerOutput:
-        ssm = self.ssm.advance(self._open(x, mask), state, mask, inplace)
-        return MixerOutput(keep_rows(mask, self._close(x, ssm.y, mask)), ssm.state)
+    @torch.no_grad()
+    def step(self, x: Tensor, state: Any) -> MixerOutput:
+        ssm = self.ssm.step(self._open(x, None), state)
+        return MixerOutput(self._close(x, ssm.y, None), ssm.state)
 
 
 @dataclass(frozen=True, kw_only=True)

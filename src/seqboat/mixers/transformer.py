@@ -18,13 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqboat.core.checks import check_choice, check_positive, require
-from seqboat.core.mixer import MixerOutput, RecurrentMixer, keep_rows
+from seqboat.core.layout import Layout, clear
+from seqboat.core.mixer import Mixer, MixerOutput
 from seqboat.core.nn import FeedForward, Norm, init_linear, make_norm
-from seqboat.core.padding import zero_padding
 from seqboat.core.settings import fill_in
+from seqboat.core.state import overwrite
 from seqboat.mixers.block import BlockConfig, head_width, join_heads
 from seqboat.mixers.memory import Cache, append, extend, make_cache, seen_by_step
-from seqboat.ops.positions import rotate
+from seqboat.ops.attention import rotate, turns
 
 TransformerPositions = Literal["absolute", "rotary", "relative", "none"]
 TRANSFORMER_POSITIONS = ("absolute", "rotary", "relative", "none")
@@ -48,7 +49,7 @@ class TransformerConfig(BlockConfig):
         return Transformer(d_model, self)
 
 
-class Transformer(RecurrentMixer):
+class Transformer(Mixer):
     """One Transformer layer on (batch, time, d_model): full attention and a feed-forward block.
 
     Args:
@@ -85,7 +86,8 @@ class Transformer(RecurrentMixer):
     def closing_norm(self) -> nn.Module | None:
         return make_norm(self.config.norm, self.d_model) if self.config.prenorm else None
 
-    def mix(self, x: Tensor, mask: Tensor | None, state: Cache | None) -> MixerOutput:
+    def mix(self, x: Tensor, layout: Layout, state: Cache | None) -> MixerOutput:
+        mask = layout.mask
         batch, time = x.shape[:2]
         counts = torch.full((batch,), time, device=x.device) if mask is None else mask.sum(dim=1)
         slot = torch.arange(time, device=x.device)
@@ -95,7 +97,7 @@ class Transformer(RecurrentMixer):
         if self.causal and state is None and mask is None:
             after = Cache(key.to(x.dtype), value.to(x.dtype), counts)
         elif self.causal:
-            before = self.make_state(batch, x.dtype, x.device) if state is None else state
+            before = self._fresh(batch, x.dtype, x.device) if state is None else state
             after = extend(before, key, value, counts)
         if state is not None:
             assert after is not None
@@ -106,14 +108,16 @@ class Transformer(RecurrentMixer):
             visible = (mask | (slot == 0))[:, None, None]
         bias = self._relative(slots if state is not None else slots[:1], key.shape[2])
         attended = self._attend(query, key, value, visible, bias, self.causal and state is None)
-        return MixerOutput(zero_padding(self._close(x, join_heads(attended), mask), mask), after)
+        return MixerOutput(clear(self._close(x, join_heads(attended), mask), mask), after)
 
     def _project(self, x: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values (batch, heads, time, d_head) of (batch, time, d_model)."""
         parts = self.qkv(x).unflatten(-1, (3, self.heads, self.d_head)).permute(2, 0, 3, 1, 4)
         query, key, value = parts.unbind(0)
         if self.config.positions == "rotary":
-            query, key = rotate(torch.stack([query, key]), slots[:, None]).unbind(0)
+            query, key = rotate(
+                torch.stack([query, key]), turns(slots[:, None], self.d_head, query.dtype)
+            ).unbind(0)
         return query, key, value
 
     def _relative(self, slots: Tensor, keys: int) -> Tensor | None:
@@ -163,18 +167,17 @@ class Transformer(RecurrentMixer):
     def grows(self) -> bool:
         return self.causal
 
-    def make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> Cache:
+    def _fresh(self, batch: int, dtype: torch.dtype, device: torch.device) -> Cache:
         return make_cache(batch, self.heads, self.d_head, self.d_head, dtype, device)
 
-    def advance(
-        self, x: Tensor, state: Cache, mask: Tensor | None = None, inplace: bool = False
-    ) -> MixerOutput:
-        branch = self.norm(x, mask) if self.config.prenorm else x
+    @torch.no_grad()
+    def step(self, x: Tensor, state: Cache) -> MixerOutput:
+        branch = self.norm(x) if self.config.prenorm else x
         query, key, value = self._project(branch[:, None], state.total[:, None])
-        after = append(state, key[:, :, 0], value[:, :, 0], mask, inplace)
+        after = append(state, key[:, :, 0], value[:, :, 0])
         keys, values, seen = seen_by_step(after)
         # a single sequence needs no mask, which lets the fused attention take its fast path
         visible = None if x.shape[0] == 1 else seen[:, None, None]
         bias = self._relative(state.total[:, None], keys.shape[2])
         attended = self._attend(query, keys.to(query.dtype), values.to(query.dtype), visible, bias, False)
-        return MixerOutput(keep_rows(mask, self._close(x, attended.flatten(1), mask)), after)
+        return MixerOutput(self._close(x, attended.flatten(1), None), overwrite(state, after))

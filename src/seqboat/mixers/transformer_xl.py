@@ -19,15 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqboat.core.checks import check_positive
-from seqboat.core.mixer import Direction, MixerOutput, RecurrentMixer, check_direction, keep_rows
-from seqboat.core.nn import init_linear
-from seqboat.core.padding import zero_padding
+from seqboat.core.layout import Layout, clear
+from seqboat.core.mixer import Direction, Mixer, MixerOutput, check_direction
+from seqboat.core.nn import init_linear, sinusoids
 from seqboat.core.settings import fill_in
+from seqboat.core.state import overwrite
 from seqboat.mixers.block import Block, BlockConfig, head_width, join_heads, split_heads
 from seqboat.mixers.memory import Fifo, make_fifo, push, relative_shift
-from seqboat.ops.functions import HIDDEN
-from seqboat.ops.positions import sinusoids
-from seqboat.ops.precision import widen
+from seqboat.ops.attention import HIDDEN, widen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +52,7 @@ class TransformerXLConfig(BlockConfig):
         return TransformerXL(d_model, self)
 
 
-class TransformerXL(RecurrentMixer):
+class TransformerXL(Mixer):
     """One Transformer-XL layer on (batch, time, d_model): causal attention with a memory of earlier segments.
 
     Args:
@@ -85,17 +84,18 @@ class TransformerXL(RecurrentMixer):
     def closing_norm(self) -> nn.Module | None:
         return self.block.closing_norm()
 
-    def mix(self, x: Tensor, mask: Tensor | None, state: Fifo | None) -> MixerOutput:
+    def mix(self, x: Tensor, layout: Layout, state: Fifo | None) -> MixerOutput:
+        mask = layout.mask
         counts = None if mask is None else mask.sum(dim=1)
         query, key, value = self._project(self.block.open(x, mask))
-        before = self.make_state(x.shape[0], x.dtype, x.device) if state is None else state
+        before = self._fresh(x.shape[0], x.dtype, x.device) if state is None else state
         after, keys, values = push(before, key, value, counts)
         if state is None:
             attended = self._attend_from_start(query, key, value)
         else:
             attended = self._attend(query, keys.to(key.dtype), values.to(value.dtype), state.total)
         y = self.block.close(x, join_heads(attended), mask)
-        return MixerOutput(zero_padding(y, mask), after)
+        return MixerOutput(clear(y, mask), after)
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values (batch, heads, time, d_head)."""
@@ -177,15 +177,13 @@ class TransformerXL(RecurrentMixer):
         weights = torch.softmax(widen(scores).masked_fill(hidden, HIDDEN), dim=-1)
         return self.block.drop(weights)
 
-    def make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> Fifo:
+    def _fresh(self, batch: int, dtype: torch.dtype, device: torch.device) -> Fifo:
         return make_fifo(batch, self.heads, self.slots, self.d_head, dtype, device)
 
-    def advance(
-        self, x: Tensor, state: Fifo, mask: Tensor | None = None, inplace: bool = False
-    ) -> MixerOutput:
-        query, key, value = self._project(self.block.open(x, mask)[:, None])
-        counts = None if mask is None else mask.to(state.total.dtype)
-        after, keys, values = push(state, key, value, counts)
+    @torch.no_grad()
+    def step(self, x: Tensor, state: Fifo) -> MixerOutput:
+        query, key, value = self._project(self.block.open(x, None)[:, None])
+        after, keys, values = push(state, key, value, None)
         distance = torch.arange(self.slots, -1, -1, device=x.device)
         reach = (state.total % self.config.segment + self.config.memory).minimum(state.total)
         hidden = (distance > reach[:, None])[:, None, None]
@@ -197,8 +195,8 @@ class TransformerXL(RecurrentMixer):
         table = self._sinusoids(self.slots + 1).flip(0).to(query)
         scores = content @ keys.to(query.dtype).transpose(-1, -2) + position @ weight @ table.T
         attended = self._weigh(scores, hidden).to(query.dtype) @ values.to(query.dtype)
-        y = self.block.close(x, join_heads(attended)[:, 0], mask)
-        return MixerOutput(keep_rows(mask, y), after)
+        y = self.block.close(x, join_heads(attended)[:, 0], None)
+        return MixerOutput(y, overwrite(state, after))
 
 
 def _take(x: Tensor, index: Tensor) -> Tensor:

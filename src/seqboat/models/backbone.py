@@ -20,18 +20,13 @@ from seqboat.core.checks import (
     check_mask,
     check_positive,
     check_rate,
-    check_row_mask,
     require,
 )
-from seqboat.core.documents import Documents, find_documents
-from seqboat.core.mixer import Mixer, RecurrentMixer, directions_of
-from seqboat.core.nn import Norm, no_tracking
-from seqboat.core.padding import Aligned, align, zero_padding
+from seqboat.core.layout import WHOLE, Layout, clear, find_layout
+from seqboat.core.mixer import Mixer, Routing, directions_of
+from seqboat.core.nn import Norm, no_tracking, sinusoids
 from seqboat.core.settings import FAMILIES, Settings, check_type, fill_in, unknown
-from seqboat.core.state import check_state
-from seqboat.layers.packing import Routing
 from seqboat.mixers import MIXERS
-from seqboat.ops.positions import sinusoids
 from seqboat.plugins import load_plugins
 
 HeadInit = Literal["normal", "xavier"]
@@ -186,8 +181,6 @@ class Backbone(nn.Module):
         config = backbone_config(config, options, self)
         self.config = config
         self.gradient_checkpointing = False
-        # what a valid state looks like, cached between steps
-        self._expected: tuple[tuple[int, torch.dtype], BackboneState] | None = None
         d_model = config.d_model
         if config.vocab is not None:
             self.embedding: nn.Embedding | nn.Linear = nn.Embedding(config.vocab, d_model)
@@ -211,7 +204,7 @@ class Backbone(nn.Module):
             self.lead = nn.Parameter(torch.empty(first.lead, d_model))
             for layer in self.layers:
                 layer.follow()  # type: ignore[operator]
-        self.causal = all(isinstance(m, RecurrentMixer) and m.causal for m in self.layers)
+        self.causal = all(layer.decodes for layer in self.layers)
         self.norm = first.closing_norm()
         if isinstance(self.norm, Norm) and not config.final_norm_affine:
             self.norm.drop_affine()
@@ -250,106 +243,65 @@ class Backbone(nn.Module):
             mask: (batch, time), True on real tokens, in any pattern.
             state: from an earlier call; causal stacks only.
             cu_seqlens: (documents + 1,), where packed documents begin in the flattened (batch * time) inputs, and the
-                end of the last; every document is computed as if it were alone, except that the first one of a
-                sequence continues from its state.
+                end of the last; every document is computed as if it were alone.
         """
         inputs = self._check(inputs, mask)
         if state is not None:
+            require(cu_seqlens is None, "packed documents carry no state: call without one")
             self._check_state(state, inputs.shape[0])
-        if cu_seqlens is not None and inputs.shape[1]:
-            return self._run_packed(inputs, find_documents(cu_seqlens, inputs, mask), state)
-        plan = None if mask is None else align(mask)
-        real = None
-        if plan is not None:
-            inputs, real = plan.pull(inputs), plan.mask
+        layout = WHOLE
+        if inputs.shape[1] and (mask is not None or cu_seqlens is not None):
+            layout = find_layout(inputs, mask, cu_seqlens)
+            inputs = layout.pull(inputs)
         self._check_ids(inputs)
-        batch, time = inputs.shape[:2]
-        seen = inputs.new_zeros(batch, dtype=torch.int64) if state is None else state.seen
-        position = seen[:, None] + torch.arange(time, device=inputs.device)
-        before = (None,) * len(self.layers) if state is None else state.layers
-        x, states, routings = self._run(inputs, real, position, before)
-        if plan is not None:
-            x = plan.push(x)
+        x, states, routings = self._run(inputs, layout, state)
+        if layout is not WHOLE:
+            x = layout.push(x)
             routings = [
-                None if r is None else Routing(plan.push(r.active), plan.push(r.probs)) for r in routings
+                None if r is None else Routing(layout.push(r.active), layout.push(r.probs)) for r in routings
             ]
         final = None
-        if self.causal:
-            lengths = None if real is None else real.sum(dim=1)
-            final = BackboneState(tuple(states), seen + (time if lengths is None else lengths))
+        if self.causal and layout.documents is None:
+            new = layout.lengths(inputs)
+            final = BackboneState(tuple(states), new if state is None else state.seen + new)
         return BackboneOutput(x, final, tuple(routings))
 
-    def _run_packed(
-        self, inputs: Tensor, documents: Documents, state: BackboneState | None
-    ) -> BackboneOutput:
-        """As `forward`, on packed documents."""
-        inputs = documents.pull(inputs)
-        self._check_ids(inputs)
-        before = (None,) * len(self.layers) if state is None else state.layers
-        # tokens of each document before this call
-        seen = None if state is None else documents.of_first(state.seen)
-        native = self.lead is None and all(layer.packs for layer in self.layers)
-        if native:
-            position = documents.position
-            if seen is not None:
-                position = position + F.pad(seen, (0, 1))[documents.number]
-            x, states, routings = self._run(inputs, documents.mask, position[None], before, documents)
-        else:
-            inputs = documents.spread(inputs)
-            start = inputs.new_zeros(documents.count, dtype=torch.int64) if seen is None else seen
-            position = start[:, None] + torch.arange(documents.longest, device=inputs.device)
-            if state is not None:
-                weight = self.embedding.weight
-                before = documents.enter(
-                    state.layers, self._make_state(1, weight.dtype, weight.device).layers
-                )
-            x, states, routings = self._run(inputs, documents.real, position, before)
-
-        def place(part: Tensor) -> Tensor:
-            return documents.push(part if native else documents.collect(part))
-
-        final = None
-        if self.causal:
-            layers = tuple(states) if native else documents.leave(tuple(states))
-            total = documents.offsets.diff() + (0 if seen is None else seen)
-            final = BackboneState(layers, total[documents.last])
-        found = tuple(None if r is None else Routing(place(r.active), place(r.probs)) for r in routings)
-        return BackboneOutput(place(x), final, found)
-
     def _run(
-        self,
-        inputs: Tensor,
-        real: Tensor | None,
-        position: Tensor,
-        before: tuple[Any, ...],
-        documents: Documents | None = None,
+        self, inputs: Tensor, layout: Layout, state: BackboneState | None
     ) -> tuple[Tensor, list[Any], list[Routing | None]]:
-        """Outputs, states and decisions of the layers, on inputs whose real tokens come first."""
-        aligned: Aligned | Documents | None = documents
-        if aligned is None and real is not None:
-            aligned = Aligned(real)
-        x = self._embed(inputs, position)
+        """Outputs, states and decisions of the layers, on inputs that lie as the layout says."""
+        documents, apart = layout.documents, False
+        if documents is not None and self.lead is not None:
+            # every document has a second stream of its own
+            inputs, layout, apart = documents.spread(inputs), Layout(documents.real), True
+        position = torch.arange(inputs.shape[1], device=inputs.device)[None]
+        if layout.documents is not None:
+            position = layout.documents.position[None]
+        elif state is not None:
+            position = state.seen[:, None] + position
+        x, real = self._embed(inputs, position), layout.mask
         lead = 0 if self.lead is None else len(self.lead)
         if self.lead is not None:
             x = torch.cat([self.lead.expand(inputs.shape[0], -1, -1).to(x.dtype), x], dim=1)
-            aligned = None if real is None else Aligned(F.pad(real, (lead, 0), value=True))
+            layout = WHOLE if real is None else Layout(F.pad(real, (lead, 0), value=True))
         states: list[Any] = []
         routings: list[Routing | None] = []
+        before = (None,) * len(self.layers) if state is None else state.layers
         for layer, memory in zip(self.layers, before, strict=True):
             if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
                 # torch's compiler takes no contexts here
                 around: Any = {}
                 if not torch.compiler.is_compiling():
                     around = {"context_fn": partial(_recomputing, layer)}
-                x, after, routing = checkpoint(layer, x, aligned, memory, use_reentrant=False, **around)
+                x, after, routing = checkpoint(layer, x, layout, memory, use_reentrant=False, **around)
             else:
-                x, after, routing = layer(x, aligned, memory)
+                x, after, routing = layer(x, layout, memory)
             states.append(after)
             routings.append(routing)
         x = x[:, lead:]
         if self.norm is not None:
-            x = zero_padding(self.norm(x, real), real)
-        return x, states, routings
+            x = clear(self.norm(x, real), real)
+        return documents.collect(x) if apart and documents is not None else x, states, routings
 
     def _embed(self, inputs: Tensor, position: Tensor) -> Tensor:
         if isinstance(self.embedding, nn.Embedding):
@@ -403,72 +355,59 @@ class Backbone(nn.Module):
 
     def _check_state(self, state: BackboneState, batch: int) -> None:
         require(self.causal, "this model is bidirectional: only causal models carry a state")
-        weight = self.embedding.weight
-        expected = (batch, weight.dtype)
-        if self._expected is None or self._expected[0] != expected:
-            fresh = self._make_state(batch, weight.dtype, torch.device("meta"))
-            self._expected = expected, fresh
-        check_state(state, self._expected[1], weight.device, "model")
-
-    def _make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> BackboneState:
-        layers = tuple(layer.make_state(batch, dtype, device) for layer in self.layers)  # type: ignore[operator]
-        return BackboneState(layers, torch.zeros(batch, dtype=torch.int64, device=device))
+        require(
+            isinstance(state, BackboneState) and len(state.layers) == len(self.layers),
+            f"state of another model: it must be a BackboneState of {len(self.layers)} layers, "
+            f"got {type(state).__name__}",
+        )
+        require(
+            len(state.seen) == batch, f"the state is of {len(state.seen)} sequences, but there are {batch}"
+        )
 
     @property
     def grows(self) -> bool:
         """Whether the state grows with the sequence, as that of a Transformer does."""
-        return any(isinstance(layer, RecurrentMixer) and layer.grows for layer in self.layers)
+        return any(layer.grows for layer in self.layers)
 
     def init_state(self, batch: int) -> BackboneState:
         """The state before the first token."""
         require(self.causal, "this model is bidirectional: only causal models carry a state")
-        weight = self.embedding.weight
-        return self._make_state(batch, weight.dtype, weight.device)
+        seen = torch.zeros(batch, dtype=torch.int64, device=self.embedding.weight.device)
+        return BackboneState(tuple(layer.init_state(batch) for layer in self.layers), seen)  # type: ignore[operator]
 
-    def step(
-        self,
-        inputs: Tensor,
-        state: BackboneState,
-        mask: Tensor | None = None,
-        inplace: bool = False,
-    ) -> BackboneOutput:
+    @torch.no_grad()
+    def step(self, inputs: Tensor, state: BackboneState) -> BackboneOutput:
         """Take one token per sequence.
 
         Args:
             inputs: (batch,) token ids, or (batch, channels) real values.
-            state: from `init_state`, `forward` or `step`.
-            mask: (batch,), False for sequences that pause.
-            inplace: whether the given state may be overwritten.
+            state: from `init_state`, `forward` or `step`; it is overwritten, and returned.
         """
-        require(isinstance(inputs, Tensor), f"inputs must be a tensor, got {type(inputs).__name__}")
-        wanted = "integer token ids of shape (batch,)"
-        if self.config.vocab is None:
-            wanted = f"floating point of shape (batch, {self.config.channels})"
-        single = self.config.vocab is not None or (self.config.channels == 1 and inputs.dim() == 1)
-        require(
-            inputs.dim() == (1 if single else 2),
-            f"inputs must be {wanted}, got {inputs.dtype} of shape {tuple(inputs.shape)}",
-        )
-        if mask is not None:
-            check_row_mask(mask, inputs)
+        if not self.causal:
+            raise ValueError("this model is bidirectional: only causal models carry a state")
+        vocab, channels = self.config.vocab, self.config.channels
+        if not isinstance(inputs, Tensor) or inputs.dim() != (1 if vocab is not None else 2):
+            if vocab is None and channels == 1 and isinstance(inputs, Tensor) and inputs.dim() == 1:
+                return self.step(inputs[:, None], state)
+            wanted = "integer token ids of shape (batch,)"
+            wanted = wanted if vocab is not None else f"floating point of shape (batch, {channels})"
+            found = type(inputs).__name__
+            if isinstance(inputs, Tensor):
+                found = f"{inputs.dtype} of shape {tuple(inputs.shape)}"
+            raise ValueError(f"inputs must be {wanted}, got {found}")
         inputs = self._check(inputs[:, None], None)
-        self._check_state(state, inputs.shape[0])
-        real = None if mask is None else mask[:, None]
-        inputs = zero_padding(inputs, real)
+        if len(state.layers) != len(self.layers) or len(state.seen) != len(inputs):
+            self._check_state(state, len(inputs))
         self._check_ids(inputs)
-        x = zero_padding(self._embed(inputs, state.seen[:, None]), real)[:, 0]
-        states, routings = [], []
+        x, routings = self._embed(inputs, state.seen[:, None])[:, 0], []
         for layer, memory in zip(self.layers, state.layers, strict=True):
-            assert isinstance(layer, RecurrentMixer)
-            x, after, routing = layer.advance(x, memory, mask, inplace)
-            states.append(after)
+            assert isinstance(layer, Mixer)
+            x, _, routing = layer.step(x, memory)
             routings.append(routing)
         if self.norm is not None:
             x = self.norm(x)
-        if mask is not None:
-            x = torch.where(mask[:, None], x, 0)
-        seen = state.seen + (1 if mask is None else mask.to(state.seen.dtype))
-        return BackboneOutput(x, BackboneState(tuple(states), seen), tuple(routings))
+        state.seen.add_(1)
+        return BackboneOutput(x, state, tuple(routings))
 
 
 def _recomputing(layer: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

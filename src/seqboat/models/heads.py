@@ -18,9 +18,9 @@ from seqboat.core.checks import (
     check_positive,
     require,
 )
-from seqboat.core.documents import find_documents
+from seqboat.core.layout import find_layout
+from seqboat.core.mixer import Routing
 from seqboat.core.nn import init_linear, masked_mean
-from seqboat.layers.packing import Routing
 from seqboat.models.backbone import Backbone, BackboneConfig, BackboneState, backbone_config
 
 
@@ -98,8 +98,10 @@ class Classifier(nn.Module):
         out = self.backbone(inputs, mask, cu_seqlens=cu_seqlens)
         if cu_seqlens is None:
             return ClassifierOutput(self.head(masked_mean(out.y, mask)), out.routings)
-        documents = find_documents(cu_seqlens, inputs, mask)
-        means = masked_mean(documents.spread(documents.pull(out.y)), documents.real)
+        layout = find_layout(inputs, mask, cu_seqlens)
+        documents = layout.documents
+        assert documents is not None
+        means = masked_mean(documents.spread(layout.pull(out.y)), documents.real)
         return ClassifierOutput(self.head(means), out.routings)
 
 
@@ -235,15 +237,9 @@ class LanguageModel(nn.Module):
         """The state before the first token."""
         return self.backbone.init_state(batch)
 
-    def step(
-        self,
-        tokens: Tensor,
-        state: BackboneState,
-        mask: Tensor | None = None,
-        inplace: bool = False,
-    ) -> LanguageModelOutput:
-        """Scores after one more token per sequence, (batch,); see `Backbone.step`."""
-        out = self.backbone.step(tokens, state, mask, inplace)
+    def step(self, tokens: Tensor, state: BackboneState) -> LanguageModelOutput:
+        """Scores after one more token (batch,) per sequence; overwrites the state, and returns it."""
+        out = self.backbone.step(tokens, state)
         assert out.state is not None
         return LanguageModelOutput(self._score(out.y), out.state, out.routings)
 

@@ -79,7 +79,7 @@ FUNCTIONS: dict[str, Function] = {
 """Attention functions by the name that configurations use."""
 
 
-def _wide(x: Tensor) -> Tensor:
+def widen(x: Tensor) -> Tensor:
     """In the type of scores and sums: float64 for float64, float32 for everything else."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
@@ -235,7 +235,7 @@ def _attend_groups(
     if counts is not None:
         beyond = (slot >= counts[:, None])[:, None]
         hidden = beyond if hidden is None else hidden | beyond
-    q, k, wide = _wide(q), _wide(k), _wide(v)
+    q, k, wide = widen(q), widen(k), widen(v)
     bias = q.new_zeros(1, 1, 1)
     if table is not None:
         furthest = (len(table) - 1) // 2
@@ -368,7 +368,7 @@ def banded(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, near: Neighbors, dropout: float, seed: int) -> Tensor:
-    q, k, wide = _wide(q), _wide(k), _wide(v)
+    q, k, wide = widen(q), widen(k), widen(v)
     band, weigh = _Band(q, near), FUNCTIONS[near.function].weights
     queries, keys, values = band.queries(band.pad(q)), band.keys(band.pad(k)), band.keys(band.pad(wide))
     out = wide.new_empty(band.blocks, band.size, v.shape[1])
@@ -402,7 +402,7 @@ def _attend_backward(
         if out is not None:
             found = _by_kernel("attention_backward", q, dropout, grad, out, q, k, v, near)
         if found is None:
-            parts = _wide(grad), _wide(q), _wide(k), _wide(v)
+            parts = widen(grad), widen(q), widen(k), widen(v)
             # four factors at most meet in a product
             found = _confine(partial(_backward, near, dropout, seed), parts, near.group, 3, 4)
         types = q.dtype, k.dtype, v.dtype, q.dtype if near.table is None else near.table.dtype
@@ -533,19 +533,40 @@ class RelativeBias(nn.Module):
 
 
 def turns(position: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    """(..., dim / 2, 2): cosine and sine of the angle by which each pair of `dim` channels turns at a position."""
-    # reduced to one turn in float64: in float32 the angle of position one million is off by a tenth of a radian
-    angle = torch.remainder(position[..., None] * frequencies(dim, position.device), 2 * math.pi)
-    angle = angle.to(torch.promote_types(dtype, torch.float32))
-    return torch.stack([angle.cos(), angle.sin()], dim=-1).to(dtype)
+    """(..., dim / 2, 2): cosine and sine of the angle by which each pair of `dim` channels turns at a position.
+
+    All layers of a step ask for the same ones, which are computed once.
+    """
+    small = position.dim() == 1 and len(position) <= 64 and position.device.type == "cpu"
+    if not small or torch.compiler.is_compiling():
+        return _make_turns(position, dim, dtype)
+    key = (*position.tolist(), dim, dtype)
+    if _last_turns[0] != key:
+        _last_turns[:] = key, _make_turns(position, dim, dtype)
+    found: Tensor = _last_turns[1]
+    return found
+
+
+def _make_turns(position: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
+    with torch.inference_mode(False):
+        # reduced to one turn in float64: in float32 the angle of position one million is off by a tenth of a radian
+        angle = torch.remainder(position[..., None] * frequencies(dim, position.device), 2 * math.pi)
+        angle = angle.to(torch.promote_types(dtype, torch.float32))
+        return torch.stack([angle.cos(), angle.sin()], dim=-1)
+
+
+_last_turns: list[Any] = [None, None]
 
 
 def rotate(x: Tensor, turn: Tensor) -> Tensor:
     """Rotary embedding: turn each pair of adjacent channels of (..., dim) as `turns` found."""
-    cos, sin = turn.unbind(-1)
-    even, odd = x[..., 0::2], x[..., 1::2]
-    turned = [torch.addcmul(even * cos, odd, sin, value=-1), torch.addcmul(odd * cos, even, sin)]
-    return torch.stack(turned, dim=-1).flatten(-2)
+    pairs = x.to(turn.dtype).unflatten(-1, (-1, 2))
+    if not torch.compiler.is_compiling():
+        turned = torch.view_as_complex(pairs.contiguous()) * torch.view_as_complex(turn)
+        return torch.view_as_real(turned).flatten(-2).to(x.dtype)
+    # compilers and ONNX know no complex numbers
+    (even, odd), (cos, sin) = pairs.unbind(-1), turn.unbind(-1)
+    return torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1).flatten(-2).to(x.dtype)
 
 
 def frequencies(dim: int, device: torch.device) -> Tensor:

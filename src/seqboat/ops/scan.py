@@ -44,11 +44,12 @@ class BlockTables(NamedTuple):
     """(dim, states): decay of a state over a block; (dim, states / 2) if complex"""
 
 
-def as_states(u: Tensor, decay: Tensor) -> Tensor:
-    """View pairs of real numbers as complex numbers if the decay is complex."""
+def as_states(u: Tensor, decay: Tensor, view: bool = False) -> Tensor:
+    """Pairs of real numbers as complex numbers if the decay is complex; a view of contiguous ones, if it must be."""
     if not decay.is_complex():
         return u
-    return torch.view_as_complex(u.contiguous().unflatten(-1, (u.shape[-1] // 2, 2)))
+    u = u if view else u.contiguous()
+    return torch.view_as_complex(u.unflatten(-1, (u.shape[-1] // 2, 2)))
 
 
 def as_pairs(s: Tensor) -> Tensor:
@@ -338,6 +339,14 @@ def scan(
     return y.flatten(1).t().contiguous().view(x.shape), states
 
 
+def scan_short(x: Tensor, tables: BlockTables) -> tuple[Tensor, Tensor]:
+    """As `scan`, of sequences of one block, from their beginning: no state enters."""
+    batch, time, dim = x.shape
+    inputs = x.reshape(-1, dim).t().contiguous().view(dim, batch, time)
+    y = torch.bmm(inputs, tables.mix).view(dim, -1).t().contiguous().view(batch, time, dim)
+    return y, x.new_zeros(batch, dim, tables.leave.shape[1])
+
+
 def final_state(
     x: Tensor,
     states: Tensor,
@@ -376,3 +385,67 @@ def final_state(
     keep = torch.exp(log_decay * (inside + 1)[:, None, None])
     carried = as_pairs(as_states(entered, keep) * keep)
     return torch.where((lengths > 0)[:, None, None], carried + added, before)
+
+
+# documents behind each other: every document begins a new block, so the tables serve unchanged
+
+
+def scan_documents(
+    x: Tensor,
+    tables: BlockTables,
+    bidirectional: bool,
+    offsets: Tensor,
+    number: Tensor,
+    position: Tensor,
+    longest: int,
+) -> Tensor:
+    """Run the layer over documents (1, time, dim), of which no state crosses a border.
+
+    Args:
+        x: the packed sequence.
+        tables: from `block_tables`.
+        bidirectional: whether the tables hold two directions.
+        offsets: (documents + 1,), where each document begins.
+        number, position: (time,), the document of each token, and its place in it.
+        longest: tokens of the longest document, or a bound.
+    """
+    mix, enter, leave, decay = tables
+    block, dim, time = enter.shape[1], x.shape[2], x.shape[1]
+    first = F.pad(((offsets.diff() + block - 1) // block).cumsum(dim=0), (1, 0))
+    blocks = time // block + len(offsets)  # a bound, so that the host need not wait
+    group = torch.bucketize(torch.arange(blocks, device=x.device), first[1:], right=True)
+    place = first[number] * block + position
+    spread = x.new_zeros(blocks * block, dim).index_copy(0, place, x[0])
+    inputs = to_channels(spread[None], block)
+    u = as_states(by_block(torch.bmm(inputs, enter), 1, blocks)[0], decay)
+    half, reach = decay.shape[-1] // 2 if bidirectional else decay.shape[-1], -(-longest // block)
+    states = carry_documents(u[..., :half], decay[:, :half], group, reach)
+    if bidirectional:
+        right = carry_documents(u[..., half:].flip(0), decay[:, half:], group.flip(0), reach)
+        states = torch.cat([states, right.flip(0)], dim=-1)
+    outputs = torch.baddbmm(torch.bmm(inputs, mix), by_channel(as_pairs(states)[None]), leave)
+    return outputs.view(dim, blocks * block).index_select(1, place).t()[None]
+
+
+def carry_documents(u: Tensor, decay: Tensor, group: Tensor, reach: int) -> Tensor:
+    """The states that enter each block, s_{k+1} = decay * s_k + u_k, anew from the first block of each document.
+
+    Args:
+        u: (blocks, dim, states), real or complex.
+        decay: (dim, states).
+        group: (blocks,), the document of each block.
+        reach: blocks of the longest document, or more.
+    """
+    states = _from_before(u, group, 1)
+    step = 1
+    while step < min(reach, u.shape[0]):
+        states = states + decay * _from_before(states, group, step)
+        step, decay = 2 * step, decay * decay
+    return states
+
+
+def _from_before(x: Tensor, group: Tensor, step: int) -> Tensor:
+    """x of the block `step` blocks earlier; zeros if that is another document, whatever it holds."""
+    same = (group[step:] == group[:-step])[:, None, None]
+    moved = torch.where(same, x[:-step], x.new_zeros(()))
+    return torch.cat([x.new_zeros(step, *x.shape[1:]), moved])

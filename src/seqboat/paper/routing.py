@@ -24,13 +24,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqboat.core.checks import require
+from seqboat.core.mixer import Routing
 from seqboat.data.files import write_text
 from seqboat.layers.gau import GAUConfig
-from seqboat.layers.packing import Routing
-from seqboat.layers.policy import override_activation
 from seqboat.layers.price import AttentionPrice
 from seqboat.layers.routers import TemperedSoftmaxConfig, TopKConfig
 from seqboat.layers.seqboat import SeqBoat, SeqBoatConfig
+from seqboat.layers.sma import override_activation
 from seqboat.ssm.ema import EMAConfig
 
 if TYPE_CHECKING:

@@ -29,9 +29,9 @@ import torch
 from torch import Tensor, nn
 
 from seqboat.core.checks import check_choice, check_positive, require
+from seqboat.core.mixer import Routing
 from seqboat.core.settings import Settings
 from seqboat.data.files import read_json, replacing, write_json
-from seqboat.layers.packing import Routing
 from seqboat.layers.routers import RouterConfig, SigmoidConfig
 from seqboat.models.limits import build_within
 from seqboat.retrofitting.fitting import Substitute, fit_skipped

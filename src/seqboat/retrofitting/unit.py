@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqboat.core.checks import require
-from seqboat.core.padding import align
-from seqboat.layers.packing import Packed, Routing, pack
+from seqboat.core.layout import front
+from seqboat.core.mixer import Routing
+from seqboat.layers.budget import rate_loss
 from seqboat.layers.routers import Router
-from seqboat.layers.steering import rate_loss
+from seqboat.layers.sma import Packed, pack
 
 Steering = Literal["controller", "loss"]
 """How the rate is kept: by thresholds that follow the batches, or by a term of the loss."""
@@ -73,7 +74,8 @@ def find_slots(active: Tensor, per_sequence: Tensor, width: int, count: int) -> 
         width: slots per sequence.
         count: total number of active tokens.
     """
-    order = align(active).order
+    order = front(active).order
+    assert order is not None
     if count == active.shape[0] * width:
         return Slots(order[:, :width], None)
     return Slots(order[:, :width], torch.arange(width, device=active.device) < per_sequence[:, None])

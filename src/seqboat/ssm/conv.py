@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from seqboat.core.checks import require
-from seqboat.core.documents import Documents
-from seqboat.core.mixer import MixerOutput, RecurrentMixer, keep_rows
+from seqboat.core.layout import Layout
 from seqboat.core.settings import fill_in
 from seqboat.ssm.diagonal import SSMState, TruncatedState, joined_with, latest
 from seqboat.ssm.ema import EMA, EMAConfig
@@ -62,7 +61,7 @@ class EMAConv(EMA):
     ) -> None:
         config = fill_in(EMAConvConfig, config, options, self, d_model)
         super().__init__(d_model, config, causal=causal)
-        self.conv = config.conv
+        self.conv, self.packs = config.conv, False
         self.taps = nn.Parameter(torch.empty(self.directions, config.conv - 1, d_model))
         self._reset_taps()
 
@@ -78,8 +77,8 @@ class EMAConv(EMA):
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, conv={self.conv}"
 
-    def read(self, x: Tensor, mask: Tensor | None, state: Any) -> tuple[Tensor, Any]:
-        y, after = super().read(x, mask, None if state is None else self._inner(state))
+    def read(self, x: Tensor, layout: Layout, state: Any) -> tuple[Tensor, Any]:
+        y, after = super().read(x, layout, None if state is None else self._inner(state))
         past, time = self.conv - 1, x.shape[1]
         taps = self.taps.to(x.dtype)
         joined = joined_with(x, None if state is None else state.recent, past)
@@ -87,24 +86,21 @@ class EMAConv(EMA):
             y = torch.addcmul(y, taps[0, age - 1], joined[:, past - age : past - age + time])
         if self.causal:
             assert after is not None
-            return y, EMAConvState(after[0], latest(joined, mask, past))
+            return y, EMAConvState(after[0], latest(joined, layout.mask, past))
         ahead = torch.cat([x, x.new_zeros(x.shape[0], past, self.d_model)], dim=1)
         for distance in range(1, self.conv):
             y = torch.addcmul(y, taps[1, distance - 1], ahead[:, distance : distance + time])
         return y, None
 
-    def mix_documents(self, x: Tensor, documents: Documents, state: Any) -> MixerOutput:
-        return RecurrentMixer.mix_documents(self, x, documents, state)
-
-    def make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> Any:
-        states = super().make_state(batch, dtype, device)[0]
+    def init_state(self, batch: int) -> Any:
+        states = super().init_state(batch)[0]
         return EMAConvState(states, states.new_zeros(batch, self.conv - 1, self.d_model))
 
-    def read_token(self, x: Tensor, state: Any, mask: Tensor | None) -> tuple[Tensor, Any]:
-        y, after = super().read_token(x, self._inner(state), mask)
+    def read_token(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+        y, after = super().read_token(x, self._inner(state))
         y = y + (state.recent * self.taps[0].to(x.dtype).flip(0)).sum(dim=1)
         joined = torch.cat([state.recent, x[:, None]], dim=1)
-        return y, EMAConvState(after[0], keep_rows(mask, joined[:, 1:], state.recent))
+        return y, EMAConvState(after[0], joined[:, 1:])
 
     def _inner(self, state: EMAConvState) -> SSMState | TruncatedState:
         return SSMState(state.states) if self.truncation is None else TruncatedState(state.states)

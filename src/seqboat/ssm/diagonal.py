@@ -1,14 +1,14 @@
 """State-space layers, equation 2 of the paper: SSM(S) = K * S + D . S.
 
-`StateSpace` is the common part of all of them. `DiagonalSSM` is that of MD-EMA and S4D: kernels of the form
-K[l] = Re(sum_n read_n drive_n q_n^l). A subclass says what q, drive and read are; the class runs them over a sequence
-(a block scan, or FFT where the kernel is truncated), carries the state, and takes single steps.
+`StateSpace` is the contract of a kernel. `DiagonalSSM` is that of MD-EMA and S4D,
+K[l] = Re(sum_n read_n drive_n q_n^l): a subclass says what q, drive and read are; the class runs them over a
+sequence, carries the state, takes single steps.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -16,14 +16,22 @@ import torch
 from torch import Tensor, nn
 
 from seqboat.core.checks import check_positive, require
-from seqboat.core.documents import Documents
-from seqboat.core.mixer import MixerOutput, RecurrentMixer, keep_rows
-from seqboat.core.nn import fft_convolve
-from seqboat.core.padding import zero_padding
+from seqboat.core.layout import Layout, clear
+from seqboat.core.mixer import Mixer, MixerOutput, check_width
+from seqboat.core.nn import Kept, fft_convolve
 from seqboat.core.settings import Settings
-from seqboat.ops.document_scan import scan_documents, state_after
 from seqboat.ops.kernels import CHOSEN, attempt
-from seqboat.ops.scan import BLOCK, block_for, block_tables, final_state, scan
+from seqboat.ops.scan import (
+    BLOCK,
+    as_pairs,
+    as_states,
+    block_for,
+    block_tables,
+    final_state,
+    scan,
+    scan_documents,
+    scan_short,
+)
 
 Roles = Mapping[str, str]
 """Names of parameters and what optimizers may treat them as."""
@@ -69,8 +77,8 @@ class TruncatedState(NamedTuple):
     """(batch, truncation - 1, dim), oldest first, zeros before the first token"""
 
 
-class StateSpace(RecurrentMixer):
-    """A state-space layer, without norm, activation or residual connection.
+class StateSpace(Mixer):
+    """A state-space kernel, without norm, activation or residual connection.
 
     It computes in at least float32, whatever autocast or the type of the inputs says: rounding errors of a recurrence
     add up.
@@ -86,43 +94,49 @@ class StateSpace(RecurrentMixer):
 
     def __init__(self, d_model: int, causal: bool) -> None:
         super().__init__()
-        check_positive("d_model", d_model)
-        self.d_model, self.causal = d_model, causal
+        self.d_model, self.causal = check_width(d_model), causal
         self.directions = 1 if causal else 2
         self.skip = nn.Parameter(torch.empty(d_model))
 
-    def mix(self, x: Tensor, mask: Tensor | None, state: Any) -> MixerOutput:
+    def mix(self, x: Tensor, layout: Layout, state: Any) -> MixerOutput:
+        wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
+        wide = wide if layout.mask is None else clear(wide, layout.mask)
         with torch.autocast(x.device.type, enabled=False):
-            y, after = self.read(x.to(at_least_float32(x.dtype)), mask, state)
+            y, after = self.read(wide, layout, state)
         y = y.to(x.dtype)
-        return MixerOutput(y if mask is None else torch.where(mask[..., None], y, 0), after)
-
-    def advance(
-        self, x: Tensor, state: Any, mask: Tensor | None = None, inplace: bool = False
-    ) -> MixerOutput:
-        with torch.autocast(x.device.type, enabled=False):
-            token = x.to(at_least_float32(x.dtype))
-            y, after = self.read_token(token, state, mask)
-            y = y + self.skip.to(y.dtype) * token
-        return MixerOutput(keep_rows(mask, y.to(x.dtype)), after)
+        return MixerOutput(y if layout.mask is None else clear(y, layout.mask), after)
 
     @abstractmethod
-    def read(self, x: Tensor, mask: Tensor | None, state: Any) -> tuple[Tensor, Any]:
+    def read(self, x: Tensor, layout: Layout, state: Any) -> tuple[Tensor, Any]:
         """As `mix`, in at least float32: the outputs, with the skip, and the state; padding may hold anything."""
 
-    @abstractmethod
-    def read_token(self, x: Tensor, state: Any, mask: Tensor | None) -> tuple[Tensor, Any]:
-        """As `advance`, in at least float32: the outputs, without the skip, and the state."""
+    @torch.no_grad()
+    def step(self, x: Tensor, state: Any) -> MixerOutput:
+        with torch.autocast(x.device.type, enabled=False):
+            token = x if x.dtype in (torch.float32, torch.float64) else x.float()
+            y, after = self.read_token(token, state)
+            y = torch.addcmul(y, self.skip.to(y.dtype), token)
+        for old, new in zip(state, after, strict=True):
+            old.copy_(new)
+        return MixerOutput(y.to(x.dtype), state)
+
+    def read_token(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """As `step`, in at least float32: the outputs, without the skip, and the state after the token."""
+        raise NotImplementedError(f"{self.name} carries no state")
+
+    def zeros(self, *shape: int) -> Tensor:
+        """A part of a state: in the type of the weights, at least float32, on their device."""
+        return self.skip.new_zeros(shape, dtype=at_least_float32(self.skip.dtype))
 
 
 class DiagonalSSM(StateSpace):
-    """A diagonal state-space layer.
+    """A diagonal state-space layer, as a block scan.
 
     Args:
         d_model: channels.
         d_state: real states per channel.
         causal: one direction, or else two whose outputs are added.
-        truncation: number of taps after which the kernel is cut.
+        truncation: number of taps after which the kernel is cut; it is a convolution then.
         block: tokens per block of the scan.
     """
 
@@ -139,9 +153,9 @@ class DiagonalSSM(StateSpace):
         check_positive("block", block)
         if truncation is not None:
             check_positive("truncation", truncation)
-        self.d_state = d_state
-        self.truncation, self.block = truncation, block
-        self._kept: tuple[Any, tuple[Tensor, ...]] | None = None
+        self.d_state, self.truncation, self.block = d_state, truncation, block
+        self.packs = truncation is None
+        self._kept = Kept()
 
     @abstractmethod
     def coefficients(self) -> Coefficients:
@@ -152,87 +166,47 @@ class DiagonalSSM(StateSpace):
         log_decay, drive, read = self.coefficients()
         return torch.exp(log_decay[0]), drive[0], read[0]
 
-    def _between_steps(self, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """What depends on the weights alone, kept from one step of decoding to the next.
-
-        It is made again if a weight was replaced or changed in place, and for every new sequence: changes through
-        `.data` leave no trace.
-        """
-        # most kernels have no submodules to walk through
-        own = self.parameters() if self._modules else self._parameters.values()
-        weights = [weight for weight in own if weight is not None]
-        if (
-            torch.is_grad_enabled()
-            or torch.compiler.is_compiling()
-            or any(type(w) is not nn.Parameter or w.is_inference() for w in weights)
-        ):
-            return make()
-        key = [(w.data_ptr(), w._version, w.dtype) for w in weights]
-        if self._kept is None or self._kept[0] != key:
-            self._kept = key, make()
-        return self._kept[1]
-
-    def _new_sequence(self) -> None:
-        if self._kept is not None and not torch.compiler.is_compiling():
-            self._kept = None
-
     def extra_repr(self) -> str:
         return f"{self.d_model}, d_state={self.d_state}, causal={self.causal}, truncation={self.truncation}"
 
-    def read(
-        self, x: Tensor, mask: Tensor | None, state: SSMState | TruncatedState | None
-    ) -> tuple[Tensor, SSMState | TruncatedState | None]:
-        self._new_sequence()
+    def read(self, x: Tensor, layout: Layout, state: Any) -> tuple[Tensor, Any]:
+        self._kept.forget()
         skip = self.skip.to(x.dtype)
         if self.truncation is not None:
-            if not self.causal:
-                return self._convolve(x) + skip * x, None
-            assert state is None or isinstance(state, TruncatedState)
-            past = None if state is None else state.history
-            y, history = convolve_with_history(x, self.kernel(self.truncation)[0], mask, past)
-            return y + skip * x, TruncatedState(history)
-        assert state is None or isinstance(state, SSMState)
+            return self._convolve(x, layout, state)
         log_decay, drive, read = self.coefficients()
         start = None if state is None else state.states
-        lengths = None if mask is None else mask.sum(dim=1)
-        if "scan" in CHOSEN and not torch.compiler.is_compiling():
+        documents = layout.documents
+        lengths = None if layout.mask is None else layout.lengths(x)
+        if documents is None and "scan" in CHOSEN and not torch.compiler.is_compiling():
             given = x, log_decay, drive, read, skip, start, lengths
             found = attempt("scan", "triton_scan:scan", x, *given, states=self.d_state)
             if found is not None:
                 return found[0], SSMState(found[1]) if self.causal else None
-        tables = block_tables(log_decay, drive, read, skip, block_for(x.shape[1], self.block))
-        y, states = scan(x, tables, not self.causal, start)
+        time = x.shape[1]
+        if documents is not None:
+            size = block_for(time // max(len(documents.offsets) - 1, 1), self.block)
+            tables = block_tables(log_decay, drive, read, skip, size)
+            parts = documents.offsets, documents.number, documents.position, documents.bound
+            return scan_documents(x, tables, not self.causal, *parts), None
+        short = start is None and 0 < time <= 2 * self.block and not torch.compiler.is_compiling()
+        tables = block_tables(log_decay, drive, read, skip, time if short else block_for(time, self.block))
+        y, states = scan_short(x, tables) if short else scan(x, tables, not self.causal, start)
         if not self.causal:
             return y, None
         return y, SSMState(final_state(x, states, tables, log_decay[0], start, lengths))
 
-    def mix_documents(self, x: Tensor, documents: Documents, state: Any) -> MixerOutput:
-        if self.truncation is not None:
-            return super().mix_documents(x, documents, state)
-        self._new_sequence()
-        with torch.autocast(x.device.type, enabled=False):
-            wide = x.to(at_least_float32(x.dtype))
-            log_decay, drive, read = self.coefficients()
-            size = block_for(x.shape[1] // max(documents.count, 1), self.block)
-            tables = block_tables(log_decay, drive, read, self.skip.to(wide.dtype), size)
-            place, group, first, reach = documents.blocks(size)
-            lengths, start, begin = documents.offsets.diff(), None, None
-            if state is not None:
-                # an empty document has no block: its state goes to a spare one
-                target = torch.where(lengths > 0, first[:-1], group.shape[0])[documents.first]
-                begin = documents.still(state.states)
-                shape = (group.shape[0] + 1, *state.states.shape[1:])
-                start = wide.new_zeros(shape).index_copy(0, target, state.states)[:-1]
-            y, spread, states = scan_documents(wide, tables, not self.causal, place, group, reach, start)
-            y = zero_padding(y.to(x.dtype), documents.mask)
-            if not self.causal:
-                return MixerOutput(y)
-            length = lengths[documents.last]
-            after = state_after(
-                spread, states, tables, log_decay[0], first[documents.last], length.clamp(min=1)
-            )
-            begin = torch.zeros_like(after) if begin is None else begin
-            return MixerOutput(y, SSMState(torch.where((length > 0)[:, None, None], after, begin)))
+    def _convolve(self, x: Tensor, layout: Layout, state: TruncatedState | None) -> tuple[Tensor, Any]:
+        """With a truncated kernel."""
+        assert self.truncation is not None
+        skipped = self.skip.to(x.dtype) * x
+        if self.causal:
+            past = None if state is None else state.history
+            kernel = self.kernel(self.truncation)[0]
+            y, history = convolve_with_history(x, kernel, layout.mask, past)
+            return y + skipped, TruncatedState(history)
+        ahead, behind = self.kernel(min(self.truncation, x.shape[1]))
+        return fft_convolve(x, ahead) + fft_convolve(x.flip(1), behind).flip(1) + skipped, None
 
     def kernel(self, length: int) -> Tensor:
         """The first taps of the convolution kernel, (directions, dim, length), without the skip."""
@@ -242,46 +216,32 @@ class DiagonalSSM(StateSpace):
         kernel = torch.einsum("...n,...nl->...l", read * drive, powers)
         return kernel.real if kernel.is_complex() else kernel
 
-    def _convolve(self, x: Tensor) -> Tensor:
-        time = x.shape[1]
-        assert self.truncation is not None
-        kernel = self.kernel(min(self.truncation, time))
-        y = fft_convolve(x, kernel[0])
-        if not self.causal:
-            y = y + fft_convolve(x.flip(1), kernel[1]).flip(1)
-        return y
-
-    def make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> SSMState | TruncatedState:
-        self._new_sequence()
-        dtype = at_least_float32(dtype)
+    def init_state(self, batch: int) -> Any:
+        self.require_causal()
+        self._kept.forget()
         if self.truncation is not None:
-            past = self.truncation - 1
-            return TruncatedState(torch.zeros(batch, past, self.d_model, dtype=dtype, device=device))
-        return SSMState(torch.zeros(batch, self.d_model, self.d_state, dtype=dtype, device=device))
+            return TruncatedState(self.zeros(batch, self.truncation - 1, self.d_model))
+        return SSMState(self.zeros(batch, self.d_model, self.d_state))
 
-    def read_token(
-        self, x: Tensor, state: SSMState | TruncatedState, mask: Tensor | None
-    ) -> tuple[Tensor, SSMState | TruncatedState]:
+    @torch.no_grad()
+    def step(self, x: Tensor, state: Any) -> MixerOutput:
+        if type(state) is not SSMState or x.dtype != state.states.dtype:
+            return super().step(x, state)
+        decay, drive, read = self._kept.get(self._parameters.values(), self.step_coefficients)
+        states = as_states(state.states, decay, view=True)
+        states.mul_(decay).addcmul_(drive, x[..., None].to(decay.dtype))
+        y = torch.sum(read * states, dim=-1)
+        return MixerOutput(torch.addcmul(y.real if y.is_complex() else y, self.skip, x), state)
+
+    def read_token(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
         if isinstance(state, TruncatedState):
-            return self._step_history(x, state, mask)
-        return self._step_states(x, state, mask)
-
-    def _step_states(self, x: Tensor, state: SSMState, mask: Tensor | None) -> tuple[Tensor, SSMState]:
-        decay, drive, read = self._between_steps(self.step_coefficients)
-        before = complex_like(state.states, decay)
-        now = torch.addcmul(drive * x[..., None], decay, before)
+            joined = torch.cat([state.history, x[:, None]], dim=1)
+            taps = self.kernel(joined.shape[1])[0].t().flip(0)
+            return torch.einsum("btd,td->bd", joined, taps), TruncatedState(joined[:, 1:])
+        decay, drive, read = self.step_coefficients()
+        now = torch.addcmul(drive * x[..., None], decay, as_states(state.states, decay))
         y = (read * now).sum(dim=-1)
-        return y.real if y.is_complex() else y, SSMState(keep_rows(mask, real_like(now), state.states))
-
-    def _step_history(
-        self, x: Tensor, state: TruncatedState, mask: Tensor | None
-    ) -> tuple[Tensor, TruncatedState]:
-        assert self.truncation is not None
-        joined = torch.cat([state.history, x[:, None]], dim=1)
-        size = self.truncation
-        (taps,) = self._between_steps(lambda: (self.kernel(size)[0].t().flip(0).contiguous(),))
-        y = torch.einsum("btd,td->bd", joined, taps)
-        return y, TruncatedState(keep_rows(mask, joined[:, 1:], state.history))
+        return y.real if y.is_complex() else y, SSMState(as_pairs(now))
 
 
 def convolve_with_history(

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from seqboat.core.checks import check_choice, check_positive, check_steps
-from seqboat.core.mixer import keep_rows
+from seqboat.core.layout import Layout
 from seqboat.core.settings import fill_in
 from seqboat.ops.scan import BLOCK, block_for, block_tables, final_state, scan
 from seqboat.ssm.diagonal import (
@@ -142,10 +142,8 @@ class LiquidS4(StateSpace):
             drives.append(drives[-1] * drives[0])
         return LiquidCoefficients(log_q, torch.stack(drives), 2 * as_complex(c))
 
-    def read(
-        self, x: Tensor, mask: Tensor | None, state: LiquidState | None
-    ) -> tuple[Tensor, LiquidState | None]:
-        y, after = self._direction(x, mask, state, 0)
+    def read(self, x: Tensor, layout: Layout, state: LiquidState | None) -> tuple[Tensor, LiquidState | None]:
+        y, after = self._direction(x, layout.mask, state, 0)
         if self.causal:
             return y, after
         # from the right: the padding of a sequence comes first then, and zeros leave a zero state
@@ -186,14 +184,14 @@ class LiquidS4(StateSpace):
         after = after.unflatten(1, (remembered, dim)).sum(dim=1)
         return y, LiquidState(after, latest(joined, mask, past))
 
-    def make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> LiquidState:
+    def _fresh(self, batch: int, dtype: torch.dtype, device: torch.device) -> LiquidState:
         dtype = at_least_float32(dtype)
         return LiquidState(
             torch.zeros(batch, self.d_model, self.d_state, dtype=dtype, device=device),
             torch.zeros(batch, self.order - 1, self.d_model, dtype=dtype, device=device),
         )
 
-    def read_token(self, x: Tensor, state: LiquidState, mask: Tensor | None) -> tuple[Tensor, LiquidState]:
+    def read_token(self, x: Tensor, state: LiquidState) -> tuple[Tensor, LiquidState]:
         log_decay, drive, read = self.coefficients(0)
         now = torch.exp(log_decay) * complex_like(state.states, log_decay) + drive[0] * x[..., None]
         joined = torch.cat([state.inputs, x[:, None]], dim=1)
@@ -207,7 +205,5 @@ class LiquidS4(StateSpace):
             else:
                 at_once = at_once + term
         y = (read * (now + at_once)).sum(dim=-1).real
-        after = LiquidState(
-            keep_rows(mask, real_like(now), state.states), keep_rows(mask, joined[:, 1:], state.inputs)
-        )
+        after = LiquidState(real_like(now), joined[:, 1:])
         return y, after

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqboat.core.checks import check_positive, check_steps, require
-from seqboat.core.mixer import keep_rows
+from seqboat.core.layout import Layout
 from seqboat.core.nn import fft_convolve
 from seqboat.core.settings import fill_in
 from seqboat.ssm.diagonal import (
@@ -147,7 +147,7 @@ class S4(StateSpace):
         poles = torch.complex(-torch.exp(log_real), imag)
         return System(torch.exp(log_dt), poles, *(as_complex(part) for part in (p, b, c)))
 
-    def read(self, x: Tensor, mask: Tensor | None, state: SSMState | None) -> tuple[Tensor, SSMState | None]:
+    def read(self, x: Tensor, layout: Layout, state: SSMState | None) -> tuple[Tensor, SSMState | None]:
         batch, time, _ = x.shape
         system = self.system()
         size = 1 << max(time - 1, 0).bit_length()
@@ -158,7 +158,9 @@ class S4(StateSpace):
         y = fft_convolve(x, kernel[0]) + self.skip.to(x.dtype) * x
         if not self.causal:
             return y + fft_convolve(x.flip(1), kernel[1]).flip(1), None
-        lengths = torch.full((batch,), time, device=x.device) if mask is None else mask.sum(dim=1)
+        lengths = (
+            torch.full((batch,), time, device=x.device) if layout.mask is None else layout.mask.sum(dim=1)
+        )
         after = _driven(x, lengths, real_like(_drive(system)), powers)
         if state is not None:
             start = state.states.transpose(0, 1)
@@ -173,16 +175,16 @@ class S4(StateSpace):
         powers = _squares(_matrix(system), size.bit_length())
         return _kernel(system, powers[-1], size)[..., :length]
 
-    def make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> SSMState:
+    def _fresh(self, batch: int, dtype: torch.dtype, device: torch.device) -> SSMState:
         shape = (batch, self.d_model, self.d_state)
         return SSMState(torch.zeros(shape, dtype=at_least_float32(dtype), device=device))
 
-    def read_token(self, x: Tensor, state: SSMState, mask: Tensor | None) -> tuple[Tensor, SSMState]:
+    def read_token(self, x: Tensor, state: SSMState) -> tuple[Tensor, SSMState]:
         system = self.system()
         before = complex_like(state.states, system.poles)
         now = _step(system, before) + _drive(system) * x[..., None]
         y = 2 * (system.c[0] * now).sum(dim=-1).real
-        return y, SSMState(keep_rows(mask, real_like(now), state.states))
+        return y, SSMState(real_like(now))
 
 
 def _projection(p: Tensor, z: Tensor) -> Tensor:

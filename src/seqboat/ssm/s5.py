@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from seqboat.core.checks import check_positive, check_steps, require
-from seqboat.core.mixer import keep_rows
+from seqboat.core.layout import Layout
 from seqboat.core.settings import fill_in
 from seqboat.ssm.diagonal import (
     Roles,
@@ -145,7 +145,7 @@ class S5(StateSpace):
         matrix = self.leave_matrix(direction, states.real.dtype)
         return real_like(states) @ matrix.t()
 
-    def read(self, x: Tensor, mask: Tensor | None, state: S5State | None) -> tuple[Tensor, S5State | None]:
+    def read(self, x: Tensor, layout: Layout, state: S5State | None) -> tuple[Tensor, S5State | None]:
         batch, time, _ = x.shape
         q, drive = self.coefficients()
         skipped = self.skip.to(x.dtype) * x
@@ -156,19 +156,21 @@ class S5(StateSpace):
         start = None if state is None else complex_like(state.states, q)
         states = parallel_scan(entered, q, start)
         before = states.new_zeros(batch, 1, len(q)) if start is None else start[:, None]
-        lengths = torch.full((batch,), time, device=x.device) if mask is None else mask.sum(dim=1)
+        lengths = (
+            torch.full((batch,), time, device=x.device) if layout.mask is None else layout.mask.sum(dim=1)
+        )
         # the state after n tokens is the n-th, and the one to start with comes first
         index = lengths[:, None, None].expand(-1, 1, len(q))
         after = torch.cat([before, states], dim=1).gather(1, index)[:, 0]
         return self._leave(states, 0) + skipped, S5State(real_like(after))
 
-    def make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> S5State:
+    def _fresh(self, batch: int, dtype: torch.dtype, device: torch.device) -> S5State:
         return S5State(torch.zeros(batch, self.d_state, dtype=at_least_float32(dtype), device=device))
 
-    def read_token(self, x: Tensor, state: S5State, mask: Tensor | None) -> tuple[Tensor, S5State]:
+    def read_token(self, x: Tensor, state: S5State) -> tuple[Tensor, S5State]:
         q, drive = self.coefficients()
         now = q * complex_like(state.states, q) + self._enter(x, drive)
-        return self._leave(now, 0), S5State(keep_rows(mask, real_like(now), state.states))
+        return self._leave(now, 0), S5State(real_like(now))
 
 
 def parallel_scan(v: Tensor, q: Tensor, start: Tensor | None = None) -> Tensor:

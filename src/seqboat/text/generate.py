@@ -26,8 +26,6 @@ from torch import Tensor
 
 from seqboat.core.checks import check_positive, require
 from seqboat.core.state import concat_rows, select_rows
-from seqboat.inference.lean import lean_model
-from seqboat.models.backbone import BackboneState
 from seqboat.models.heads import LanguageModel
 from seqboat.text.session import CHUNK, Session, read, start
 
@@ -222,30 +220,6 @@ class Generation(NamedTuple):
     """why it ended"""
 
 
-class _Steps:
-    """Single tokens of sequences side by side."""
-
-    def __init__(self, model: LanguageModel, state: BackboneState) -> None:
-        self.model = model
-        self.lean, self._state = lean_model(model, len(state.seen)), state
-        if self.lean is not None:
-            self.lean.join(state)
-
-    @torch.no_grad()
-    def step(self, tokens: Tensor) -> Tensor:
-        """Read one token of each sequence; returns the scores of the next."""
-        if self.lean is not None and self.lean.applies:
-            return self.lean.step(tokens)
-        # from here on the general step: something was put on the model that the lean one does not heed
-        state, self.lean = self.state(), None
-        logits, self._state, _ = self.model.step(tokens, state, inplace=True)
-        return logits
-
-    def state(self) -> BackboneState:
-        """The state of all sequences; not to be kept while they go on."""
-        return self._state if self.lean is None else self.lean.state()
-
-
 class _Text:
     """One text that is being generated."""
 
@@ -299,7 +273,7 @@ class Stream:
             _Text(select_rows(session, torch.tensor([row])), generator, stops)
             for row, generator in enumerate(make_generators(sampling, len(rows)))
         ]
-        self._steps = _Steps(model, session.state)
+        self._state = session.state
         self._pieces = self._run()
 
     def __iter__(self) -> Iterator[Piece]:
@@ -331,7 +305,7 @@ class Stream:
     def _whole(self) -> Session:
         """What the model has read of the running texts."""
         tail = torch.tensor([self._texts[number].tail for number in self._running], device=self._used.device)
-        return Session(self._steps.state(), self._logits, self._used, tail)
+        return Session(self._state, self._logits, self._used, tail)
 
     def _run(self) -> Iterator[Piece]:
         was_training = self._model.training
@@ -351,7 +325,7 @@ class Stream:
         )
         tokens = choose(self._logits, self._used, self._sampling, [text.generator for text in texts])
         spent = (F.cross_entropy(self._logits.double(), tokens, reduction="none") / math.log(2)).tolist()
-        self._logits = self._steps.step(tokens)
+        self._logits = self._model.step(tokens, self._state).logits
         self._used.scatter_(1, tokens[:, None], True)
         pieces = []
         for number, text, token, bits in zip(self._running, texts, tokens.tolist(), spent, strict=True):
@@ -371,7 +345,7 @@ class Stream:
         self._running = [self._running[row] for row in rest]
         if rest:
             left = select_rows(whole, torch.tensor(rest))
-            self._logits, self._used, self._steps = left.logits, left.used, _Steps(self._model, left.state)
+            self._logits, self._used, self._state = left.logits, left.used, left.state
 
 
 def stream(

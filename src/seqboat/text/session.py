@@ -36,7 +36,7 @@ CHUNK = 4096
 """Tokens of each sequence that are read at once."""
 TAIL = 3
 """Last tokens that a session keeps: the most that a character of UTF-8 can lack its end by."""
-FORMAT = "seqboat-state-1"
+FORMAT = "seqboat-state-2"
 """What a state file calls itself; another one is refused."""
 
 

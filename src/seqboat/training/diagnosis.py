@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from seqboat.layers.counts import count_layers
-from seqboat.layers.packing import Routing
-from seqboat.layers.policy import outer_policies
-from seqboat.layers.watch import DEAD_AFTER
+from seqboat.core.mixer import Routing, count_layers
+from seqboat.layers.budget import outer_layers
+from seqboat.layers.sma import DEAD_AFTER
 from seqboat.tasks.task import Batch, Kind, apply_model
 from seqboat.training.parallel import World, gather_shards
 
@@ -76,9 +75,9 @@ def routed_modules(model: nn.Module) -> list[tuple[int, str | None]]:
     layers: Iterable[nn.Module] = model.backbone.layers  # type: ignore[assignment, union-attr]
     found: list[tuple[int, str | None]] = []
     for number, layer in enumerate(layers, start=1):
-        for policy in outer_policies(layer):
-            alone = len(policy.names) == 1
-            found += [(number, None if alone else name) for name in policy.names]
+        for sma in outer_layers(layer):
+            alone = len(sma.names) == 1
+            found += [(number, None if alone else name) for name in sma.names]
     return found
 
 

@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from seqboat.core.checks import check_positive
+from seqboat.core.mixer import Routing, count_layers
 from seqboat.core.state import map_state
-from seqboat.layers.counts import count_layers
-from seqboat.layers.packing import Routing
 from seqboat.tasks.segments import SegmentDataset, check_window
 from seqboat.tasks.task import Batch, Dataset, Split, Task, apply_model, draw_subset
 from seqboat.training.loader import TIMEOUT, Part, batches, micro_batches, split_batch

@@ -15,13 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from seqboat.core.mixer import Routing
 from seqboat.core.state import detach_state, map_state, tensors
-from seqboat.layers.losses import auxiliary_loss, budget_loss
-from seqboat.layers.packing import Routing
-from seqboat.layers.policy import update_budgets
+from seqboat.layers.budget import auxiliary_loss, budget_loss
 from seqboat.layers.price import AttentionPrice
 from seqboat.layers.routers import set_training_step
-from seqboat.layers.watch import watches
+from seqboat.layers.sma import sparse_layers
 from seqboat.tasks.task import Batch, Loss, Task, apply_model
 from seqboat.training.config import RunConfig
 from seqboat.training.diagnosis import activated_tokens, explain_nonfinite, first_nonfinite, routed_modules
@@ -105,8 +104,8 @@ class Stepper:
         calls = config.schedule.steps * config.training.micro_batches(world.size)
         self.price = AttentionPrice.of_gated(self.module, deadline=max(1, calls // 2))
         """what attention costs in the gated form"""
-        for watch in watches(self.module).values():
-            watch.warns = False  # the training loop reports dead routers itself
+        for layer in sparse_layers(self.module).values():
+            layer.warns = False  # the training loop reports dead routers itself
         self.carried: list[Any] = [None] * config.training.micro_batches(world.size)
 
     def step(self, step: int, micro: list[Loaded], received: int, logged: bool) -> StepResult:
@@ -167,7 +166,6 @@ class Stepper:
         trouble = ""
         if math.isfinite(totals.loss) and math.isfinite(norm):
             self.optimizer.step()
-            update_budgets(self.module)
         else:
             trouble = self._diagnose(step, micro, carried)
             with torch.no_grad():
@@ -269,7 +267,7 @@ class Stepper:
 
 
 def add_auxiliary_gradients(model: nn.Module) -> None:
-    """Add the gradient of what layers ask for besides the task (`core.losses.auxiliary_loss`).
+    """Add the gradient of what layers ask for besides the task (`layers.budget.auxiliary_loss`).
 
     It depends on no data, so it is the same in all processes and takes no part in their averages.
     """

@@ -13,10 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqboat import MixerOutput, RecurrentMixer
-from seqboat.core.mixer import keep_rows
+from seqboat import Mixer, MixerOutput
+from seqboat.core.layout import Layout, clear
 from seqboat.core.nn import make_norm
-from seqboat.core.padding import zero_padding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +40,7 @@ class RunningMeanState(NamedTuple):
     """(batch,): their number"""
 
 
-class RunningMean(RecurrentMixer):
+class RunningMean(Mixer):
     """The layer, on (batch, time, d_model)."""
 
     def __init__(self, d_model: int, config: RunningMeanConfig) -> None:
@@ -54,15 +53,14 @@ class RunningMean(RecurrentMixer):
     def closing_norm(self) -> nn.Module | None:
         return make_norm("layer", self.d_model)
 
-    def mix(self, x: Tensor, mask: Tensor | None, state: RunningMeanState | None) -> MixerOutput:
-        """Whole sequences: real tokens come first in each, and `mask` marks them."""
-        batch, time, _ = x.shape
-        h = zero_padding(self.norm(x), mask) if mask is not None else self.norm(x)
-        real = mask.sum(dim=1) if mask is not None else torch.full((batch,), time, device=x.device)
+    def mix(self, x: Tensor, layout: Layout, state: RunningMeanState | None) -> MixerOutput:
+        """Whole sequences: real tokens come first in each, and the mask of the layout marks them."""
+        (batch, time, _), mask, real = x.shape, layout.mask, layout.lengths(x)
+        h = clear(self.norm(x), mask)
         if not self.causal:
             mean = (h.sum(dim=1) / real.clamp_min(1)[:, None]).to(x.dtype)[:, None].expand_as(h)
             return MixerOutput(self._finish(x, h, mean, mask))
-        before = state or self.make_state(batch, x.dtype, x.device)
+        before = state or self.init_state(batch)
         places = torch.arange(1, time + 1, device=x.device)
         mean = (before.total[:, None] + h.cumsum(dim=1)) / (before.tokens[:, None] + places)[..., None]
         after = RunningMeanState(before.total + h.sum(dim=1), before.tokens + real)
@@ -70,18 +68,16 @@ class RunningMean(RecurrentMixer):
 
     def _finish(self, x: Tensor, h: Tensor, mean: Tensor, mask: Tensor | None) -> Tensor:
         y = x + self.out(F.gelu(self.inner(torch.cat([h, mean], dim=-1))))
-        return y if mask is None else zero_padding(y, mask)
+        return clear(y, mask)
 
-    def make_state(self, batch: int, dtype: torch.dtype, device: torch.device) -> RunningMeanState:
-        total = torch.zeros(batch, self.d_model, dtype=dtype, device=device)
-        return RunningMeanState(total, torch.zeros(batch, dtype=torch.int64, device=device))
+    def init_state(self, batch: int) -> RunningMeanState:
+        self.require_causal()
+        total = torch.zeros_like(self.out.bias).expand(batch, -1).clone()
+        return RunningMeanState(total, torch.zeros(batch, dtype=torch.int64, device=total.device))
 
-    def advance(
-        self, x: Tensor, state: RunningMeanState, mask: Tensor | None = None, inplace: bool = False
-    ) -> MixerOutput:
-        """One token per sequence; sequences outside `mask` pause."""
+    @torch.no_grad()
+    def step(self, x: Tensor, state: RunningMeanState) -> MixerOutput:
+        """One token per sequence; overwrites the state."""
         h = self.norm(x)
-        now = RunningMeanState(state.total + h, state.tokens + 1)
-        y = x + self.out(F.gelu(self.inner(torch.cat([h, now.total / now.tokens[:, None]], dim=-1))))
-        kept = RunningMeanState(*(keep_rows(mask, new, old) for new, old in zip(now, state, strict=True)))
-        return MixerOutput(keep_rows(mask, y), kept)
+        mean = state.total.add_(h) / state.tokens.add_(1)[:, None]
+        return MixerOutput(x + self.out(F.gelu(self.inner(torch.cat([h, mean], dim=-1)))), state)

@@ -1,16 +1,16 @@
-"""Packed input: documents behind each other give what each of them gives alone."""
+"""Layouts: packed documents give what each of them gives alone; padding moves aside and back."""
 
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from mixer_cases import CASES, D_MODEL, Case, balance, directions, enliven
+from mixer_cases import CASES, D_MODEL, MASKS, Case, balance, directions, enliven, mask_rows
 from seqboat import (
     AsTensor,
     BackboneConfig,
@@ -24,12 +24,11 @@ from seqboat import (
     SeqBoatConfig,
     SparseModularActivation,
 )
-from seqboat.core.documents import find_documents
+from seqboat.core.layout import clear, find_layout, front
 from seqboat.core.mixer import Mixer
-from seqboat.core.state import select_rows, tensors
+from seqboat.layers.gau import PositionsName
 from seqboat.mixers import MIXERS
 from seqboat.models.heads import Tagger
-from seqboat.ops.positions import PositionsName
 
 EXACT = 1e-10
 """Largest difference in float64 between a packed document and the document alone."""
@@ -47,15 +46,6 @@ def same(got: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(got, expected, rtol=EXACT, atol=EXACT)
 
 
-def same_state(got: Any, expected: Any) -> None:
-    """Equal states; memories that grow may have grown to different sizes, with zeros behind."""
-    parts, others = list(tensors(got)), list(tensors(expected))
-    assert [name for name, _ in parts] == [name for name, _ in others]
-    for (_, one), (_, other) in zip(parts, others, strict=True):
-        common = tuple(slice(0, min(sizes)) for sizes in zip(one.shape, other.shape, strict=True))
-        same(one[common], other[common])
-
-
 def take_gradients(module: nn.Module) -> list[Tensor]:
     found = [torch.zeros_like(p) if p.grad is None else p.grad for p in module.parameters()]
     module.zero_grad()
@@ -67,6 +57,7 @@ def check_alone(layer: Mixer, x: Tensor, cu: Tensor) -> None:
     weight = torch.randn_like(x)
     packed, alone = x.clone().requires_grad_(), x.clone().requires_grad_()
     out = layer(packed, cu_seqlens=cu)
+    assert out.state is None
     (out.y * weight).sum().backward()
     together = take_gradients(layer)
     for start, end in pairwise(cu.tolist()):
@@ -75,8 +66,6 @@ def check_alone(layer: Mixer, x: Tensor, cu: Tensor) -> None:
         torch.testing.assert_close(out.y[:, start:end], one.y, rtol=EXACT, atol=EXACT)
         if one.routing is not None:
             assert torch.equal(out.routing.active[:, start:end], one.routing.active)
-        if end == x.shape[1] and end > start:
-            same_state(out.state, one.state)
     for got, expected in zip(together, take_gradients(layer), strict=True):
         torch.testing.assert_close(got, expected, rtol=EXACT, atol=EXACT)
     torch.testing.assert_close(packed.grad, alone.grad, rtol=EXACT, atol=EXACT)
@@ -121,7 +110,7 @@ def small_model(mixer: str = "seqboat", **options: object) -> BackboneConfig:
     return BackboneConfig(mixer=config, d_model=D_MODEL, num_layers=2, vocab=11, **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("mixer", ["seqboat", "mega-chunk", "transformer", "s4d", "luna"])
+@pytest.mark.parametrize("mixer", ["seqboat", "mega-chunk", "transformer", "s4d"])
 def test_language_models_score_documents_as_if_alone(mixer: str) -> None:
     torch.manual_seed(0)
     model = enliven(LanguageModel(small_model(mixer)))
@@ -133,37 +122,29 @@ def test_language_models_score_documents_as_if_alone(mixer: str) -> None:
 
 
 @pytest.mark.parametrize("mixer", ["seqboat", "seqboat-full", "s4d", "mega-chunk", "transformer", "h3"])
-def test_rows_padding_and_states(mixer: str) -> None:
-    """Two calls on packed sequences, with padding inside and behind; first documents continue, others do not."""
+def test_rows_and_padding(mixer: str) -> None:
+    """Packed sequences with padding inside and behind documents."""
     torch.manual_seed(0)
     model = enliven(LanguageModel(small_model(mixer)))
-    tokens = torch.randint(11, (2, 2, 12))
-    mask = torch.ones(2, 2, 12, dtype=torch.bool)
-    mask[0, 0, 3] = mask[0, 0, 9:] = mask[0, 1, :1] = mask[1, 1, 10:] = False
-    first = model(tokens[0], mask[0], cu_seqlens=torch.tensor([0, 5, 12, 16, 24]))
-    second = model(tokens[1], mask[1], first.state, cu_seqlens=torch.tensor([0, 12, 14, 24]))
-    anew = model(tokens[1], mask[1], first.state, cu_seqlens=torch.tensor([0, 0, 12, 14, 24]))
-    parts = [first.logits.flatten(0, 1), second.logits.flatten(0, 1)]
-    whole, logits = mask.flatten(), torch.cat(parts)
+    tokens = torch.randint(11, (2, 12))
+    mask = torch.ones(2, 12, dtype=torch.bool)
+    mask[0, 3] = mask[0, 9:] = mask[1, :1] = False
+    cu = torch.tensor([0, 5, 12, 16, 24])
+    out = model(tokens, mask, cu_seqlens=cu)
+    assert out.state is None
+    for start, end in pairwise(cu.tolist()):
+        chosen = torch.arange(start, end)[mask.flatten()[start:end]]
+        same(out.logits.flatten(0, 1)[chosen], model(tokens.flatten()[chosen][None]).logits[0])
 
-    def check(*places: tuple[int, int]) -> Any:
-        """The document whose tokens these are, in one call or over both."""
-        chosen = torch.cat([torch.arange(start, end) for start, end in places])
-        chosen = chosen[whole[chosen]]
-        alone = model(tokens.flatten()[chosen][None])
-        same(logits[chosen], alone.logits[0])
-        return alone.state
 
-    check((0, 5))
-    check((12, 16))
-    one, other = check((5, 12), (24, 36)), check((38, 48))
-    check((16, 24), (36, 38))
-    same_state(select_rows(second.state, torch.tensor([0])), one)
-    same_state(select_rows(second.state, torch.tensor([1])), other)
-    # an empty document at the beginning takes the state: the first sequence starts anew, the other continues
-    same(anew.logits[0], model(tokens[1, :1]).logits[0])
-    same(anew.logits[1], second.logits[1])
-    second.logits.sum().backward()  # through the state
+def test_packed_documents_carry_no_state() -> None:
+    model = LanguageModel(small_model())
+    tokens, state = torch.randint(11, (1, 12)), model.init_state(1)
+    with pytest.raises(ValueError, match="packed documents carry no state"):
+        model(tokens, None, state, cu_seqlens=torch.tensor([0, 5, 12]))
+    layer = SeqBoat(6, causal=True)
+    with pytest.raises(ValueError, match="packed documents carry no state"):
+        layer(torch.zeros(1, 5, 6), None, layer.init_state(1), cu_seqlens=torch.tensor([0, 5]))
 
 
 def test_classifiers_and_taggers() -> None:
@@ -178,11 +159,11 @@ def test_classifiers_and_taggers() -> None:
         same(tags[:, start:end], tagger(x[:, start:end]).logits)
 
 
-@pytest.mark.parametrize("priority", ["confidence", "order"])
-def test_limits_are_counted_per_document(priority: str) -> None:
+@pytest.mark.parametrize("causal", [False, True])
+def test_limits_are_counted_per_document(causal: bool) -> None:
     torch.manual_seed(0)
-    budget = BudgetConfig(cap=0.4, priority=priority)  # type: ignore[arg-type]
-    layer = enliven(SparseModularActivation([nn.Linear(6, 6)], 6, budget=budget))
+    budget = BudgetConfig(cap=0.4)
+    layer = enliven(SparseModularActivation([nn.Linear(6, 6)], 6, budget=budget, causal=causal))
     check_alone(layer, torch.randn(1, 22, 6, dtype=torch.float64), CU)
 
 
@@ -233,17 +214,68 @@ def test_derivatives_as_a_tensor() -> None:
 )
 def test_wrong_borders_are_refused(cu: Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        find_documents(cu, torch.zeros(2, 6))
+        find_layout(torch.zeros(2, 6), None, cu)
 
 
 def test_documents_end_with_their_sequence() -> None:
     with pytest.raises(ValueError, match="every one of the 2 sequences must begin a document"):
-        find_documents(torch.tensor([0, 5, 12]), torch.zeros(2, 6))
+        find_layout(torch.zeros(2, 6), None, torch.tensor([0, 5, 12]))
 
 
 def test_empty_sequences() -> None:
     layer = SeqBoat(6, SeqBoatConfig(causal=True))
-    state = layer.init_state(2)
-    y, after, _ = layer(torch.zeros(2, 0, 6), None, state, cu_seqlens=torch.tensor([0, 0]))
-    assert y.shape == (2, 0, 6)
-    same_state(after, state)
+    assert layer(torch.zeros(2, 0, 6), cu_seqlens=torch.tensor([0, 0])).y.shape == (2, 0, 6)
+
+
+# padding
+
+
+def test_plan_by_hand() -> None:
+    mask = torch.tensor([[False, True, True], [True, False, True], [False, False, False]])
+    x = torch.tensor([[1, 2, 3], [4, 5, 6], [7, 8, 9]])
+    plan = front(mask)
+    assert plan.mask is not None and plan.mask.tolist() == [
+        [True, True, False],
+        [True, True, False],
+        [False, False, False],
+    ]
+    pulled = plan.pull(x)
+    assert pulled.tolist() == [[2, 3, 0], [4, 6, 0], [0, 0, 0]]
+    assert plan.push(pulled).tolist() == [[0, 2, 3], [4, 0, 6], [0, 0, 0]]
+
+
+@pytest.mark.parametrize("trailing", [(), (3,), (2, 3)], ids=str)
+def test_push_undoes_pull(trailing: tuple[int, ...]) -> None:
+    mask = mask_rows()
+    x = torch.randn(*mask.shape, *trailing)
+    plan = front(mask)
+    assert plan.push(plan.pull(x)).equal(clear(x, mask))
+    # order is kept, and real tokens come first
+    for row, real in enumerate(mask):
+        count = int(real.sum())
+        assert plan.pull(x)[row, :count].equal(x[row, real])
+        assert not plan.pull(x)[row, count:].any()
+
+
+def test_bool_and_empty() -> None:
+    mask = mask_rows()
+    plan = front(mask)
+    assert plan.push(plan.pull(mask)).equal(mask)
+    empty = front(torch.zeros(3, 0, dtype=torch.bool))
+    assert empty.pull(torch.zeros(3, 0, 2)).shape == (3, 0, 2)
+    none = front(torch.zeros(0, 4, dtype=torch.bool))
+    assert none.push(torch.zeros(0, 4, 2)).shape == (0, 4, 2)
+
+
+def test_padding_is_overwritten_whatever_it_holds() -> None:
+    mask = mask_rows([MASKS["interior"]])
+    x = torch.randn(1, mask.shape[1], 2)
+    x[~mask] = torch.nan
+    x.requires_grad_()
+    assert not front(mask).pull(x).isnan().any()
+    cleaned = clear(x, mask)
+    assert not cleaned[~mask].any() and cleaned[mask].equal(x[mask])
+    (cleaned.square().sum() + front(mask).pull(x).square().sum()).backward()
+    assert x.grad is not None and not x.grad[~mask].any()
+    assert x.grad[mask].equal(4 * x.detach()[mask])
+    assert clear(x, None) is x

@@ -1,1 +1,0 @@
-"""Decoding with folded or rounded weights: few operations and little memory per token."""
