@@ -24,7 +24,6 @@ from seqboat.ops.scan import block_tables, scan
 from seqboat.ssm.conv import EMAConvConfig
 from seqboat.ssm.ema import EMAConfig
 from seqboat.ssm.s4d import S4DConfig
-from seqboat.ssm.s5 import S5Config
 
 pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 pytest.importorskip("onnxscript", reason="onnxscript is not installed")
@@ -103,13 +102,11 @@ def test_attention_in_ordinary_operators(attention: Any, bias: str, left: int, r
         torch.testing.assert_close(found, banded(q, k, v, *near, 0.0, 0))
 
 
-@pytest.mark.parametrize("kind", [torch.float64, torch.complex128], ids=["real", "complex"])
 @pytest.mark.parametrize("bidirectional", [False, True])
-def test_the_scan_in_ordinary_operators(kind: torch.dtype, bidirectional: bool) -> None:
+def test_the_scan_in_ordinary_operators(bidirectional: bool) -> None:
     shape = (1 + bidirectional, 4, 3)
-    drive, read = torch.randn(2, *shape, dtype=kind)
-    decay = -torch.rand(shape, dtype=torch.float64).to(kind)
-    decay = decay + 1j * torch.randn(shape) if kind.is_complex else decay
+    drive, read = torch.randn(2, *shape, dtype=torch.float64)
+    decay = -torch.rand(shape, dtype=torch.float64)
     tables = block_tables(decay, drive, read, torch.randn(4, dtype=torch.float64), 8)
     for time in (1, 16, 43):
         x = torch.randn(2, time, 4, dtype=torch.float64)
@@ -140,8 +137,6 @@ CASES: dict[str, dict[str, Any]] = {
     "chunk, compressed": {"gau_span": "chunk", "gau_positions": "compressed", "gau_attention": "relu2"},
     "truncated": {"ssm": EMAConfig(d_state=3, truncation=7)},
     "convolution": {"ssm": EMAConvConfig(d_state=3)},
-    "s4d": {"ssm": S4DConfig(d_state=4)},
-    "s5": {"ssm": S5Config(d_state=8, systems=2)},
     "two modules": {"ffn": True, "router": XMoEConfig(d_route=3)},
     "prenorm": {"prenorm": True, "dropout": 0.1, "norm": "rms", "router": SigmoidConfig()},
     "batch norm": {"norm": "batch", "router": AlwaysActiveConfig()},
@@ -159,7 +154,8 @@ def test_a_step(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_whole_sequences(case: str, tmp_path: Path) -> None:
     check(vary(Tagger(backbone(mixer(**CASES[case])), 3)), "sequence", tmp_path)
-    check(vary(LanguageModel(backbone(mixer(causal=True, **CASES[case])))), "sequence", tmp_path)
+    if case != "full":  # a memory that grows has no size to write down
+        check(vary(LanguageModel(backbone(mixer(causal=True, **CASES[case])))), "sequence", tmp_path)
 
 
 @pytest.mark.slow
@@ -281,8 +277,9 @@ def test_what_has_no_form_says_so(tmp_path: Path) -> None:
     def lm(**changes: Any) -> nn.Module:
         return LanguageModel(backbone(mixer(causal=True, **changes))).eval()
 
-    refused(lm(gau_span="full"), "step", "choose --form sequence")
+    refused(lm(gau_span="full"), "step", "fixed size, but that of this model grows")
     refused(lm().train(), "step", "training mode")
     refused(Classifier(backbone(mixer()), 3).eval(), "step", "a classifier reads whole sequences")
     refused(lm(), "step", r"opset must be in 18\.\.23, got 17", opset=17)
+    refused(lm(ssm=S4DConfig(d_state=4)), "step", "no ONNX form: it computes with complex numbers, as S4D")
     refused(nn.Linear(2, 2).eval(), "sequence", "a Linear has no ONNX form")

@@ -31,6 +31,7 @@ from onnxscript import optimizer
 from torch import Tensor, nn
 from torch._higher_order_ops.scan import scan as carry_along
 from torch.export import Dim
+from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as tree
 
@@ -56,18 +57,11 @@ State = dict[str, NDArray[Any]]
 
 
 def _carry(u: Tensor, decay: Tensor, start: Tensor | None, reverse: bool) -> Tensor:
-    """(batch, blocks, dim, states): the states that enter each block, as one Scan; complex ones stay pairs."""
+    """(batch, blocks, dim, states): the states that enter each block, as one Scan."""
     first = u.new_zeros(u[:, 0].shape) if start is None else start
 
-    real, imaginary = torch.view_as_real(decay).unbind(-1) if decay.is_complex() else (decay, decay)
-    real, imaginary, pairs = real.clone(), imaginary.clone(), decay.is_complex()
-
     def step(state: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
-        if not pairs:
-            return real * state + added, state.clone()
-        a, b = state.unflatten(-1, (-1, 2)).unbind(-1)
-        turned = torch.stack((real * a - imaginary * b, real * b + imaginary * a), dim=-1)
-        return turned.flatten(-2) + added, state.clone()
+        return decay * state + added, state.clone()
 
     _, states = carry_along(step, first, u.transpose(0, 1).contiguous(), reverse=reverse)
     return states.transpose(0, 1)
@@ -199,7 +193,7 @@ class _Sequence(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self.remembers = isinstance(model, LanguageModel) and not model.backbone.grows
+        self.remembers = isinstance(model, LanguageModel)
 
     def forward(self, inputs: Tensor, lengths: Tensor) -> dict[str, Tensor]:
         with _Ordinary():
@@ -245,7 +239,7 @@ def _example(model: Any, form: str) -> tuple[nn.Module, dict[str, Tensor], dict[
     lengths = torch.tensor([time, 40, 1])
     if isinstance(model, Matcher):
         names = ("first", "first_lengths", "second", "second_lengths")
-        parts = (whole, lengths, whole[:, 1:], lengths)
+        parts = (whole, lengths, whole[:, 1:].clone(), lengths.clone())
         free = {name: {0: Dim.DYNAMIC} if "_" in name else {0: Dim.DYNAMIC, 1: Dim.DYNAMIC} for name in names}
         return _Pair(model), dict(zip(names, parts, strict=True)), free
     name = "values" if config.vocab is None else "tokens"
@@ -308,6 +302,12 @@ def write_form(
                 dynamic_shapes=shapes,
                 strict=False,
                 prefer_deferred_runtime_asserts_over_guards=True,
+            )
+            graphs = [part for part in program.graph_module.modules() if isinstance(part, GraphModule)]
+            values = [node.meta.get("val") for part in graphs for node in part.graph.nodes]
+            require(
+                not any(isinstance(value, Tensor) and value.is_complex() for value in values),
+                "it computes with complex numbers, as S4D and S5 do, which ONNX lacks",
             )
             names = list(function(*inputs.values()))
             written = torch.onnx.export(
