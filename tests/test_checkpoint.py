@@ -82,7 +82,7 @@ def test_one_flipped_byte_is_always_found(tmp_path: Path, name: str) -> None:
     path = store.path(2) / name
     whole = path.read_bytes()
     chance = random.Random(0)
-    for _ in range(70):
+    for _ in range(80):
         damaged = bytearray(whole)
         damaged[chance.randrange(len(whole))] ^= 1 << chance.randrange(8)
         path.write_bytes(bytes(damaged))

@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from seqboat.data.files import Lock
 from seqboat.tasks import TASKS
 from seqboat.training import parallel
 from seqboat.training.checkpoint import MODEL, OPTIM, CheckpointStore, verify
@@ -210,6 +211,50 @@ def test_a_lost_process_is_named(
         for process in processes:
             process.kill()
             process.communicate()
+
+
+def play_alone(folder: Path) -> None:
+    """What each rank under a launcher does that will be killed."""
+    TASKS["toy"] = ToyConfig
+
+    def note(done: int, model: torch.nn.Module) -> None:
+        (folder / f"rank-{os.environ['RANK']}").write_text(str(os.getpid()))
+
+    train(run_config(task=ToyConfig(slow=0.2)), folder / "run", display=Spy(), on_step=note)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_no_rank_outlives_a_killed_launcher(tmp_path: Path) -> None:
+    code = "import sys, pathlib, test_distributed as t; t.play_alone(pathlib.Path(sys.argv[1]))"
+    path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+    launcher = subprocess.Popen(
+        [
+            *f"{sys.executable} -P -m torch.distributed.run --standalone --nproc-per-node 2 --no-python".split(),
+            *(sys.executable, "-c", code, str(tmp_path)),
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    notes = [tmp_path / f"rank-{rank}" for rank in range(2)]
+    ends = time.monotonic() + 300
+    while not all(note.exists() and note.read_text() for note in notes) and time.monotonic() < ends:
+        time.sleep(0.2)
+    ranks = [int(note.read_text()) for note in notes]
+    launcher.kill()
+    launcher.wait()
+    try:
+        ends = time.monotonic() + 60
+        while any(Path(f"/proc/{rank}").exists() for rank in ranks) and time.monotonic() < ends:
+            time.sleep(0.2)
+        assert not [rank for rank in ranks if Path(f"/proc/{rank}").exists()]
+    finally:
+        for rank in ranks:
+            if Path(f"/proc/{rank}").exists():
+                os.kill(rank, signal.SIGKILL)
+    with Lock(tmp_path / "run"):
+        pass
 
 
 class Stop(Exception):

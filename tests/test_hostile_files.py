@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from lm_runs import write_lm_run
+from seqboat.cli.explain import read_pixels
 from seqboat.core.state import tensors
 from seqboat.models.heads import LanguageModel
 from seqboat.run import Run
@@ -157,3 +158,34 @@ def test_no_module_of_the_current_folder_is_run(safe: bool, tmp_path: Path) -> N
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0 and "listops" in done.stdout, done.stderr
     assert not (tmp_path / "EXECUTED").exists()
+
+
+def test_a_drawing_is_no_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow would hand PostScript to Ghostscript, whatever the name of the file."""
+    image = pytest.importorskip("PIL.Image")
+    eps = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n(%pipe%touch x) (w) file\n"
+    opened = list[str]()
+    monkeypatch.setattr("PIL.EpsImagePlugin.EpsImageFile.load", lambda self: opened.append("run"))
+    image.init()
+    with pytest.raises(ValueError, match="not an image of a known format"):
+        read_pixels(eps)
+    assert not opened
+    with pytest.raises(ValueError, match=r"an image of 8000 x 8000 pixels is too large"):
+        read_pixels(png_of(8_000))
+
+
+def png_of(side: int) -> bytes:
+    """The beginning of a picture that claims this size."""
+    import struct
+    import zlib
+
+    head = b"IHDR" + struct.pack(">IIBBBBB", side, side, 8, 0, 0, 0, 0)
+    chunk = struct.pack(">I", 13) + head + struct.pack(">I", zlib.crc32(head))
+    data = b"IDAT" + zlib.compress(bytes(10))
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk
+        + struct.pack(">I", len(data) - 4)
+        + data
+        + struct.pack(">I", zlib.crc32(data))
+    )

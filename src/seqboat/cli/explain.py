@@ -317,7 +317,11 @@ def read_pixels(content: bytes) -> Any:
     except ImportError as error:
         raise ValueError(missing("PIL", "an image")) from error
     try:
-        with Image.open(io.BytesIO(content)) as image:
+        # by content: other formats can run programs
+        with Image.open(io.BytesIO(content), formats=("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")) as image:
+            size = image.size
+            if size[0] * size[1] > 50_000_000:
+                raise ValueError(f"an image of {size[0]} x {size[1]} pixels is too large")
             return np.asarray(image.convert("L"))
     except UnidentifiedImageError as error:
         raise ValueError("not an image of a known format") from error

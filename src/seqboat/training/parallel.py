@@ -209,6 +209,8 @@ class Watch:
         """when the sign of each other rank changed last"""
         self.asked = now
         """when the store answered last"""
+        self.launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        """the process of torchrun, without which nobody would end this one"""
         self._ended = threading.Event()
         for loop in (self._listen, self._judge):
             threading.Thread(target=loop, daemon=True).start()
@@ -256,6 +258,10 @@ class Watch:
 
     def _judge(self) -> None:
         while not self._ended.wait(min(BEAT, 1.0)):
+            if self.launcher not in (None, os.getppid()):
+                said = f"seqboat: rank {self.rank} of {self.size}: torchrun is gone"
+                print(said, file=sys.stderr, flush=True)
+                os._exit(1)
             if found := self.lost(SILENCE):
                 said = f"seqboat: rank {self.rank} of {self.size}: {spell_ranks(found)} for {SILENCE:g} s"
                 print(said, file=sys.stderr, flush=True)
