@@ -31,15 +31,12 @@ from seqboat.report.samples import (
     spell_tokens,
 )
 from seqboat.run import Run
-from seqboat.tasks.image import SHADES, draw
 from seqboat.tasks.task import IGNORE, Dataset, Example, Task
 
 LONGEST = 8192
 """Maximum number of tokens to read, unless the sequences of the task are longer."""
 LABEL = 9
 """Width of the label before the tokens, in columns."""
-WIDEST_PICTURE = 64
-"""Maximum width of an image in pixels; larger images are shown in blocks."""
 RESET = "\033[0m"
 LEVELS = ((195, 16), (153, 16), (111, 16), (68, 231), (25, 231))
 """Background and foreground, of the 256 terminal colors, by tenths of the confidence from one half up."""
@@ -241,8 +238,8 @@ def render(
         if shown:
             title = [f"sequence {number + 1}"] if len(found.sequences) > 1 else []
             lines += ["", *title, *_pictures(sequence, task, shown, color, max(width, LABEL + 20))]
-    if any(_shown(sequence, layers) for sequence in found.sequences):
-        lines.append(legend(task, color))
+    if "--html FILE shows where" not in lines and any(_shown(part, layers) for part in found.sequences):
+        lines.append(legend(color))
     return "\n".join(lines)
 
 
@@ -268,10 +265,8 @@ def _rate_lines(found: SampleTrace, layers: Sequence[int] | None) -> Iterator[st
         yield "no layer has a router: every token is processed in the same way"
 
 
-def legend(task: Task, color: bool) -> str:
+def legend(color: bool) -> str:
     """Legend of the shades or digits."""
-    if task.modality == "wave":
-        return "fraction of the samples that attend: . none, digits: tenths, rounded down"
     if color:
         return "confidence: not activated " + " ".join(
             _shade(f" {low / 10} ", low / 10) for low in range(5, 10)
@@ -287,9 +282,7 @@ def _pictures(sequence: SequenceTrace, task: Task, shown: Shown, color: bool, wi
     if words is not None:
         gap = "" if task.modality == "bytes" else " "
         return (_colored if color else _marked)(words, gap, shown, width)
-    if task.picture is not None:
-        return _squares(sequence.inputs, task.picture, shown, color)
-    return _bins(sequence.inputs, shown, color, width - LABEL)
+    return iter(["--html FILE shows where"])
 
 
 def _level(confidence: float) -> int:
@@ -349,44 +342,3 @@ def _marked(words: Sequence[str], gap: str, shown: Shown, width: int) -> Iterato
             marks = gap.join(_mark(confidence[i]).ljust(_columns(words[i])) for i in line)
             yield f"{f'layer {number + 1}':<{LABEL}}{marks}".rstrip()
         yield ""
-
-
-def _squares(values: Any, picture: tuple[int, int], shown: Shown, color: bool) -> Iterator[str]:
-    """The image, then the confidence per layer; for a large image, the maximum of each block."""
-    height, width = picture
-    pixels = np.asarray(values, dtype=float).reshape(height, width)
-    side = -(-width // WIDEST_PICTURE)
-    low, high = pixels.min(), pixels.max()
-    small = _blocks(pixels, side).mean(axis=(1, 3))
-    yield draw(((small - low) / ((high - low) or 1)).reshape(-1))
-    yield ""
-    for number, layer in shown:
-        yield f"layer {number + 1}"
-        grid = _blocks(layer.confidence.reshape(height, width), side).max(axis=(1, 3))
-        for row in grid:
-            if color:
-                yield "".join(_shade("  ", value) if value > 0 else "··" for value in row)
-            else:
-                yield " ".join(_mark(value) for value in row)
-        yield ""
-
-
-def _blocks(pixels: Any, side: int) -> Any:
-    """(rows, side, columns, side): blocks of an image, padded by repeating its edges."""
-    pad = [(0, -size % side) for size in pixels.shape]
-    padded = np.pad(pixels, pad, mode="edge")
-    rows, columns = (size // side for size in padded.shape)
-    return padded.reshape(rows, side, columns, side)
-
-
-def _bins(values: Any, shown: Shown, color: bool, columns: int) -> Iterator[str]:
-    """Amplitude of the signal and fraction of active samples, one bin per column."""
-    size = np.abs(np.asarray(values, dtype=float)).max(axis=-1)
-    parts = np.array_split(np.arange(len(size)), min(columns, len(size)))
-    loud = np.array([size[part].mean() for part in parts])
-    levels = (loud / (loud.max() or 1) * (len(SHADES) - 1)).round().astype(int)
-    yield f"{'signal':<{LABEL}}{''.join(SHADES[i] for i in levels)}"
-    for number, layer in shown:
-        rates = [float(layer.active[part].mean()) for part in parts]
-        text = "".join(_shade(_mark(s), (1 + s) / 2) if color and s > 0 else _mark(s) for s in rates)
-        yield f"{f'layer {number + 1}':<{LABEL}}{text}"
