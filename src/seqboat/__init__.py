@@ -14,6 +14,7 @@ from seqboat.version import __version__
 if TYPE_CHECKING:
     from seqboat.core.mixer import AsTensor, Mixer, MixerOutput, Routing, activation
     from seqboat.core.state import copy_state, detach_state, repeat_rows, select_rows, state_bytes
+    from seqboat.estimators import SequenceClassifier, SequenceRegressor, SequenceTagger
     from seqboat.layers.adapters import MixerUnit, PaddedUnit
     from seqboat.layers.budget import BudgetConfig, extra_loss
     from seqboat.layers.gau import GAU, GAUConfig
@@ -93,6 +94,9 @@ _HOMES = {
     "S4Config": "ssm.s4",
     "LiquidS4Config": "ssm.liquid_s4",
     "SSMS": "ssm",
+    "SequenceClassifier": "estimators",
+    "SequenceRegressor": "estimators",
+    "SequenceTagger": "estimators",
     "activation": "core.mixer",
     "compile_model": "models.compile",
     "compress": "layers.sma",
@@ -149,6 +153,9 @@ __all__ = [
     "S5Config",
     "SeqBoat",
     "SeqBoatConfig",
+    "SequenceClassifier",
+    "SequenceRegressor",
+    "SequenceTagger",
     "SigmoidConfig",
     "SparseModularActivation",
     "TemperedSoftmaxConfig",

@@ -1,25 +1,25 @@
-"""Predict: answers of a trained run for inputs without labels, in bounded memory.
+"""Predict: answers of a trained model for inputs without labels, in bounded memory.
 
 predictor = Predictor("runs/classify")
 predictor.predict(["great film", "a waste"])       # [{"label": "good", "probability": 0.98, ...}, ...]
-for answer in predictor.stream("new.csv"): ...     # any table or folder, row by row
+for values, answer in predictor.stream("new.csv"): ...     # any table or folder, row by row, with its columns
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from seqboat.core.checks import check_positive, require
 from seqboat.core.mixer import Routing
 from seqboat.data.store import Skips
 from seqboat.run import Run
-from seqboat.tasks.task import Example, Unlabeled, apply_model
+from seqboat.tasks.task import Example, Task, Unlabeled, apply_model
 
 CHUNK_BATCHES = 32
 """Batches that are read before they are sorted by length and computed."""
@@ -30,7 +30,7 @@ CHUNK_TOKENS = 1 << 22
 class _Waiting(NamedTuple):
     """A record that waits for its answer: an input, or what is wrong with it."""
 
-    place: str
+    values: Mapping[str, Any]
     query: Unlabeled | None
     error: str | None = None
 
@@ -44,14 +44,14 @@ class _Collected(Skips):
 
     def add(self, file: object, record: object, reason: str) -> None:
         super().add(file, record, reason)
-        self.waiting.append(_Waiting(str(record), None, reason))
+        self.waiting.append(_Waiting({}, None, f"{record}: {reason}"))
 
 
 class Predictor:
-    """Answers of a trained run of any task with labels, numbers or tags; language models generate instead.
+    """Answers of a trained model of any task with labels, numbers or tags; language models generate instead.
 
     Args:
-        run: its folder, one checkpoint in it, or a `Run`.
+        run: its folder, one checkpoint in it, a `Run`, or a task and its model.
         which: "best" or "latest" checkpoint.
         batch_size: inputs at a time; by default as many as in the run's evaluation.
         device: where to compute; the CPU by default.
@@ -60,32 +60,36 @@ class Predictor:
 
     def __init__(
         self,
-        run: Run | Path | str,
+        run: Run | Path | str | tuple[Task, nn.Module],
         which: str = "best",
         *,
         batch_size: int | None = None,
         device: torch.device | str = "cpu",
         fields: Sequence[str] = (),
     ) -> None:
-        self.run = run if isinstance(run, Run) else Run(run, which, fields)
-        task = self.run.task
-        require(
-            task.kind != "lm",
-            f"{self.run} must be a run of a task with labels, numbers or tags to predict, got the language model of "
-            f"the task {task.name}: seqboat generate continues texts",
-        )
-        self.task = task
+        if isinstance(run, tuple):
+            self.task, model = run
+            usual = 32
+        else:
+            found = run if isinstance(run, Run) else Run(run, which, fields)
+            self.task = found.task
+            require(
+                self.task.kind != "lm",
+                f"{found} must be a run of a task with labels, numbers or tags to predict, got the language model of "
+                f"the task {self.task.name}: seqboat generate continues texts",
+            )
+            model, usual = found.model, found.config.evaluation.batch_size
         if batch_size is not None:
             check_positive("batch_size", batch_size)
-        self.batch_size = batch_size or self.run.config.evaluation.batch_size
+        self.batch_size = batch_size or usual
         self.device = torch.device(device)
-        self.model = self.run.model.to(self.device)
+        self.model = model.to(self.device)
 
-    def columns(self, probabilities: bool, activation: bool) -> list[str]:
+    def columns(self, probabilities: bool, activation: bool = False) -> list[str]:
         """Names of the fields of flat answers, whatever the first one is."""
         labels = self.task.labels if probabilities and self.task.kind != "tag" else None
         each = [f"p({label})" for label in labels or ()]
-        return ["row", *self.task.said, *each, *(["activation"] if activation else []), "error"]
+        return [*self.task.said, *each, *(["activation"] if activation else []), "cut", "error"]
 
     def predict(self, inputs: Iterable[Any], *, activation: bool = False) -> list[dict[str, Any]]:
         """Answers for inputs in memory.
@@ -95,27 +99,48 @@ class Predictor:
                 several columns.
             activation: whether to say which fraction of the tokens attended, averaged over the layers.
         """
-        return list(self._answers(self._read(inputs), activation))
-
-    def stream(self, path: Path | str, *, activation: bool = False) -> Iterator[dict[str, Any]]:
-        """Answers for the rows of a table or the files of a folder, in their order; bad ones have an "error"."""
-        return self._answers(self._records(Path(path)), activation)
-
-    def _read(self, inputs: Iterable[Any]) -> Iterator[_Waiting]:
         require(not isinstance(inputs, str | bytes), "inputs must be a list of texts, got one text")
-        for number, value in enumerate(inputs):
-            yield _Waiting(str(number), self.task.read_input(_plain(value)))
+        records = (_Waiting({}, self.task.read_input(_plain(value))) for value in inputs)
+        return [answer for _, answer in self._answers(records, activation)]
+
+    def stream(
+        self, path: Path | str, *, activation: bool = False, shard: tuple[int, int] | None = None
+    ) -> Iterator[tuple[Mapping[str, Any], dict[str, Any]]]:
+        """The columns and the answer of each row of a table or file of a folder, in order; bad ones have an "error".
+
+        Args:
+            path: of the table or folder.
+            activation: as in `predict`.
+            shard: which of how many equal parts to answer: every n-th record, counted from 0.
+        """
+        records = self._records(Path(path))
+        if shard is not None:
+            part, parts = shard
+            records = (
+                record._replace(values={"row": number, **record.values})
+                for number, record in enumerate(records)
+                if number % parts == part
+            )
+        return self._answers(records, activation)
 
     def _records(self, path: Path) -> Iterator[_Waiting]:
         require(path.exists(), f"{path} does not exist: expected a table, or a folder of files")
-        bad = _Collected()
-        for place, query in self.task.read_inputs(path, bad):
+        bad, task = _Collected(), self.task
+        queries = getattr(task, "queries", None)
+        found: Iterable[tuple[Mapping[str, Any], Unlabeled]]
+        if queries is not None:
+            found = ((record.values, query) for record, query in queries(path, bad))
+        else:
+            found = (({"row": place}, query) for place, query in task.read_inputs(path, bad))
+        for values, query in found:
             yield from bad.waiting
             bad.waiting.clear()
-            yield _Waiting(place, query)
+            yield _Waiting(values, query)
         yield from bad.waiting
 
-    def _answers(self, records: Iterable[_Waiting], activation: bool) -> Iterator[dict[str, Any]]:
+    def _answers(
+        self, records: Iterable[_Waiting], activation: bool
+    ) -> Iterator[tuple[Mapping[str, Any], dict[str, Any]]]:
         chunk: list[_Waiting] = []
         tokens = 0
         for record in records:
@@ -127,43 +152,67 @@ class Predictor:
         yield from self._answer(chunk, activation)
 
     @torch.no_grad()
-    def _answer(self, chunk: list[_Waiting], activation: bool) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = [{"row": record.place, "error": record.error} for record in chunk]
+    def _answer(
+        self, chunk: list[_Waiting], activation: bool
+    ) -> list[tuple[Mapping[str, Any], dict[str, Any]]]:
+        found: list[dict[str, Any]] = [{"error": record.error} for record in chunk]
         good = [(i, record.query) for i, record in enumerate(chunk) if record.query is not None]
         good.sort(key=lambda pair: len(pair[1].inputs))
         for start in range(0, len(good), self.batch_size):
             numbers, queries = zip(*good[start : start + self.batch_size], strict=True)
             for number, answer in zip(numbers, self._batch(queries, activation), strict=True):
-                found[number] = {"row": chunk[number].place, **answer}
-        return found
+                found[number] = answer
+        return [(record.values, answer) for record, answer in zip(chunk, found, strict=True)]
 
     def _batch(self, queries: Sequence[Unlabeled], activation: bool) -> list[dict[str, Any]]:
         task = self.task
-        examples = [Example(np.asarray(query.inputs), 0, query.second) for query in queries]
-        batch = task.collate_inputs(examples).to(self.device)
-        output = apply_model(self.model, task.kind, batch)
+        output = self._run(queries)
         answers = []
-        rates = activation_of(output.routings, batch.mask, len(queries)) if activation else None
+        rates = activation_of(*output[1:], len(queries)) if activation else None
         for i, query in enumerate(queries):
-            logits = output.logits[i]
+            logits = output[0][i]
             if task.kind == "tag":
                 logits = logits[: len(query.inputs)]
             try:
                 answer = task.answer(logits, query.text)
             except ValueError as error:
                 answer = {"error": str(error)}
+            if query.cut:
+                answer["cut"] = query.cut
             if rates is not None and "error" not in answer:
                 answer["activation"] = rates[i]
             answers.append(answer)
         return answers
 
+    def _run(self, queries: Sequence[Unlabeled]) -> tuple[Tensor, Sequence[Routing | None], Tensor | None]:
+        """Logits, routings and mask of a batch."""
+        examples = [Example(np.asarray(query.inputs), 0, query.second) for query in queries]
+        batch = self.task.collate_inputs(examples).to(self.device)
+        output = apply_model(self.model, self.task.kind, batch)
+        return output.logits, output.routings, batch.mask
+
+    @torch.no_grad()
+    def logits(self, inputs: Sequence[Any]) -> list[Tensor]:
+        """The scores of inputs in memory: (outputs,), or (time, outputs) of tags."""
+        queries = [self.task.read_input(_plain(value)) for value in inputs]
+        order = sorted(range(len(queries)), key=lambda i: len(queries[i].inputs))
+        found: list[Tensor] = [torch.zeros(0)] * len(queries)
+        for start in range(0, len(order), self.batch_size):
+            numbers = order[start : start + self.batch_size]
+            scores = self._run([queries[i] for i in numbers])[0].cpu()
+            for number, row in zip(numbers, scores, strict=True):
+                found[number] = row[: len(queries[number].inputs)] if self.task.kind == "tag" else row
+        return found
+
 
 def _plain(value: Any) -> Any:
-    """Arrays and tensors as lists, which inputs read."""
-    return value.tolist() if isinstance(value, np.ndarray | Tensor) else value
+    """Tensors as arrays, which inputs read."""
+    return value.numpy() if isinstance(value, Tensor) else value
 
 
-def activation_of(routings: Sequence[Routing | None], mask: Tensor | None, rows: int) -> list[float | None]:
+def activation_of(
+    routings: Sequence[Routing | None], mask: Tensor | None, rows: int
+) -> list[float | None]:
     """Fraction of the tokens of each sequence that attended, averaged over layers; None without routers.
 
     Of pairs, only the first sequences count.

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from seqboat.hf.model import SeqBoatPreTrainedModel
     from seqboat.run import Run
 
-TokenizerKind = Literal["bytes", "own"] | None
+TokenizerKind = Literal["bytes"] | None
 
 
 class Exported(NamedTuple):
@@ -18,7 +18,7 @@ class Exported(NamedTuple):
     model: SeqBoatPreTrainedModel
     folder: Path
     tokenizer: TokenizerKind
-    """what it includes: a tokenizer of bytes, the one of the run, or none"""
+    """what it includes: a tokenizer of bytes, or none"""
 
 
 def export_run(run: Path | str, folder: Path | str, which: str = "best") -> Exported:
@@ -36,7 +36,6 @@ def export_run(run: Path | str, folder: Path | str, which: str = "best") -> Expo
     from seqboat.hf.model import SeqBoatForCausalLM
     from seqboat.hf.save import to_transformers
     from seqboat.hf.tokenizer import PAD, byte_tokenizer
-    from seqboat.own.inputs import Tokens
     from seqboat.own.targets import NumberTarget
     from seqboat.own.task import OwnTask
     from seqboat.run import Run
@@ -48,14 +47,10 @@ def export_run(run: Path | str, folder: Path | str, which: str = "best") -> Expo
         require(not any(folder.iterdir()), f"{folder} is not empty: choose a folder that does not exist yet")
     source = Run(run, which)
     name = to_dict(source.config)["task"]["name"]
-    tokens = source.task.source if isinstance(source.task, OwnTask) else None
     pad = PAD
     kind: TokenizerKind = None
     if source.task.text_bytes:
         kind = "bytes"
-    elif isinstance(tokens, Tokens):
-        kind = "own"
-        pad = tokens.tokenizer.pad_token_id or PAD
     try:
         model = to_transformers(source.model, pad_token_id=pad, **head_settings(source))
         if isinstance(source.task, OwnTask) and isinstance(source.task.target, NumberTarget):
@@ -70,9 +65,6 @@ def export_run(run: Path | str, folder: Path | str, which: str = "best") -> Expo
             lm = isinstance(model, SeqBoatForCausalLM)
             side, longest = ("left", None) if lm else ("right", source.task.max_length)
             byte_tokenizer(side, longest).save_pretrained(stage)
-        elif isinstance(tokens, Tokens):
-            tokens.tokenizer.model_max_length = tokens.max_length
-            tokens.tokenizer.save_pretrained(stage)
         card = model_card(model, source, kind)
         (stage / "README.md").write_text(card, encoding="utf-8")
     return Exported(model, folder, kind)

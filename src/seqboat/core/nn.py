@@ -240,6 +240,14 @@ def masked_mean(x: Tensor, mask: Tensor | None) -> Tensor:
     return torch.where(real, x, 0).sum(dim=1) / real.sum(dim=1).clamp(min=1)
 
 
+def masked_max(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Largest values over the real tokens of (batch, time, dim); zero for a sequence without any."""
+    if mask is None:
+        return x.amax(dim=1) if x.shape[1] else x.sum(dim=1)
+    found = x.masked_fill(~mask[..., None], -torch.inf).amax(dim=1) if x.shape[1] else x.sum(dim=1)
+    return found.masked_fill(~mask.any(dim=1, keepdim=True), 0.0)
+
+
 def init_linear(module: nn.Module, scaled: bool = False) -> None:
     """Initialize every Linear of a module: weights truncated at two standard deviations, biases 0.
 

@@ -335,3 +335,14 @@ def looks_like_html(head: bytes) -> bool:
     """Whether a file begins like a web page."""
     start = head.lstrip(b"\xef\xbb\xbf \t\r\n")[:64].lower()
     return start.startswith((b"<!doctype html", b"<html", b"<head"))
+
+
+def bad_text(text: bytes) -> str | None:
+    """What is wrong with a text, if anything."""
+    if not text.strip():
+        return "empty text"
+    try:
+        text.decode()
+    except UnicodeDecodeError as error:
+        return f"not UTF-8 at byte {error.start}"
+    return None

@@ -37,7 +37,7 @@ from torch.utils import _pytree as tree
 
 from seqboat.core.checks import check_choice, require
 from seqboat.data.files import digest_of, read_json, write_json
-from seqboat.models.heads import LanguageModel, Matcher
+from seqboat.models.heads import LanguageModel, Matcher, check_exportable
 from seqboat.ops.attention import FAR, FUNCTIONS, HIDDEN
 
 FORMAT = "seqboat 2"
@@ -276,6 +276,7 @@ def write_form(
         facts: what the file should say besides.
         opset: version of the operators.
     """
+    check_exportable(model)
     check_choice("form", form, FORMS)
     require(opset in OPSETS, f"opset must be in {OPSETS[0]}..{OPSETS[-1]}, got {opset}")
     kind = type(model).__name__

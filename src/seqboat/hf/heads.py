@@ -21,19 +21,23 @@ from transformers.modeling_outputs import (
 from transformers.utils.generic import can_return_tuple
 
 from seqboat.core.checks import require
-from seqboat.core.nn import masked_mean
 from seqboat.hf.configuration import SeqBoatModelConfig
 from seqboat.hf.model import IGNORE, SeqBoatModel, SeqBoatPreTrainedModel, read_mask
-from seqboat.models.heads import Head
+from seqboat.models.heads import Head, pool_tokens
 
 
 class _WithHead(SeqBoatPreTrainedModel):
     """The stack, and one hidden layer that scores the labels of a vector."""
 
+    @property
+    def parts(self) -> int:
+        """Vectors that the head reads."""
+        return 1
+
     def __init__(self, config: SeqBoatModelConfig) -> None:
         super().__init__(config)
         self.model = SeqBoatModel(config)
-        self.head = Head(config.stack(), 1, config.num_labels)
+        self.head = Head(config.stack(), self.parts, config.num_labels)
         self.post_init()
 
     def _read(self, inputs: dict[str, Any]) -> BaseModelOutputWithPast:
@@ -42,7 +46,12 @@ class _WithHead(SeqBoatPreTrainedModel):
 
 
 class SeqBoatForSequenceClassification(_WithHead):
-    """One answer for a sequence, from the mean over its real tokens."""
+    """One answer for a sequence, from the mean over its real tokens, or also their largest values."""
+
+    @property
+    def parts(self) -> int:
+        """Vectors that the head reads."""
+        return 1 if self.config.stack().pool == "mean" else 2
 
     # losses are means over examples: `Trainer` divides those of micro-batches by their number
     accepts_loss_kwargs = False
@@ -71,7 +80,7 @@ class SeqBoatForSequenceClassification(_WithHead):
         out = self._read(inputs)
         y = out.last_hidden_state
         assert y is not None
-        logits = self.head(masked_mean(y, read_mask(attention_mask, y.shape[1])))
+        logits = self.head(pool_tokens(y, read_mask(attention_mask, y.shape[1]), self.config.stack().pool))
         loss = None
         if labels is not None:
             loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)

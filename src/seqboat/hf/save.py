@@ -11,7 +11,7 @@ from seqboat.export.int8 import float_tensors
 from seqboat.hf.configuration import SeqBoatModelConfig
 from seqboat.hf.heads import SeqBoatForSequenceClassification, SeqBoatForTokenClassification
 from seqboat.hf.model import SeqBoatForCausalLM, SeqBoatPreTrainedModel
-from seqboat.models.heads import Classifier, LanguageModel, Tagger
+from seqboat.models.heads import Classifier, LanguageModel, Tagger, check_exportable
 
 
 def to_transformers(model: nn.Module, **settings: Any) -> SeqBoatPreTrainedModel:
@@ -26,6 +26,7 @@ def to_transformers(model: nn.Module, **settings: Any) -> SeqBoatPreTrainedModel
         f"only language models, classifiers and taggers can be exported, not a {type(model).__name__}",
     )
     assert isinstance(model, LanguageModel | Classifier | Tagger)
+    check_exportable(model)
     backbone = model.backbone.config
     if isinstance(model, LanguageModel):
         ours = SeqBoatForCausalLM(SeqBoatModelConfig.from_backbone(backbone, **settings))

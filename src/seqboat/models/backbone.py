@@ -27,10 +27,13 @@ from seqboat.core.mixer import Mixer, Routing, directions_of
 from seqboat.core.nn import Norm, no_tracking, sinusoids
 from seqboat.core.settings import FAMILIES, Settings, check_type, fill_in, unknown
 from seqboat.mixers import MIXERS
+from seqboat.models.stem import Stem
 from seqboat.plugins import load_plugins
 
-HeadInit = Literal["normal", "xavier"]
-HEAD_INITS = ("normal", "xavier")
+HeadInit = Literal["normal", "xavier", "zero"]
+HEAD_INITS = ("normal", "xavier", "zero")
+Pool = Literal["mean", "mean+max"]
+POOLS = ("mean", "mean+max")
 
 
 class MixerConfig(Protocol):
@@ -101,10 +104,18 @@ class BackboneConfig(Settings):
     head_bias: bool = True
     """Whether the class scores of a classifier or matcher have a bias."""
     head_init: HeadInit = "normal"
-    """Initial weights of the head: truncated N(0, 0.02) as in the layers, or Xavier as in the published code."""
+    """Initial weights of the head: truncated N(0, 0.02) as in the layers, Xavier as in the published code, or a last
+    map of zeros, with which a model begins as what is added to its answers."""
+    stem: int = 0
+    """Width of two residual convolutions before the first layer; 0 without."""
+    pool: Pool = "mean"
+    """What a classifier reads of the tokens: their mean, or also their largest values."""
 
     def __post_init__(self) -> None:
         check_choice("head_init", self.head_init, HEAD_INITS)
+        check_choice("pool", self.pool, POOLS)
+        check_positive("stem", self.stem, least=0)
+        require(self.stem == 0 or self.stem % 2 == 1, f"stem must be odd, got {self.stem}")
         check_positive("d_model", self.d_model)
         check_positive("num_layers", self.num_layers)
         check_positive("channels", self.channels)
@@ -205,6 +216,8 @@ class Backbone(nn.Module):
             for layer in self.layers:
                 layer.follow()  # type: ignore[operator]
         self.causal = all(layer.decodes for layer in self.layers)
+        self.stem = Stem(d_model, config.stem) if config.stem else None
+        require(self.stem is None or not self.causal, "stem reads both sides: causal layers need stem=0")
         self.norm = first.closing_norm()
         if isinstance(self.norm, Norm) and not config.final_norm_affine:
             self.norm.drop_affine()
@@ -271,8 +284,8 @@ class Backbone(nn.Module):
     ) -> tuple[Tensor, list[Any], list[Routing | None]]:
         """Outputs, states and decisions of the layers, on inputs that lie as the layout says."""
         documents, apart = layout.documents, False
-        if documents is not None and self.lead is not None:
-            # every document has a second stream of its own
+        if documents is not None and (self.lead is not None or self.stem is not None):
+            # every document has a second stream of its own, and a stem that sees no other
             inputs, layout, apart = documents.spread(inputs), Layout(documents.real), True
         position = torch.arange(inputs.shape[1], device=inputs.device)[None]
         if layout.documents is not None:
@@ -280,6 +293,8 @@ class Backbone(nn.Module):
         elif state is not None:
             position = state.seen[:, None] + position
         x, real = self._embed(inputs, position), layout.mask
+        if self.stem is not None:
+            x = self.stem(x, real)
         lead = 0 if self.lead is None else len(self.lead)
         if self.lead is not None:
             x = torch.cat([self.lead.expand(inputs.shape[0], -1, -1).to(x.dtype), x], dim=1)

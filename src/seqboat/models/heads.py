@@ -20,7 +20,7 @@ from seqboat.core.checks import (
 )
 from seqboat.core.layout import find_layout
 from seqboat.core.mixer import Routing
-from seqboat.core.nn import init_linear, masked_mean
+from seqboat.core.nn import init_linear, masked_max, masked_mean
 from seqboat.models.backbone import Backbone, BackboneConfig, BackboneState, backbone_config
 
 
@@ -58,12 +58,33 @@ class Head(nn.Module):
         if self.init == "xavier":
             for part in self.children():
                 nn.init.xavier_uniform_(part.weight)  # type: ignore[arg-type]
+        if self.init == "zero":
+            nn.init.zeros_(self.out.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.hidden is None:
             return self.out(F.dropout(x, self.dropout, self.training))
         hidden = F.dropout(self.hidden(x), self.dropout, self.training)
         return self.out(F.gelu(hidden))
+
+
+def pool_tokens(y: Tensor, mask: Tensor | None, how: str) -> Tensor:
+    """What a head reads of (batch, time, d_model): the mean over real tokens, or also the largest values."""
+    mean = masked_mean(y, mask)
+    return mean if how == "mean" else torch.cat([mean, masked_max(y, mask)], dim=-1)
+
+
+def check_exportable(model: nn.Module) -> None:
+    """Refuse a model whose answers are not those of its network alone."""
+    require(
+        getattr(model, "offset", None) is None,
+        "the answers of this model begin with those of a baseline, which has no other form: train it with "
+        "--set baseline=false",
+    )
+
+
+def _add(logits: Tensor, offset: nn.Module | None, inputs: Tensor, mask: Tensor | None) -> Tensor:
+    return logits if offset is None else logits + offset(inputs, mask)
 
 
 class Classifier(nn.Module):
@@ -89,20 +110,25 @@ class Classifier(nn.Module):
         super().__init__()
         config = backbone_config(config, options, self)
         self.backbone = Backbone(config)
-        self.head = Head(config, 1, classes)
+        self.head = Head(config, 1 if config.pool == "mean" else 2, classes)
+        self.offset: nn.Module | None = None
+        """scores of the same inputs and mask that are added"""
 
     def forward(
         self, inputs: Tensor, mask: Tensor | None = None, *, cu_seqlens: Tensor | None = None
     ) -> ClassifierOutput:
         """Class scores of token ids or real values (batch, time); of packed documents, (documents, classes)."""
         out = self.backbone(inputs, mask, cu_seqlens=cu_seqlens)
+        pool = self.backbone.config.pool
         if cu_seqlens is None:
-            return ClassifierOutput(self.head(masked_mean(out.y, mask)), out.routings)
+            logits = self.head(pool_tokens(out.y, mask, pool))
+            return ClassifierOutput(_add(logits, self.offset, inputs, mask), out.routings)
+        require(self.offset is None, "packed documents need a model without an offset")
         layout = find_layout(inputs, mask, cu_seqlens)
         documents = layout.documents
         assert documents is not None
-        means = masked_mean(documents.spread(layout.pull(out.y)), documents.real)
-        return ClassifierOutput(self.head(means), out.routings)
+        pooled = pool_tokens(documents.spread(layout.pull(out.y)), documents.real, pool)
+        return ClassifierOutput(self.head(pooled), out.routings)
 
 
 class Tagger(nn.Module):
@@ -127,13 +153,15 @@ class Tagger(nn.Module):
         config = backbone_config(config, options, self)
         self.backbone = Backbone(config)
         self.head = Head(config, 1, classes)
+        self.offset: nn.Module | None = None
+        """scores of the same inputs and mask that are added"""
 
     def forward(
         self, inputs: Tensor, mask: Tensor | None = None, *, cu_seqlens: Tensor | None = None
     ) -> ClassifierOutput:
         """Class scores (batch, time, classes) of token ids or real values (batch, time)."""
         out = self.backbone(inputs, mask, cu_seqlens=cu_seqlens)
-        return ClassifierOutput(self.head(out.y), out.routings)
+        return ClassifierOutput(_add(self.head(out.y), self.offset, inputs, mask), out.routings)
 
 
 class Matcher(nn.Module):

@@ -1,16 +1,19 @@
-"""Inputs: how a record or a file becomes a sequence.
+"""Inputs: how a record or a file becomes a sequence of tokens.
 
-A record is read once into a flat array that is stored (`read`, `read_file`); training turns stored arrays into the
-sequences that a model takes (`sequence`), with facts measured on the training rows, such as a mean.
+A record is read once (`read`, `read_file`). What training has to know about all rows, such as a vocabulary or a mean,
+is measured on the training rows and stored with the model; with it, `encode` turns what was read into numbers.
 """
 
 from __future__ import annotations
 
 import io
 import math
+import re
 import struct
 import wave
+import zlib
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,8 +22,6 @@ from numpy.typing import NDArray
 
 from seqboat.core.checks import require
 from seqboat.core.extras import check_installed
-from seqboat.data.tables import bad_text
-from seqboat.own.carried import pack_tokenizer, unpack_tokenizer
 from seqboat.tasks.task import BYTES
 
 if TYPE_CHECKING:
@@ -29,9 +30,25 @@ if TYPE_CHECKING:
 Facts = dict[str, Any]
 """What a model must know about its training data: plain values, stored with the model."""
 
+WORD = re.compile(r"\w+|[^\w\s]")
+KNOWN_WORDS = 30_000
+"""Words that have an id of their own: the most frequent of those that training meets twice."""
+BUCKETS = 1024
+"""Ids that all other words share, by a hash."""
+LIMIT = 8_192
+"""Tokens of a sequence unless `max_length` says more."""
+PATCHED = 128
+"""Steps from which on a series is read in patches."""
+PATCHES = 512
+"""Patches of the longest series, about."""
+LARGEST = 1_000.0
+"""Standard deviations that a value may differ from the mean; it is moved to there."""
 FULL_SCALE = float(1 << 31)
-MAX_SIDE = 10_000
-"""Pixels that an image file may have in each direction."""
+MAX_PIXELS = 50_000_000
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")
+"""Of images, told by their content: others can run programs."""
+NOTHING = ("", "na", "nan", "null", "none", "n/a")
+"""Words for a gap in a series."""
 
 
 class Input(ABC):
@@ -42,33 +59,20 @@ class Input(ABC):
     """
 
     name: ClassVar[str]
-    """As in INPUTS."""
-    dtype: ClassVar[Any]
-    """Of stored arrays."""
     suffixes: ClassVar[tuple[str, ...]] = ()
     """Of the files that a folder of such inputs holds."""
-    text_bytes: ClassVar[bool] = False
-    fixed_length: ClassVar[bool] = False
+    unit: ClassVar[str] = "tokens"
+    """What lengths count."""
 
     def __init__(self, config: OwnTaskConfig) -> None:
         self.config = config
-        self.extra: Facts = {}
-        """what reading found out and later records have to match"""
 
     @property
-    def columns(self) -> tuple[str, ...]:
-        """Columns of a table that it reads."""
-        return (self.config.text_column,)
-
-    @property
-    def max_length(self) -> int:
-        """The longest sequence."""
-        return self.config.max_length
-
-    @property
-    def picture(self) -> tuple[int, int] | None:
-        """Height and width, where a sequence is the pixels of an image."""
-        return None
+    def columns(self) -> dict[str, str]:
+        """Columns of a table that it reads, with the flags that name them."""
+        if self.config.file_column is not None:
+            return {self.config.file_column: "--set file_column=NAME"}
+        return {self.config.text_column: "--text"}
 
     def vocab(self, facts: Facts) -> int | None:
         """Number of token ids; None for real values."""
@@ -78,252 +82,309 @@ class Input(ABC):
         """Channels of real values."""
         return 1
 
-    def read(self, values: Mapping[str, Any], column: str | None = None) -> NDArray[Any]:
-        """The stored form of a record; a ValueError says what is wrong with it."""
-        raise ValueError(f"{self.name} inputs are files in a folder, not rows of a table")
+    def read(self, values: Mapping[str, Any]) -> Any:
+        """What a record says; a ValueError says what is wrong with it."""
+        raise ValueError(f"{self.name} inputs are files: name the column of file names (--set file_column=NAME)")
 
-    def read_file(self, content: bytes) -> NDArray[Any]:
-        """The stored form of a file; a ValueError says what is wrong with it."""
-        raise ValueError(f"{self.name} inputs are rows of a table, not files in a folder")
-
-    def measure(self, rows: Sequence[NDArray[Any]]) -> Facts:
-        """Facts about training rows in their stored form."""
-        return {}
+    def read_file(self, content: bytes) -> Any:
+        """What a file says; a ValueError says what is wrong with it."""
+        raise ValueError(f"{self.name} inputs are rows of a table, not files")
 
     @abstractmethod
-    def sequence(self, stored: NDArray[Any], facts: Facts) -> NDArray[Any]:
-        """(time,) token ids, or (time, channels) values."""
+    def measure(self, rows: Sequence[Any], tagging: bool) -> Facts:
+        """Facts about training rows.
+
+        Args:
+            rows: as they were read.
+            tagging: whether every token has an answer.
+        """
+
+    @abstractmethod
+    def encode(self, read: Any, facts: Facts) -> NDArray[Any]:
+        """The whole sequence: (time,) token ids, or (time, channels) values."""
+
+    def spans(self, text: str, facts: Facts) -> list[tuple[int, int]]:
+        """Where the tokens of a text begin and end, in characters."""
+        raise ValueError(f"tags of {self.name} inputs must be a list, one for each token")
+
+    def size(self, read: Any, facts: Facts) -> int:
+        """Tokens of a sequence, before it is cut."""
+        return len(self.encode(read, facts))
 
 
-class Text(Input):
-    """Text, read as the bytes of UTF-8."""
+def _text(values: Mapping[str, Any], column: str) -> str | list[str]:
+    value = values.get(column)
+    require(value is not None, "empty text")
+    if isinstance(value, list | tuple | np.ndarray):
+        require(len(value) > 0, "empty list of events")
+        require(all(isinstance(word, str) for word in value), f"{column!r} must be a text or a list of words")
+        return [str(word) for word in value]
+    require(isinstance(value, str), f"{column!r} must be a text, got {type(value).__name__}")
+    require(bool(str(value).strip()), "empty text")
+    return str(value)
 
-    name = "text"
-    dtype = np.uint8
+
+def _decode(content: bytes) -> str:
+    require(bool(content.strip()), "empty text")
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 at byte {error.start}") from None
+
+
+class Words(Input):
+    """Words of a text, or events by their names.
+
+    Texts are cut into words and signs, in lower case; lists of words are taken as they are. Words that training met
+    twice have ids of their own, others share `BUCKETS` ids by a hash: of the word, or for tags of its shape, which
+    says more about a word that nobody knows.
+    """
+
+    name = "words"
     suffixes = (".txt", ".md")
-    text_bytes = True
+    unit = "words"
+
+    def __init__(self, config: OwnTaskConfig) -> None:
+        super().__init__(config)
+        self._known: tuple[int, dict[str, int]] = (0, {})
+
+    def vocab(self, facts: Facts) -> int:
+        return BUCKETS + len(facts["words"])
+
+    def read(self, values: Mapping[str, Any]) -> str | list[str]:
+        return _text(values, self.config.text_column)
+
+    def read_file(self, content: bytes) -> str:
+        return _decode(content)
+
+    def measure(self, rows: Sequence[Any], tagging: bool) -> Facts:
+        facts: Facts = {"lower": not tagging, "shapes": tagging}
+        seen: Counter[str] = Counter()
+        for row in rows:
+            seen.update(split_words(row, facts["lower"]))
+        known = [word for word, count in seen.most_common(KNOWN_WORDS) if count > 1]
+        total = sum(seen.values())
+        facts["known"] = sum(seen[word] for word in known) / max(total, 1)
+        facts["letters"] = sum(len(word) * count for word, count in seen.items()) / max(total, 1)
+        return {**facts, "words": known}
+
+    def encode(self, read: Any, facts: Facts) -> NDArray[np.int64]:
+        known = self._ids(facts)
+        words = split_words(read, facts["lower"])
+        found = [known.get(word, -1) for word in words]
+        for place, number in enumerate(found):
+            if number < 0:
+                word = shape_of(words[place]) if facts["shapes"] else words[place]
+                found[place] = zlib.crc32(word.encode("utf-8", "surrogatepass")) % BUCKETS
+        return np.array(found, np.int64)
+
+    def _ids(self, facts: Facts) -> dict[str, int]:
+        if self._known[0] != id(facts["words"]):
+            numbers = {word: BUCKETS + place for place, word in enumerate(facts["words"])}
+            self._known = (id(facts["words"]), numbers)
+        return self._known[1]
+
+    def spans(self, text: str, facts: Facts) -> list[tuple[int, int]]:
+        return [found.span() for found in WORD.finditer(text)]
+
+    def size(self, read: Any, facts: Facts) -> int:
+        return len(split_words(read, False))
+
+
+def split_words(read: str | Sequence[str], lower: bool) -> list[str]:
+    """Words and signs of a text; a list stays as it is.
+
+    >>> split_words("It's 3 o'clock.", lower=True)
+    ['it', "'", 's', '3', 'o', "'", 'clock', '.']
+    """
+    if not isinstance(read, str):
+        return list(read)
+    return WORD.findall(read.lower() if lower else read)
+
+
+def shape_of(word: str) -> str:
+    """What an unknown word looks like: the kinds of its characters without repetitions, and its end.
+
+    >>> shape_of("Kowalski"), shape_of("B-52")
+    ('Aa:ski', 'A-0:-52')
+    """
+    kinds = "".join("A" if c.isupper() else "a" if c.isalpha() else "0" if c.isdigit() else c for c in word)
+    return re.sub(r"(.)\1+", r"\1", kinds) + ":" + word[-3:].lower()
+
+
+class Bytes(Input):
+    """Text as the bytes of UTF-8: for what has no words."""
+
+    name = "bytes"
+    suffixes = (".txt", ".md")
+    unit = "bytes"
 
     def vocab(self, facts: Facts) -> int:
         return BYTES
 
-    def read(self, values: Mapping[str, Any], column: str | None = None) -> NDArray[Any]:
-        column = column or self.config.text_column
-        value = values.get(column)
-        if isinstance(value, list) and all(isinstance(word, str) for word in value):
-            value = " ".join(value)
-        require(value is not None, "empty text")
-        require(isinstance(value, str), f"{column!r} must be a string, got {type(value).__name__}")
-        return self.read_file(str(value).encode("utf-8", "surrogateescape"))
+    def read(self, values: Mapping[str, Any]) -> str:
+        found = _text(values, self.config.text_column)
+        return found if isinstance(found, str) else " ".join(found)
 
-    def read_file(self, content: bytes) -> NDArray[Any]:
-        if problem := bad_text(content):
-            raise ValueError(problem)
-        return np.frombuffer(content, np.uint8)
+    def read_file(self, content: bytes) -> str:
+        return _decode(content)
 
-    def sequence(self, stored: NDArray[Any], facts: Facts) -> NDArray[Any]:
-        return stored[: self.max_length].astype(np.int64)
+    def measure(self, rows: Sequence[Any], tagging: bool) -> Facts:
+        return {}
 
+    def encode(self, read: Any, facts: Facts) -> NDArray[np.int64]:
+        return np.frombuffer(read.encode("utf-8", "replace"), np.uint8).astype(np.int64)
 
-class Symbols(Input):
-    """Strings over a small alphabet, such as DNA or proteins; case is ignored."""
+    def spans(self, text: str, facts: Facts) -> list[tuple[int, int]]:
+        return [(i, i + 1) for i, c in enumerate(text) for _ in c.encode("utf-8", "replace")]
 
-    name = "symbols"
-    dtype = np.uint8
-
-    def vocab(self, facts: Facts) -> int:
-        return 1 + len(facts["symbols"])
-
-    def read(self, values: Mapping[str, Any], column: str | None = None) -> NDArray[Any]:
-        value = values.get(column or self.config.text_column)
-        require(isinstance(value, str) and bool(value.strip()), "empty sequence")
-        text = "".join(str(value).split()).upper()
-        require(text.isascii(), "symbols must be ASCII")
-        return np.frombuffer(text.encode("ascii"), np.uint8)
-
-    def measure(self, rows: Sequence[NDArray[Any]]) -> Facts:
-        seen = np.zeros(BYTES, bool)
-        for row in rows:
-            seen[np.asarray(row)] = True
-        return {"symbols": bytes(np.flatnonzero(seen).astype(np.uint8)).decode("ascii")}
-
-    def sequence(self, stored: NDArray[Any], facts: Facts) -> NDArray[Any]:
-        # id 0 is for symbols that training never met
-        ids = np.zeros(BYTES, np.int64)
-        ids[np.frombuffer(facts["symbols"].encode("ascii"), np.uint8)] = 1 + np.arange(len(facts["symbols"]))
-        return ids[stored[: self.max_length]]
-
-
-class Tokens(Input):
-    """Text as tokens of a Hugging Face tokenizer."""
-
-    name = "tokens"
-    dtype = np.uint32
-
-    def __init__(self, config: OwnTaskConfig) -> None:
-        super().__init__(config)
-        self._tokenizer: Any = None
-
-    @property
-    def tokenizer(self) -> Any:
-        """Loaded when it is first needed: the one that a run carries, or else by its name."""
-        if self._tokenizer is None:
-            check_installed("transformers", "--data.tokenizer")
-            if packed := self.extra.get("tokenizer"):
-                self._tokenizer = unpack_tokenizer(packed)
-            else:
-                self._tokenizer = self._load(self.config.tokenizer)
-        return self._tokenizer
-
-    def _load(self, name: str | None) -> Any:
-        require(bool(name), "--data.tokenizer must name a tokenizer: a folder, or a model of the hub")
-        from transformers import AutoTokenizer
-
-        try:
-            return AutoTokenizer.from_pretrained(name)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"tokenizer {name!r} cannot be loaded: {error}") from None
-
-    def vocab(self, facts: Facts) -> int:
-        return int(facts["vocab"])
-
-    def read(self, values: Mapping[str, Any], column: str | None = None) -> NDArray[Any]:
-        value = values.get(column or self.config.text_column)
-        require(isinstance(value, str) and bool(value.strip()), "empty text")
-        ids = self.tokenizer(value, truncation=True, max_length=self.max_length)["input_ids"]
-        require(len(ids) > 0, "no tokens")
-        return np.array(ids, np.uint32)
-
-    def measure(self, rows: Sequence[NDArray[Any]]) -> Facts:
-        return {"vocab": len(self.tokenizer), "tokenizer": pack_tokenizer(self.tokenizer)}
-
-    def sequence(self, stored: NDArray[Any], facts: Facts) -> NDArray[Any]:
-        return stored[: self.max_length].astype(np.int64)
+    def size(self, read: Any, facts: Facts) -> int:
+        return len(read.encode("utf-8", "replace"))
 
 
 class Series(Input):
-    """Time series with one or more channels and gaps: normalized per channel, gaps filled with the mean.
+    """Time series with one or more channels and gaps, in patches of neighboring steps.
 
-    If the training data has gaps, each channel comes with an indicator channel: 1 where a value was observed.
+    Values are normalized per channel. If the training data has gaps, each channel comes with another one that is 1
+    where a value was observed; the value of a gap is the mean.
     """
 
     name = "series"
-    dtype = np.float32
+    unit = "steps"
 
     @property
-    def columns(self) -> tuple[str, ...]:
+    def columns(self) -> dict[str, str]:
         config = self.config
-        if config.channels:
-            return (*((config.series_column,) if config.series_column else ()), *config.channels)
-        return (config.text_column,)
-
-    @property
-    def width(self) -> int:
-        """Numbers at each time."""
-        return len(self.config.channels) or int(self.extra["width"])
+        if not config.channels:
+            return super().columns
+        found = {} if config.series_column is None else {config.series_column: "--series"}
+        return {**found, **dict.fromkeys(config.channels, "--channels")}
 
     def channels(self, facts: Facts) -> int:
-        return len(facts["mean"]) * (2 if facts["gaps"] else 1)
+        return len(facts["mean"]) * (2 if facts["gaps"] else 1) * int(facts["patch"])
 
-    def read(self, values: Mapping[str, Any], column: str | None = None) -> NDArray[Any]:
-        if self.config.channels and self.config.series_column:
-            return np.array([_number(values.get(name)) for name in self.config.channels], np.float32)
-        if self.config.channels:
-            parts = [_numbers(values.get(name)) for name in self.config.channels]
+    def read(self, values: Mapping[str, Any]) -> NDArray[np.float64]:
+        config = self.config
+        if config.channels and config.series_column:
+            return np.array([[_number(values.get(name)) for name in config.channels]])
+        if config.channels:
+            parts = [_numbers(values.get(name)) for name in config.channels]
             require(len({len(part) for part in parts}) == 1, "channels of different lengths")
-            return self._check(np.stack(parts, axis=1))
-        return self._check(_matrix(values.get(column or self.config.text_column)))
+            found = np.stack(parts, axis=1)
+        else:
+            found = _matrix(values.get(config.text_column))
+        require(found.size > 0, "empty series")
+        return found
 
-    def _check(self, matrix: NDArray[np.float32]) -> NDArray[np.float32]:
-        require(len(matrix) > 0, "empty series")
-        width = self.extra.setdefault("width", matrix.shape[1])
-        require(matrix.shape[1] == width, f"expected {width} channels, got {matrix.shape[1]}")
-        return matrix.reshape(-1)
+    def measure(self, rows: Sequence[Any], tagging: bool) -> Facts:
+        width = rows[0].shape[1]
+        mean, std, gaps = _scales(rows, width)
+        longest = max(len(row) for row in rows)
+        patch = 1
+        while not tagging and longest >= PATCHED and patch < 64 and (patch < 4 or longest > patch * PATCHES):
+            patch *= 2
+        return {"mean": mean, "std": std, "gaps": gaps, "patch": patch}
 
-    def measure(self, rows: Sequence[NDArray[Any]]) -> Facts:
-        width = self.width
-        count, total, square = np.zeros(width), np.zeros(width), np.zeros(width)
-        gaps = False
-        for row in rows:
-            part = np.asarray(row, np.float64).reshape(-1, width)
-            there = np.isfinite(part)
-            gaps = gaps or not bool(there.all())
-            part = np.where(there, part, 0.0)
-            count += there.sum(axis=0)
-            total += part.sum(axis=0)
-            square += (part**2).sum(axis=0)
-        mean = total / np.maximum(count, 1)
-        std = np.sqrt(np.maximum(square / np.maximum(count, 1) - mean**2, 0.0))
-        std[std < 1e-12 * np.maximum(np.abs(mean), 1e-300)] = 1.0
-        return {"mean": mean.tolist(), "std": std.tolist(), "gaps": gaps, "width": width}
-
-    def sequence(self, stored: NDArray[Any], facts: Facts) -> NDArray[Any]:
-        mean, std = np.array(facts["mean"]), np.array(facts["std"])
-        require(
-            len(stored) % len(mean) == 0, f"expected {len(mean)} channels, got {len(stored)} values in all"
-        )
-        values = stored.reshape(-1, len(mean))[: self.max_length].astype(np.float64)
-        there = np.isfinite(values)
-        filled = np.where(there, (np.where(there, values, 0.0) - mean) / std, 0.0)
+    def encode(self, read: Any, facts: Facts) -> NDArray[np.float32]:
+        width, patch = len(facts["mean"]), int(facts["patch"])
+        require(read.shape[1] == width, f"expected {width} channels, got {read.shape[1]}")
+        there = np.isfinite(read)
+        centered = (np.where(there, read, 0.0) - np.array(facts["mean"])) / np.array(facts["std"])
+        values = np.where(there, centered.clip(-LARGEST, LARGEST), 0.0)
         if facts["gaps"]:
-            filled = np.concatenate([filled, there], axis=1)
-        return filled.astype(np.float32)
+            values = np.concatenate([values, there], axis=1)
+        count = -(-len(values) // patch)
+        values = np.pad(values, ((0, count * patch - len(values)), (0, 0)))
+        return values.reshape(count, -1).astype(np.float32)
+
+    def size(self, read: Any, facts: Facts) -> int:
+        return -(-len(read) // int(facts["patch"]))
+
+
+def _scales(rows: Sequence[NDArray[np.float64]], width: int) -> tuple[list[float], list[float], bool]:
+    """Mean and standard deviation of each channel without what is absurdly far away, and whether there are gaps."""
+    gaps = any(not np.isfinite(row).all() for row in rows)
+    mean, std = [], []
+    for channel in range(width):
+        values = np.concatenate([row[:, channel] for row in rows])
+        values = values[np.isfinite(values)].clip(-1e150, 1e150)
+        if not len(values):
+            values = np.zeros(1)
+        low, high = np.quantile(values, [0.01, 0.99])
+        if high > low:
+            reach = 100 * (high - low)
+            values = values.clip(low - reach, high + reach)
+        found = float(values.std())
+        mean.append(float(values.mean()))
+        std.append(found if found > 1e-12 * max(abs(mean[-1]), 1e-300) else 1.0)
+    return mean, std, gaps
 
 
 def _number(value: Any) -> float:
     """A number; NaN for a gap."""
-    if value is None or (
-        isinstance(value, str) and value.strip().lower() in ("", "na", "nan", "null", "none")
-    ):
+    if value is None or (isinstance(value, str) and value.strip().lower() in NOTHING):
         return math.nan
     try:
         found = float(value)
+    except OverflowError:
+        found = math.inf
     except (TypeError, ValueError):
         raise ValueError(f"not a number: {str(value)[:40]!r}") from None
-    require(math.isnan(found) or abs(found) < 3e38, f"not a finite number: {str(value)[:40]}")
+    require(not math.isinf(found), f"not a finite number: {str(value)[:40]}")
     return found
 
 
-def _numbers(value: Any) -> NDArray[np.float32]:
+def _numbers(value: Any) -> NDArray[np.float64]:
     if isinstance(value, str):
-        value = value.replace(",", " ").split()
+        value = value.replace(",", " ").strip("[] \t").split()
     require(isinstance(value, list | tuple | np.ndarray), "a series must be a list of numbers")
-    return np.array([_number(item) for item in value], np.float32)
+    return np.array([_number(item) for item in value], np.float64)
 
 
-def _matrix(value: Any) -> NDArray[np.float32]:
-    """(time, channels) from a list of numbers or of lists of numbers."""
-    if isinstance(value, list | tuple) and value and isinstance(value[0], list | tuple):
+def _matrix(value: Any) -> NDArray[np.float64]:
+    """(time, channels) from an array, a list of numbers or of lists of numbers."""
+    if isinstance(value, np.ndarray) and value.dtype.kind in "fiub":
+        require(value.ndim in (1, 2), f"a series must have the shape (time, channels), got {value.shape}")
+        found = value.astype(np.float64).reshape(len(value), -1)
+        require(not np.isinf(found).any(), "not a finite number: inf")
+        return found
+    if isinstance(value, list | tuple | np.ndarray) and len(value) and isinstance(value[0], list | tuple | np.ndarray):
         rows = [_numbers(row) for row in value]
         require(len({len(row) for row in rows}) == 1, "times with different numbers of channels")
         return np.stack(rows)
     return _numbers(value)[:, None]
 
 
-class Sound(Input):
+class Sound(Series):
     """WAV files with 8 to 32-bit integer samples at one sample rate; channels are averaged."""
 
     name = "wav"
-    dtype = np.float32
     suffixes = (".wav",)
+    unit = "samples"
 
-    def read_file(self, content: bytes) -> NDArray[Any]:
+    def __init__(self, config: OwnTaskConfig) -> None:
+        super().__init__(config)
+        self.rate: int | None = None
+
+    @property
+    def columns(self) -> dict[str, str]:
+        return Input.columns.fget(self)  # type: ignore[attr-defined, no-any-return]
+
+    def read(self, values: Mapping[str, Any]) -> NDArray[np.float64]:
+        return Input.read(self, values)  # type: ignore[no-any-return]
+
+    def read_file(self, content: bytes) -> NDArray[np.float64]:
         rate, samples = read_sound(content)
-        expected = self.extra.setdefault("rate", rate)
-        require(rate == expected, f"expected {expected} samples per second as in the first file, got {rate}")
-        return samples
+        self.rate = self.rate or rate
+        require(rate == self.rate, f"expected {self.rate} samples per second as in the first file, got {rate}")
+        return samples[:, None].astype(np.float64)
 
-    def measure(self, rows: Sequence[NDArray[Any]]) -> Facts:
-        count, total, square = 0, 0.0, 0.0
-        for row in rows:
-            part = np.asarray(row, np.float64)
-            count, total, square = count + len(part), total + part.sum(), square + (part**2).sum()
-        mean = total / max(count, 1)
-        std = math.sqrt(max(square / max(count, 1) - mean**2, 0.0))
-        return {"mean": float(mean), "std": float(std) or 1.0, "rate": self.extra["rate"]}
+    def measure(self, rows: Sequence[Any], tagging: bool) -> Facts:
+        return {**super().measure(rows, tagging), "rate": self.rate}
 
-    def sequence(self, stored: NDArray[Any], facts: Facts) -> NDArray[Any]:
-        values = np.asarray(stored[: self.max_length], np.float32)
-        return ((values - np.float32(facts["mean"])) / np.float32(facts["std"]))[:, None]
+    def encode(self, read: Any, facts: Facts) -> NDArray[np.float32]:
+        self.rate = facts["rate"]
+        return super().encode(read, facts)
 
 
 def read_sound(content: bytes) -> tuple[int, NDArray[np.float32]]:
@@ -346,66 +407,64 @@ def read_sound(content: bytes) -> tuple[int, NDArray[np.float32]]:
     return rate, samples.astype(np.float32)
 
 
-class Picture(Input):
-    """Image files, converted to gray, resized, and read row by row."""
+class Picture(Series):
+    """Images, converted to gray, resized, and read in squares of 2 x 2 pixels, row by row."""
 
     name = "image"
-    dtype = np.uint8
-    suffixes = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
-    fixed_length = True
+    suffixes = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
+    unit = "squares"
 
     @property
-    def max_length(self) -> int:
-        return self.config.image_size**2
+    def columns(self) -> dict[str, str]:
+        return Input.columns.fget(self)  # type: ignore[attr-defined, no-any-return]
 
-    @property
-    def picture(self) -> tuple[int, int]:
-        return self.config.image_size, self.config.image_size
+    def read(self, values: Mapping[str, Any]) -> NDArray[np.float64]:
+        return Input.read(self, values)  # type: ignore[no-any-return]
 
-    def read_file(self, content: bytes) -> NDArray[Any]:
-        check_installed("PIL", "a folder of images")
-        from PIL import Image, UnidentifiedImageError
+    def read_file(self, content: bytes) -> NDArray[np.float64]:
+        return self.squares(read_picture(content))
 
-        try:
-            with Image.open(io.BytesIO(content)) as image:
-                require(
-                    max(image.size) <= MAX_SIDE,
-                    f"an image of {image.size[0]} x {image.size[1]} pixels is too large",
-                )
-                return self.resize(np.asarray(image.convert("L"), np.uint8))
-        except (UnidentifiedImageError, OSError, SyntaxError, Image.DecompressionBombError) as error:
-            raise ValueError(f"not an image: {error}") from None
-
-    def resize(self, pixels: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """The stored form of a gray image (height, width)."""
+    def squares(self, pixels: NDArray[Any]) -> NDArray[np.float64]:
+        """(squares, 4) from a gray image (height, width) with values from 0 to 255."""
+        check_installed("PIL", "an image")
         from PIL import Image
 
         side = self.config.image_size
-        if pixels.shape == (side, side):
-            return pixels.reshape(-1)
-        small = Image.fromarray(pixels).resize((side, side), Image.Resampling.BOX)
-        return np.asarray(small, np.uint8).reshape(-1)
+        small: Any = np.asarray(pixels, np.float32)
+        if small.shape != (side, side):
+            small = np.asarray(Image.fromarray(small).resize((side, side), Image.Resampling.BOX))
+        blocks = small.astype(np.float64).reshape(side // 2, 2, side // 2, 2).transpose(0, 2, 1, 3)
+        return blocks.reshape(-1, 4) / 255  # type: ignore[no-any-return]
 
-    def measure(self, rows: Sequence[NDArray[Any]]) -> Facts:
-        count, total, square = 0, 0.0, 0.0
-        for row in rows:
-            part = np.asarray(row, np.float64) / 255
-            count, total, square = count + len(part), total + part.sum(), square + (part**2).sum()
-        mean = total / max(count, 1)
-        std = math.sqrt(max(square / max(count, 1) - mean**2, 0.0))
-        return {"mean": float(mean), "std": float(std) or 1.0}
+    def measure(self, rows: Sequence[Any], tagging: bool) -> Facts:
+        return {**super().measure(rows, True), "gaps": False}
 
-    def sequence(self, stored: NDArray[Any], facts: Facts) -> NDArray[Any]:
-        values = np.asarray(stored, np.float32) / 255
-        return ((values - np.float32(facts["mean"])) / np.float32(facts["std"]))[:, None]
+
+def read_picture(content: bytes) -> NDArray[np.float32]:
+    """Gray values from 0 to 255 (height, width) of an image in one of FORMATS; those of 16 bits are scaled."""
+    check_installed("PIL", "an image")
+    from PIL import Image, UnidentifiedImageError
+
+    known = f"expected one of {', '.join(FORMATS)}"
+    try:
+        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+            width, height = image.size
+            require(width * height <= MAX_PIXELS, f"an image of {width} x {height} pixels is too large")
+            if image.mode.startswith("I"):
+                return np.asarray(image, np.float32).clip(0, 65535) / 257  # type: ignore[no-any-return]
+            require(image.mode != "F", "an image of real numbers: save it with 8 or 16 bits")
+            return np.asarray(image.convert("L"), np.float32)
+    except UnidentifiedImageError:
+        raise ValueError(f"not an image: {known}") from None
+    except (OSError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+        raise ValueError(f"not an image: {error}") from None
 
 
 INPUTS: dict[str, type[Input]] = {
-    "text": Text,
-    "symbols": Symbols,
-    "tokens": Tokens,
+    "words": Words,
+    "bytes": Bytes,
     "series": Series,
     "wav": Sound,
     "image": Picture,
 }
-"""Every kind of input by the name that settings use."""
+"""Every kind of input by its name in the facts of a model."""

@@ -1,4 +1,4 @@
-"""Tags of tokens: spans of characters, or one tag per word, character or step."""
+"""Tags of tokens: spans of characters, or one tag per word or step."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from seqboat.core.checks import require
-from seqboat.data.store import ArrayStore, RaggedWriter, Staging
 from seqboat.own.inputs import Facts
 from seqboat.own.targets import Labeled, read_label
-from seqboat.tasks.stored import ragged
 from seqboat.tasks.task import IGNORE, Example, Loss, ratio
 
 OUTSIDE = "O"
 """Tag of tokens outside every span."""
+
+Span = tuple[int, int, str]
 
 
 class TagTarget(Labeled):
@@ -29,39 +29,30 @@ class TagTarget(Labeled):
     kind = "tag"
     said = ("tags",)
 
-    def read(self, values: Mapping[str, Any], stored: NDArray[Any]) -> list[str]:
+    def read(self, values: Mapping[str, Any]) -> list[str] | list[Span]:
+        """One tag per token, or the spans of a text."""
         tags = values.get(self.config.label_column)
-        require(isinstance(tags, list), f"{self.config.label_column!r} must be a list")
-        assert isinstance(tags, list)
+        tags = tags.tolist() if isinstance(tags, np.ndarray) else tags
+        require(isinstance(tags, list | tuple), f"{self.config.label_column!r} must be a list")
+        assert isinstance(tags, list | tuple)
         text = values.get(self.config.text_column)
-        if isinstance(text, list) and len(tags) == len(text) and all(isinstance(word, str) for word in text):
-            return _word_tags(text, tags)
-        if isinstance(text, str) and all(isinstance(tag, list | tuple | dict) for tag in tags):
-            return _span_tags(text, tags)
-        time = len(text) if isinstance(text, list | str) else len(stored)
-        require(len(tags) == time, f"{len(tags)} tags for {time} tokens")
-        found = [read_label(tag) for tag in tags]
         if isinstance(text, str):
-            sizes = [len(character.encode("utf-8", "surrogateescape")) for character in text]
-            found = [tag for tag, size in zip(found, sizes, strict=True) for _ in range(size)]
-        return found
+            return [_read_span(span, len(text)) for span in tags]
+        return [read_label(tag) for tag in tags]
 
-    def open(self, staging: Staging) -> None:
-        super().open(staging)
-        self._tags = RaggedWriter(staging, "tags", np.uint16)
-        self._names.number(OUTSIDE, 0)
+    def named(self, value: Any) -> Sequence[str]:
+        return [OUTSIDE, *(tag if isinstance(tag, str) else tag[2] for tag in value)]
 
-    def append(self, value: Any, line: int) -> None:
-        numbers = [self._names.number(tag, line) for tag in value]
-        require(max(numbers, default=0) < 1 << 16, "too many different tags")
-        self._tags.append(np.array(numbers, np.uint16))
+    def measure(self, values: Sequence[Any], path: str) -> Facts:
+        facts = super().measure(values, path)
+        counts = dict(zip(facts["labels"], facts["counts"], strict=True))
+        labels = [OUTSIDE, *(label for label in facts["labels"] if label != OUTSIDE)]
+        counts[OUTSIDE] -= len(values)  # `named` adds one for every row
+        return {"labels": labels, "counts": [counts[label] for label in labels]}
 
-    def measure(self, store: ArrayStore, rows: NDArray[np.integer], path: str) -> Facts:
-        labels = super().measure(store, rows, path)["labels"]
-        return {"labels": [OUTSIDE, *(label for label in labels if label != OUTSIDE)]}
-
-    def encode(self, store: ArrayStore, facts: Facts, index: int, length: int) -> NDArray[np.int64]:
-        return self.classes(store, facts)[ragged(store, "tags", index, length)]
+    def encode(self, value: Any, facts: Facts, length: int) -> NDArray[np.int64]:
+        places = {label: place for place, label in enumerate(facts["labels"])}
+        return np.array([places[tag] for tag in value[:length]], np.int64)
 
     def collate(self, examples: Sequence[Example], time: int) -> Tensor:
         targets = torch.full((len(examples), time), IGNORE, dtype=torch.int64)
@@ -74,6 +65,15 @@ class TagTarget(Labeled):
         flat = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
         total = F.cross_entropy(*flat, ignore_index=IGNORE, reduction="sum")
         return Loss(total, (targets != IGNORE).sum())
+
+    def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
+        each = F.cross_entropy(logits.transpose(1, 2), targets, ignore_index=IGNORE, reduction="none")
+        return each.sum(dim=-1) / (targets != IGNORE).sum(dim=-1).clamp(min=1)
+
+    def each(self, logits: Tensor, targets: Tensor) -> Tensor:
+        real = targets != IGNORE
+        right = ((logits.argmax(dim=-1) == targets) & real).sum(dim=-1)
+        return right.double() / real.sum(dim=-1).clamp(min=1)
 
     def score(self, logits: Tensor, targets: Tensor, facts: Facts) -> dict[str, Tensor]:
         said, real = logits.argmax(dim=-1), targets != IGNORE
@@ -95,47 +95,48 @@ class TagTarget(Labeled):
         return " ".join(facts["labels"][int(tag)] for tag in np.asarray(target))
 
 
-def _word_tags(words: Sequence[str], tags: Sequence[Any]) -> list[str]:
-    found: list[str] = []
-    for word, tag in zip(words, tags, strict=True):
-        if found:
-            found.append(OUTSIDE)  # the space between words
-        found += [read_label(tag)] * len(word.encode("utf-8", "surrogateescape"))
+def _read_span(span: Any, length: int) -> Span:
+    if isinstance(span, dict):
+        span = [span.get("start"), span.get("end"), span.get("label")]
+    require(
+        isinstance(span, list | tuple)
+        and len(span) == 3
+        and all(isinstance(place, int | np.integer) for place in span[:2]),
+        f"a span must be start, end and label, got {str(span)[:60]}",
+    )
+    start, end, label = span
+    require(0 <= start < end <= length, f"span {start} to {end} is outside a text of {length}")
+    return int(start), int(end), read_label(label)
+
+
+def tags_of(spans: Sequence[Span], places: Sequence[tuple[int, int]]) -> list[str]:
+    """The tag of each token from spans of characters; the last span that touches it counts.
+
+    >>> tags_of([(2, 4, "X")], [(0, 1), (2, 4), (5, 6)])
+    ['O', 'X', 'O']
+    """
+    found = [OUTSIDE] * len(places)
+    starts = np.array([start for start, _ in places])
+    ends = np.array([end for _, end in places])
+    for start, end, label in spans:
+        for number in np.flatnonzero((starts < end) & (ends > start)):
+            found[number] = label
     return found
 
 
-def _span_tags(text: str, spans: Sequence[Any]) -> list[str]:
-    ends = np.cumsum([0, *(len(character.encode("utf-8", "surrogateescape")) for character in text)])
-    found = [OUTSIDE] * int(ends[-1])
-    for span in spans:
-        if isinstance(span, dict):
-            span = [span.get("start"), span.get("end"), span.get("label")]
-        require(
-            len(span) == 3 and all(isinstance(place, int) for place in span[:2]),
-            f"a span must be start, end and label, got {str(span)[:60]}",
-        )
-        start, end, label = span
-        require(0 <= start < end <= len(text), f"span {start} to {end} is outside a text of {len(text)}")
-        first, last = int(ends[start]), int(ends[end])
-        found[first:last] = [read_label(label)] * (last - first)
-    return found
+def find_spans(text: str, tags: Sequence[str], places: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
+    """Spans of characters from the tags of a text's tokens; neighbors with the same tag are one span.
 
-
-def find_spans(text: str, tags: Sequence[str]) -> list[dict[str, Any]]:
-    """Spans of characters from the tags of a text's bytes; a character goes by its first byte.
-
-    >>> find_spans("a bc", ["O", "O", "X", "X"])
+    >>> find_spans("a bc", ["O", "X"], [(0, 1), (2, 4)])
     [{'start': 2, 'end': 4, 'label': 'X', 'text': 'bc'}]
     """
     spans: list[dict[str, Any]] = []
-    place, before = 0, OUTSIDE
-    for number, character in enumerate(text):
-        tag = tags[place] if place < len(tags) else OUTSIDE
+    before = OUTSIDE
+    for tag, (start, end) in zip(tags, places, strict=False):
         if tag != OUTSIDE:
             if tag == before:
-                spans[-1]["end"] = number + 1
+                spans[-1]["end"] = end
             else:
-                spans.append({"start": number, "end": number + 1, "label": tag})
+                spans.append({"start": start, "end": end, "label": tag})
         before = tag
-        place += len(character.encode("utf-8", "surrogateescape"))
     return [{**span, "text": text[span["start"] : span["end"]]} for span in spans]

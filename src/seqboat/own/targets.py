@@ -14,10 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from seqboat.core.checks import require
-from seqboat.data.store import ArrayStore, RaggedWriter, Staging
-from seqboat.data.tables import MAX_LABEL
 from seqboat.own.inputs import Facts
-from seqboat.tasks.stored import ragged
 from seqboat.tasks.task import Example, Kind, Loss, ratio
 
 if TYPE_CHECKING:
@@ -25,12 +22,14 @@ if TYPE_CHECKING:
 
 MAX_CLASSES = 1000
 """Largest number of classes; more distinct labels suggest the wrong column."""
-COUNTED_LABELS = 100_000
-"""Distinct labels to count before giving up on a table."""
+MAX_LABEL = 1000
+"""Characters of a label."""
+MAX_NUMBER = 1e150
+"""Largest size of a number to predict: its square must be a number, too."""
 
 
 class Target(ABC):
-    """What is learned. One object writes the targets of a table, or serves those of a task.
+    """What is learned.
 
     Args:
         config: of the task.
@@ -46,26 +45,14 @@ class Target(ABC):
         self.config = config
 
     @abstractmethod
-    def read(self, values: Mapping[str, Any], stored: NDArray[Any]) -> Any:
-        """The target of a record whose stored input is given; a ValueError says what is wrong with it."""
+    def read(self, values: Mapping[str, Any]) -> Any:
+        """The target of a record; a ValueError says what is wrong with it."""
 
-    @abstractmethod
-    def open(self, staging: Staging) -> None:
-        """Make room for the targets of a table."""
-
-    @abstractmethod
-    def append(self, value: Any, line: int) -> None:
-        """Add one."""
-
-    def close(self) -> Facts:
-        """Write what is waiting; returns what the table's manifest should know."""
-        return {}
-
-    def check(self, store: ArrayStore, facts: Facts, path: str) -> None:  # noqa: B027 - numbers are never unknown
+    def check(self, values: Sequence[Any], places: Sequence[str], facts: Facts, path: str) -> None:  # noqa: B027
         """Refuse a table whose targets a model with these facts does not know."""
 
     @abstractmethod
-    def measure(self, store: ArrayStore, rows: NDArray[np.integer], path: str) -> Facts:
+    def measure(self, values: Sequence[Any], path: str) -> Facts:
         """Facts about training rows."""
 
     def outputs(self, facts: Facts) -> int:
@@ -73,8 +60,8 @@ class Target(ABC):
         return len(facts["labels"])
 
     @abstractmethod
-    def encode(self, store: ArrayStore, facts: Facts, index: int, length: int) -> NDArray[Any] | int:
-        """The target of an example, as numbers."""
+    def encode(self, value: Any, facts: Facts, length: int) -> NDArray[Any] | int:
+        """The target of an example of `length` tokens, as numbers."""
 
     def collate(self, examples: Sequence[Example], time: int) -> Tensor:
         """The targets of a batch."""
@@ -83,6 +70,14 @@ class Target(ABC):
     @abstractmethod
     def loss(self, logits: Tensor, targets: Tensor, facts: Facts) -> Loss:
         """Summed over what is scored."""
+
+    @abstractmethod
+    def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """(batch,): the loss of each row, without weights of classes."""
+
+    @abstractmethod
+    def each(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """(batch,): how good each answer is by the metric, for differences: 1 for right, or a squared error."""
 
     @abstractmethod
     def score(self, logits: Tensor, targets: Tensor, facts: Facts) -> dict[str, Tensor]:
@@ -108,7 +103,11 @@ class Target(ABC):
 def read_label(value: Any) -> str:
     """A label as text."""
     require(not isinstance(value, dict | list), "a label must be a word or a number")
-    label = "" if value is None else str(value).encode("utf-8", "replace").decode().strip()
+    require(not (isinstance(value, float) and math.isnan(value)), "empty label (NaN)")
+    try:
+        label = "" if value is None else str(value).encode("utf-8", "replace").decode().strip()
+    except ValueError:
+        raise ValueError("a number of too many digits") from None
     require(label != "", "empty label")
     require(len(label) <= MAX_LABEL, f"a label of {len(label):,} characters")
     return label
@@ -122,73 +121,45 @@ def label_order(label: str) -> tuple[int, float, str]:
         return (1, 0.0, label)
 
 
-def too_many_labels(count: str) -> str:
-    """What is wrong with a column of too many different labels, and what to do."""
-    return (
-        f"must have at most {MAX_CLASSES:,} different labels, got {count}: name another column "
-        "(--data.label_column), or learn numbers with `seqboat train regress`"
-    )
-
-
-class _Names:
-    """Labels, numbered in the order in which they are met."""
-
-    def __init__(self, config: OwnTaskConfig) -> None:
-        self.config = config
-        self.numbers: dict[str, int] = {}
-        self.lines: dict[str, int] = {}
-
-    def number(self, label: str, line: int) -> int:
-        if label not in self.numbers:
-            require(
-                len(self.numbers) < COUNTED_LABELS,
-                f"column {self.config.label_column!r} {too_many_labels(f'more than {COUNTED_LABELS:,}')}",
-            )
-            self.numbers[label] = len(self.numbers)
-            self.lines[label] = line
-        return self.numbers[label]
-
-
 class Labeled(Target):
-    """A target made of labels, which a table's manifest lists by number, with the line of the first of each."""
+    """A target made of labels."""
 
     least: ClassVar[int] = 2
     """Different labels that there must be."""
 
-    def open(self, staging: Staging) -> None:
-        self._names = _Names(self.config)
+    @abstractmethod
+    def named(self, value: Any) -> Sequence[str]:
+        """The labels of a target."""
 
-    def close(self) -> Facts:
-        return {"labels": [[label, line] for label, line in self._names.lines.items()]}
+    def check(self, values: Sequence[Any], places: Sequence[str], facts: Facts, path: str) -> None:
+        known = set(facts["labels"])
+        for value, place in zip(values, places, strict=True):
+            for label in self.named(value):
+                require(
+                    label in known,
+                    f"{path}, {place}: label {label!r} is not among those of training: "
+                    f"{', '.join(facts['labels'][:20])}",
+                )
 
-    def check(self, store: ArrayStore, facts: Facts, path: str) -> None:
-        for label, line in store.manifest["extra"]["labels"]:
-            require(
-                label in facts["labels"],
-                f"{path}, line {line}: label {label!r} is not among those of {self.config.train}: "
-                f"{', '.join(facts['labels'][:20])}",
-            )
-
-    def measure(self, store: ArrayStore, rows: NDArray[np.integer], path: str) -> Facts:
-        labels = [label for label, _ in store.manifest["extra"]["labels"]]
+    def measure(self, values: Sequence[Any], path: str) -> Facts:
+        counts: dict[str, int] = {}
+        for value in values:
+            for label in self.named(value):
+                counts[label] = counts.get(label, 0) + 1
         column = f"{path}: column {self.config.label_column!r}"
-        only = f": {labels[0]!r}" if len(labels) == 1 else ""
+        only = f": {next(iter(counts))!r}" if len(counts) == 1 else ""
         require(
-            self.least <= len(labels),
-            f"{column} must have at least {self.least} different labels, got {len(labels)}{only} "
-            "(--data.label_column names another column)",
+            self.least <= len(counts),
+            f"{column} must have at least {self.least} different labels, got {len(counts)}{only} "
+            "(--target names another column)",
         )
-        require(len(labels) <= MAX_CLASSES, f"{column} {too_many_labels(f'{len(labels):,}')}")
-        return {"labels": sorted(labels, key=label_order)}
-
-    def classes(self, store: ArrayStore, facts: Facts) -> NDArray[np.int64]:
-        """The class of each label number of a store."""
-        key = (str(store.folder), tuple(facts["labels"]))
-        if getattr(self, "_classes", (None, None))[0] != key:
-            places = {label: place for place, label in enumerate(facts["labels"])}
-            found = np.array([places[label] for label, _ in store.manifest["extra"]["labels"]], np.int64)
-            self._classes = (key, found)
-        return self._classes[1]
+        require(
+            len(counts) <= MAX_CLASSES,
+            f"{column} must have at most {MAX_CLASSES:,} different labels, got {len(counts):,}: name another column "
+            "(--target), or learn numbers (--set task=regress)",
+        )
+        labels = sorted(counts, key=label_order)
+        return {"labels": labels, "counts": [counts[label] for label in labels]}
 
 
 class ClassTarget(Labeled):
@@ -196,48 +167,32 @@ class ClassTarget(Labeled):
 
     Args:
         config: of the task.
-        balanced: whether rare classes count more in the loss.
+        weights: of classes in the loss: "balanced", numbers by label, or None.
     """
 
     said = ("label", "probability")
 
-    def __init__(self, config: OwnTaskConfig, balanced: bool = False) -> None:
+    def __init__(self, config: OwnTaskConfig, weights: str | Mapping[str, float] | None = None) -> None:
         super().__init__(config)
-        self.balanced = balanced
+        self.weights = weights
 
-    def read(self, values: Mapping[str, Any], stored: NDArray[Any]) -> str:
+    def read(self, values: Mapping[str, Any]) -> str:
         return read_label(values.get(self.config.label_column))
 
-    def open(self, staging: Staging) -> None:
-        super().open(staging)
-        self._array = staging.array("labels", np.uint32)
-        self._waiting: list[int] = []
+    def named(self, value: Any) -> Sequence[str]:
+        return (value,)
 
-    def append(self, value: Any, line: int) -> None:
-        self._waiting.append(self._names.number(value, line))
-        if len(self._waiting) == 4096:
-            self._flush()
-
-    def _flush(self) -> None:
-        self._array.append(np.array(self._waiting, np.uint32))
-        self._waiting.clear()
-
-    def close(self) -> Facts:
-        self._flush()
-        return super().close()
-
-    def measure(self, store: ArrayStore, rows: NDArray[np.integer], path: str) -> Facts:
-        facts = super().measure(store, rows, path)
-        counts = np.bincount(
-            self.classes(store, facts)[store["labels"][rows]], minlength=len(facts["labels"])
-        )
-        facts["counts"] = counts.tolist()
-        if self.balanced:
+    def measure(self, values: Sequence[Any], path: str) -> Facts:
+        facts = super().measure(values, path)
+        counts = np.array(facts["counts"])
+        if self.weights == "balanced":
             facts["weights"] = (counts.sum() / (len(counts) * np.maximum(counts, 1))).tolist()
+        elif isinstance(self.weights, Mapping):
+            facts["weights"] = [float(self.weights.get(label, 1.0)) for label in facts["labels"]]
         return facts
 
-    def encode(self, store: ArrayStore, facts: Facts, index: int, length: int) -> int:
-        return int(self.classes(store, facts)[store["labels"][index]])
+    def encode(self, value: Any, facts: Facts, length: int) -> int:
+        return int(facts["labels"].index(value))
 
     def collate(self, examples: Sequence[Example], time: int) -> Tensor:
         return torch.tensor([int(example.target) for example in examples], dtype=torch.int64)
@@ -250,6 +205,12 @@ class ClassTarget(Labeled):
         return Loss(
             F.cross_entropy(logits, targets, weight=weight, reduction="sum"), weight[targets].sum().detach()
         )
+
+    def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits, targets, reduction="none")
+
+    def each(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return (logits.argmax(dim=-1) == targets).double()
 
     def score(self, logits: Tensor, targets: Tensor, facts: Facts) -> dict[str, Tensor]:
         right = (logits.argmax(dim=-1) == targets).sum()
@@ -284,28 +245,29 @@ class LabelsTarget(Labeled):
         super().__init__(config)
         self.separator = separator
 
-    def read(self, values: Mapping[str, Any], stored: NDArray[Any]) -> list[str]:
+    def read(self, values: Mapping[str, Any]) -> list[str]:
         value = values.get(self.config.label_column)
         if isinstance(value, list | tuple):
             return [read_label(label) for label in dict.fromkeys(value)]
         words = [] if value is None else str(value).split(self.separator)
         return [read_label(word) for word in dict.fromkeys(words) if word.strip()]
 
-    def open(self, staging: Staging) -> None:
-        super().open(staging)
-        self._sets = RaggedWriter(staging, "labels", np.uint32)
+    def named(self, value: Any) -> Sequence[str]:
+        return list(value)
 
-    def append(self, value: Any, line: int) -> None:
-        self._sets.append(np.array([self._names.number(label, line) for label in value], np.uint32))
-
-    def encode(self, store: ArrayStore, facts: Facts, index: int, length: int) -> NDArray[np.float32]:
-        there = np.zeros(len(facts["labels"]), np.float32)
-        there[self.classes(store, facts)[ragged(store, "labels", index, MAX_CLASSES)]] = 1
-        return there
+    def encode(self, value: Any, facts: Facts, length: int) -> NDArray[np.float32]:
+        return np.array([label in value for label in facts["labels"]], np.float32)
 
     def loss(self, logits: Tensor, targets: Tensor, facts: Facts) -> Loss:
         each = F.binary_cross_entropy_with_logits(logits, targets.to(logits.dtype), reduction="none")
         return Loss(each.mean(dim=-1).sum(), torch.tensor(len(targets), device=targets.device))
+
+    def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
+        each = F.binary_cross_entropy_with_logits(logits, targets.to(logits.dtype), reduction="none")
+        return each.mean(dim=-1)
+
+    def each(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return ((logits > 0) == (targets > 0.5)).double().mean(dim=-1)
 
     def score(self, logits: Tensor, targets: Tensor, facts: Facts) -> dict[str, Tensor]:
         said, wanted = logits > 0, targets > 0.5
@@ -338,55 +300,30 @@ class NumberTarget(Target):
     better = "lower"
     said = ("value",)
 
-    def read(self, values: Mapping[str, Any], stored: NDArray[Any]) -> float:
+    def read(self, values: Mapping[str, Any]) -> float:
         value = values.get(self.config.label_column)
-        require(value is not None and str(value).strip() != "", "empty label")
-        try:
-            number = float(value)  # type: ignore[arg-type]
-        except (TypeError, ValueError):
-            raise ValueError(f"not a number: {str(value)[:40]!r}") from None
-        require(math.isfinite(number), f"not a finite number: {str(value)[:40]!r}")
-        return number
+        return read_target_number(value)
 
-    def open(self, staging: Staging) -> None:
-        self._array = staging.array("numbers", np.float64)
-        self._waiting: list[float] = []
-
-    def append(self, value: Any, line: int) -> None:
-        self._waiting.append(value)
-        if len(self._waiting) == 4096:
-            self._flush()
-
-    def _flush(self) -> None:
-        self._array.append(np.array(self._waiting, np.float64))
-        self._waiting.clear()
-
-    def close(self) -> Facts:
-        self._flush()
-        return {}
-
-    def measure(self, store: ArrayStore, rows: NDArray[np.integer], path: str) -> Facts:
-        numbers = np.asarray(store["numbers"][rows], np.float64)
-        with np.errstate(over="ignore", invalid="ignore"):
-            mean, std = float(numbers.mean()), float(numbers.std())
-        largest = float(np.abs(numbers).max(initial=0))
-        require(
-            math.isfinite(mean) and math.isfinite(std),
-            f"{path}: {self.config.label_column} holds {largest:g}: a mean of such numbers is not finite; learn "
-            "smaller ones, such as their logarithms",
-        )
-        return {"target_mean": mean, "target_std": std or 1.0}
+    def measure(self, values: Sequence[Any], path: str) -> Facts:
+        numbers = np.asarray(values, np.float64)
+        std = float(numbers.std())
+        return {"target_mean": float(numbers.mean()), "target_std": std if std > 0 else 1.0}
 
     def outputs(self, facts: Facts) -> int:
         return 1
 
-    def encode(self, store: ArrayStore, facts: Facts, index: int, length: int) -> NDArray[np.float32]:
-        number = float(store["numbers"][index])
-        return np.array((number - facts["target_mean"]) / facts["target_std"], np.float32)
+    def encode(self, value: Any, facts: Facts, length: int) -> NDArray[np.float32]:
+        return np.array((value - facts["target_mean"]) / facts["target_std"], np.float32)
 
     def loss(self, logits: Tensor, targets: Tensor, facts: Facts) -> Loss:
         total = F.mse_loss(logits[:, 0], targets.to(logits.dtype), reduction="sum")
         return Loss(total, torch.tensor(len(targets), device=targets.device))
+
+    def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return (logits[:, 0] - targets.to(logits.dtype)).square()
+
+    def each(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return self.losses(logits.double(), targets)
 
     def score(self, logits: Tensor, targets: Tensor, facts: Facts) -> dict[str, Tensor]:
         std = facts["target_std"]
@@ -415,3 +352,20 @@ class NumberTarget(Target):
 
     def spell(self, target: NDArray[Any] | int, facts: Facts) -> str:
         return f"{float(target) * facts['target_std'] + facts['target_mean']:g}"
+
+
+def read_target_number(value: Any) -> float:
+    """A number to predict; a ValueError says why it is none."""
+    require(value is not None and str(value)[:99].strip() != "", "empty label")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    except (TypeError, ValueError):
+        raise ValueError(f"not a number: {str(value)[:40]!r}") from None
+    require(not math.isnan(number), "empty label (NaN)")
+    require(
+        abs(number) <= MAX_NUMBER,
+        f"a number must be between -{MAX_NUMBER:g} and {MAX_NUMBER:g}, got {str(value)[:40]}",
+    )
+    return number

@@ -2,40 +2,46 @@
 
     reviews.csv                          {"text": "great film", "label": "good"}
     text,label                           {"text": "a waste", "label": "bad"}
-    great film,good                      ... (JSONL)
+    great film,good                      ... (JSON lines)
     "a waste, really",bad
-
-Texts are read as bytes of UTF-8, so any language works without a vocabulary.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from seqboat.core.checks import check_choice, check_positive, require
-from seqboat.data.copies import prepared_copy
-from seqboat.data.store import ArrayStore, Skips
-from seqboat.data.tables.records import check_encoding
-from seqboat.own.baselines import score_baselines
-from seqboat.own.describe import describe
-from seqboat.own.inputs import INPUTS, Facts, Input, Picture
-from seqboat.own.prepare import input_name, prepare_own, read_own
-from seqboat.own.summary import DataSummary
-from seqboat.own.tags import TagTarget, find_spans
+from seqboat.data.sources import Source
+from seqboat.data.store import Skips
+from seqboat.own.baselines import Offset, build_baseline
+from seqboat.own.describe import DataSummary, describe
+from seqboat.own.inputs import INPUTS, LIMIT, Facts, Input, Picture, Words
+from seqboat.own.records import (
+    Found,
+    Reader,
+    Rows,
+    Values,
+    check_is_table,
+    hold_out,
+    kind_of_files,
+    open_reader,
+    read_input,
+    read_rows,
+)
+from seqboat.own.tables import is_table, read_table
+from seqboat.own.tags import TagTarget, find_spans, tags_of
 from seqboat.own.targets import ClassTarget, LabelsTarget, NumberTarget, Target
-from seqboat.tasks.stored import hold_out, ragged_lengths
 from seqboat.tasks.task import (
-    SPLITS,
     Batch,
     Dataset,
     Example,
@@ -43,12 +49,15 @@ from seqboat.tasks.task import (
     Kind,
     Loss,
     Split,
-    Subset,
     Task,
     Unlabeled,
     check_finite,
     ratio,
 )
+
+KINDS = ("auto", "text", "series", "wav", "image")
+LONGEST_WORDS = 15
+"""Letters of a word on average beyond which a text has no words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,17 +69,17 @@ class OwnTaskConfig:
     """Its name in TASKS."""
 
     train: str = ""
-    """Table with columns of inputs and of labels (CSV, TSV, JSONL, JSON or Parquet), or a folder of class folders."""
+    """Table with columns of inputs and of labels (CSV, TSV, JSONL or Parquet), or a folder of class folders."""
     val: str | None = None
     """Data to validate on, in the format of `train`; None holds out some of the training rows."""
     test: str | None = None
     """Data to test on, in the format of `train`; None tests on the validation rows."""
     input: str = "auto"
-    """Kind of input: text, symbols, tokens, series, wav or image; auto decides by the data."""
+    """Kind of input: text, series, wav or image; auto decides by the data."""
+    tokens: str = "words"
+    """Tokens of a text: words, or bytes for what has no words."""
     text_column: str = "text"
     """Name of the column of texts, or of series as lists of numbers."""
-    second_column: str | None = None
-    """Column of a second text, for tasks on pairs of texts."""
     file_column: str | None = None
     """Column of file names (sound, image or text), relative to the table."""
     series_column: str | None = None
@@ -79,10 +88,9 @@ class OwnTaskConfig:
     """Columns of the channels of a series."""
     label_column: str = "label"
     """Name of the label column, which may hold words or numbers."""
-    tokenizer: str | None = None
-    """Folder or name of a Hugging Face tokenizer, for input tokens."""
-    max_length: int = 2048
-    """Maximum length: bytes of a text, samples of a sound, steps of a series; longer inputs are truncated."""
+    max_length: int | None = None
+    """Longest sequence: words or bytes of a text, samples of a sound, steps of a series; longer ones are cut. None
+    takes the longest training row, up to 8,192 tokens."""
     image_size: int = 32
     """Height and width to which images are resized."""
     holdout: float = 0.1
@@ -93,40 +101,39 @@ class OwnTaskConfig:
     """Column of groups to keep on one side of the split, such as patients or authors."""
     time_column: str | None = None
     """Column of times: the latest rows are held out."""
-    encoding: str | None = None
-    """Encoding of text tables; None detects it."""
+    encoding: str = "utf-8"
+    """Encoding of text tables."""
     delimiter: str | None = None
-    """Delimiter of CSV; None detects it."""
+    """Delimiter of CSV; None: a comma."""
     strict: bool = False
     """Whether a bad row is an error, rather than skipped and counted."""
-    data_dir: str = "data"
-    """The data folder, for prepared copies of large tables."""
 
     def __post_init__(self) -> None:
-        check_positive("max_length", self.max_length)
-        check_positive("image_size", self.image_size)
+        if self.max_length is not None:
+            check_positive("max_length", self.max_length)
+        check_positive("image_size", self.image_size, least=2)
+        require(self.image_size % 2 == 0, f"image_size must be even, got {self.image_size}")
         require(0 < self.holdout < 1, f"holdout must be in (0, 1), got {self.holdout!r}")
-        check_choice("input", self.input, ("auto", *INPUTS))
+        check_choice("input", self.input, KINDS)
+        check_choice("tokens", self.tokens, ("words", "bytes"))
         require(
             not isinstance(self.channels, str), f"channels must be a list of columns, got {self.channels!r}"
         )
-        ways = [
-            name
-            for name in ("split_column", "group_column", "time_column")
-            if getattr(self, name) is not None
-        ]
+        names = ("split_column", "group_column", "time_column")
+        ways = [name for name in names if getattr(self, name) is not None]
         require(len(ways) <= 1, f"only one of {' and '.join(ways)} can decide about the split")
         require(not ways or self.val is None, f"{' and '.join(ways)} splits the training rows: leave out val")
         require(
             self.series_column is None or bool(self.channels),
-            "series_column needs channels: name the columns with numbers",
+            "a series needs --channels: name the columns with numbers",
         )
-        if self.encoding is not None:
-            check_encoding(self.encoding)
+        delimiter = self.delimiter
         require(
-            self.delimiter is None or len(self.delimiter) == 1,
-            f"delimiter must be one character, got {self.delimiter!r}",
+            delimiter is None or len(delimiter) == 1 or delimiter == "\\t",
+            f"delimiter must be one character, got {delimiter!r}",
         )
+        if delimiter == "\\t":
+            object.__setattr__(self, "delimiter", "\t")
 
     def target(self) -> Target:
         """What is learned."""
@@ -159,7 +166,7 @@ class ClassifyTaskConfig(OwnTaskConfig):
     def target(self) -> Target:
         if self.label_separator is not None:
             return LabelsTarget(self, self.label_separator)
-        return ClassTarget(self, self.class_weights == "balanced")
+        return ClassTarget(self, None if self.class_weights == "none" else self.class_weights)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,88 +186,92 @@ class TagTaskConfig(OwnTaskConfig):
     task_name = "tag"
 
     label_column: str = "tags"
-    """Name of the tag column: a list of [start, end, label], or of one tag per word, character or step."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.second_column is None, "tags are for one sequence: leave out second_column")
+    """Name of the tag column: a list of [start, end, label], or of one tag per word or step."""
 
     def target(self) -> Target:
         return TagTarget(self)
 
 
 class OwnDataset(Dataset):
-    """The rows of a prepared table."""
+    """Encoded rows.
 
-    def __init__(self, store: ArrayStore, source: Input, target: Target, facts: Facts) -> None:
-        self.store = store
-        self.source = source
-        self.target = target
-        self.facts = facts
-        self.count = int(store.manifest["counts"]["rows"])
+    Args:
+        task: encodes them.
+        rows: as they were read.
+        path: of the table, for messages.
+    """
+
+    def __init__(self, task: OwnTask, rows: Rows, path: str) -> None:
+        facts = task.facts
+        self.sizes: list[int] = []
+        """tokens of each row, before it is cut"""
+        self.cut = 0
+        """tokens that were cut"""
+        self.inputs: list[NDArray[Any]] = []
+        self.targets: list[Any] = []
+        task.target.check(rows.targets, rows.places, facts, path)
+        for read, wanted in zip(rows.inputs, rows.targets, strict=True):
+            whole = task.source.encode(read, facts)
+            require(len(whole) > 0, f"{path}: a row without tokens")
+            inputs = whole[: task.max_length]
+            self.sizes.append(len(whole))
+            self.cut += len(whole) - len(inputs)
+            if isinstance(read, str) and isinstance(task.target, TagTarget):
+                wanted = tags_of(wanted, task.source.spans(read, facts))
+            self.inputs.append(inputs.astype(np.float32 if inputs.dtype.kind == "f" else np.int32))
+            self.targets.append(task.target.encode(wanted, facts, len(inputs)))
 
     def __len__(self) -> int:
-        return self.count
+        return len(self.inputs)
 
     def __getitem__(self, index: int) -> Example:
-        inputs = self.source.sequence(stored_row(self.store, "inputs", index), self.facts)
-        second = None
-        if "second.tokens" in self.store:
-            second = self.source.sequence(stored_row(self.store, "second", index), self.facts)
-        return Example(inputs, self.target.encode(self.store, self.facts, index, len(inputs)), second)
+        return Example(self.inputs[index], self.targets[index])
 
     def lengths(self) -> NDArray[np.integer]:
-        width = len(self.facts["mean"]) if self.source.name == "series" else 1
-        lengths = self._lengths("inputs", width)
-        return (
-            np.maximum(lengths, self._lengths("second", width)) if "second.tokens" in self.store else lengths
-        )
-
-    def _lengths(self, name: str, width: int) -> NDArray[np.integer]:
-        return ragged_lengths(self.store, name, self.source.max_length * width) // width
+        return np.array([len(row) for row in self.inputs], np.int64)
 
 
-def stored_row(store: ArrayStore, name: str, index: int) -> NDArray[Any]:
-    """One of the sequences that `RaggedWriter` wrote."""
-    start, end = (int(i) for i in store[f"{name}.offsets"][index : index + 2])
-    return store[f"{name}.tokens"][start:end]
+class OwnSubset(Dataset):
+    """Some of the encoded rows."""
 
-
-class _Rows(Sequence[NDArray[Any]]):
-    """Stored rows by number, without reading them all at once."""
-
-    def __init__(self, store: ArrayStore, numbers: NDArray[np.integer]) -> None:
-        self.store, self.numbers = store, numbers
+    def __init__(self, whole: OwnDataset, numbers: NDArray[np.integer]) -> None:
+        self.whole, self.numbers = whole, numbers
 
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def __getitem__(self, index: Any) -> Any:
-        return stored_row(self.store, "inputs", int(self.numbers[index]))
+    def __getitem__(self, index: int) -> Example:
+        return self.whole[int(self.numbers[index])]
+
+    def lengths(self) -> NDArray[np.integer]:
+        return self.whole.lengths()[self.numbers]
 
 
 class OwnTask(Task):
-    """A task on your own files."""
+    """A task on your own data.
 
-    def __init__(self, config: OwnTaskConfig) -> None:
-        require(
-            config.train != "",
-            "--data.train must name a table (CSV, TSV, JSONL or Parquet) or a folder of class folders, got none",
-        )
-        self.config = config
+    Args:
+        config: of the task.
+        values: in memory, instead of files.
+    """
+
+    def __init__(self, config: OwnTaskConfig, values: Values | None = None) -> None:
+        self.config, self.values = config, values
         self.name = config.task_name
         self.target = config.target()
         self.skips: Skips = Skips(config.strict, most=0.5)
         self._facts: Facts | None = None
         self._source: Input | None = None
-        self._stores: dict[str, ArrayStore] = {}
+        self._rows: dict[str, Rows] = {}
+        self._encoded: dict[str, OwnDataset] = {}
+        self._parts: dict[str, NDArray[np.int64]] | None = None
+        self._deciding: list[Any] | None = None
 
     # what it is
 
     @property
     def kind(self) -> Kind:  # type: ignore[override]
-        """As in `Task`: pairs of sequences are matched."""
-        return "match" if self.config.second_column is not None else self.target.kind
+        return self.target.kind
 
     @property
     def metric(self) -> str:  # type: ignore[override]
@@ -274,46 +285,65 @@ class OwnTask(Task):
     def source(self) -> Input:
         """Reads the inputs."""
         if self._source is None:
-            name = input_name(self.config) if self._facts is None else self._facts["input"]
+            name = self._input_name() if self._facts is None else self._facts["input"]
             self._source = INPUTS[name](self.config)
-            if self._facts is not None:
-                self._source.extra.update(self._facts)
         return self._source
 
     @property
     def text_bytes(self) -> bool:  # type: ignore[override]
-        return self.source.text_bytes
+        return self.source.name == "bytes"
+
+    @property
+    def token_names(self) -> tuple[str, ...] | None:  # type: ignore[override]
+        words = self.facts.get("words")
+        if words is None:
+            return None
+        return ("□",) * (self.source.vocab(self.facts) - len(words)) + tuple(words)  # type: ignore[operator]
 
     @property
     def max_length(self) -> int:  # type: ignore[override]
-        return self.source.max_length
+        """The longest sequence, in tokens."""
+        return int(self.facts["length"])
 
     @property
     def fixed_length(self) -> bool:  # type: ignore[override]
-        return self.source.fixed_length
+        return isinstance(self.source, Picture)
 
     @property
-    def picture(self) -> tuple[int, int] | None:  # type: ignore[override]
-        return self.source.picture
+    def longest(self) -> int:
+        """Tokens of the longest training row, or of the limit."""
+        return int(self.facts["longest"])
 
     @property
     def vocab(self) -> int | None:  # type: ignore[override]
-        return self.source.vocab({} if self.source.text_bytes else self.facts)
+        return self.source.vocab(self.facts)
 
     @property
     def channels(self) -> int:  # type: ignore[override]
-        return self.source.channels({} if self.source.text_bytes else self.facts)
+        return self.source.channels(self.facts)
 
     @property
     def facts(self) -> Facts:
         """Labels, means and the like of the training rows; reads the training data unless they were set."""
         if self._facts is None:
-            store = self._store(self.config.train)
-            rows = self._numbers(store, "train")
-            require(len(rows) > 0, f"{self.config.train} has no rows to train on")
-            facts = self.target.measure(store, rows, self.config.train)
-            facts.update(self.source.measure(_Rows(store, rows)))
-            self._facts = {**facts, "input": self.source.name}
+            rows = self._read(self.config.train)
+            numbers = self.parts()["train"] if self.config.val is None else np.arange(len(rows))
+            some = [rows.inputs[i] for i in numbers]
+            source, tagging = self.source, self.target.kind == "tag"
+            measured = source.measure(some, tagging)
+            if isinstance(source, Words) and _wordless(measured, some):
+                self._source = source = INPUTS["bytes"](self.config)
+                measured = source.measure(some, tagging)
+            named = [rows.targets[i] for i in numbers] if self.target.metric == "rmse" else rows.targets
+            facts = {**measured, **self.target.measure(named, self.config.train or "y")}
+            longest = max(source.size(row, facts) for row in some)
+            patch = int(facts.get("patch", 1))
+            limit = self.config.max_length
+            most = LIMIT if limit is None else max(1, limit // patch)
+            if tagging:
+                facts["spans"] = any(isinstance(row, str) for row in some)
+            most = longest if isinstance(source, Picture) else most
+            self._facts = {**facts, "input": source.name, "length": most, "longest": min(longest, most)}
         return self._facts
 
     @facts.setter
@@ -329,134 +359,179 @@ class OwnTask(Task):
 
     @labels.setter
     def labels(self, labels: tuple[str, ...] | None) -> None:
-        self.facts = {"input": "text", **(self._facts or {}), "labels": list(labels or ())}
+        self.facts = {"input": "bytes", "length": LIMIT, "longest": LIMIT, **(self._facts or {}), "labels": list(labels or ())}
 
     @property
     def classes(self) -> int:  # type: ignore[override]
         """Outputs of the model; reads the training table."""
         return self.target.outputs(self.facts)
 
+    def complete(self, model: nn.Module) -> nn.Module:
+        """The model with the baseline that it was trained beside."""
+        about = (self._facts or {}).get("baseline")
+        if about is not None:
+            model.offset = Offset(build_baseline(about, self))
+        return model
+
     # its data
 
-    def _store(self, path: str) -> ArrayStore:
-        if path not in self._stores:
-            config = self.config
-            place = Path(path)
-            require(
-                place.exists(),
-                f"{path} does not exist: expected a table, or a folder with a folder for each class",
-            )
-            # each table is read by fresh objects: they remember what they have read
-            source = INPUTS[self.source.name](config)
-            source.extra.update({} if self._facts is None else self._facts)
-            make = partial(prepare_own, place, source, config.target(), config)
-            store = prepared_copy(config.data_dir, _files(place), _settings(config, source), make, self.skips)
-            self.source.extra.update(store.manifest["extra"]["input"])
-            self._stores[path] = store
-        return self._stores[path]
-
-    def _numbers(self, store: ArrayStore, split: Split) -> NDArray[np.integer]:
-        """The rows of the training table that belong to a split."""
+    def _input_name(self) -> str:
         config = self.config
-        count = int(store.manifest["counts"]["rows"])
-        if config.val is not None:
-            return np.arange(count)
-        if config.split_column is not None:
-            parts = np.asarray(store["part"])
-            place = SPLITS.index(split)
-            if split == "test" and not (parts == place).any():
-                place = SPLITS.index("val")
-            if split == "val" and not (parts == place).any():
-                place = SPLITS.index("test")
-            return np.flatnonzero(parts == place)
-        require(count >= 2, f"{config.train} needs at least 2 rows to hold one out, got {count}")
-        size = min(max(round(config.holdout * count), 1), count - 1)
-        if config.time_column is not None:
-            order = np.argsort(np.asarray(store["time"]), kind="stable")
-            return np.sort(order[: count - size] if split == "train" else order[count - size :])
-        if config.group_column is not None:
-            return _whole_groups(np.asarray(store["group"]), size, split == "train", config)
-        whole = _Numbered(count)
-        held = hold_out(whole, "train" if split == "train" else "val", size)
-        assert isinstance(held, Subset)
-        return held.numbers
+        if config.input != "auto" and config.input != "text":
+            return config.input
+        if config.channels:
+            return "series"
+        path = Path(config.train)
+        if self.values is None:
+            self._check_named()
+        if self.values is None and config.input == "auto":
+            if config.file_column is not None:
+                check_is_table(path)
+                rows = read_table(path, Skips(most=1.0), config.encoding, config.delimiter)
+                return kind_of_files(path, (str(row.values.get(config.file_column)) for row in rows))
+            if not is_table(path):
+                require(path.exists(), f"{path} does not exist: expected a table, or a folder with a folder for each class")
+                if path.is_file() and Source(path).kind() == "file":
+                    check_is_table(path)
+                members = Source(path).members(lambda name: True)
+                return kind_of_files(path, (member.name for member in members))
+        return self._kind_of_value(self._first_value())
 
-    def _dataset(self, path: str, numbers: NDArray[np.integer] | None) -> Dataset:
-        facts = self.facts
-        store = self._store(path)
-        self.target.check(store, facts, path)
-        whole = OwnDataset(store, self.source, self.target, facts)
-        return whole if numbers is None or len(numbers) == len(whole) else Subset(whole, numbers)
+    def _first_value(self) -> Any:
+        """The input of the first record that has one."""
+        config, path = self.config, Path(self.config.train)
+        if self.values is not None:
+            return next(iter(self.values.inputs), None)
+        if not is_table(path):
+            return ""
+        rows = read_table(path, Skips(most=1.0), config.encoding, config.delimiter)
+        some = (row.values.get(config.text_column) for row in itertools.islice(rows, 100))
+        return next((value for value in some if value is not None), None)
+
+    def _kind_of_value(self, value: Any) -> str:
+        if isinstance(value, list | tuple | np.ndarray) and self.config.input != "text":
+            first = value[0] if len(value) else 0.0
+            return "words" if isinstance(first, str) else "series"
+        # lists of words stay what they are
+        return "words" if isinstance(value, list | tuple | np.ndarray) else self.config.tokens
+
+    def _check_named(self) -> None:
+        require(
+            self.config.train != "",
+            "--data.train must name a table (CSV, TSV, JSONL or Parquet) or a folder of class folders, got none",
+        )
+
+    def reader(self, path: str) -> Reader:
+        """Records of the training data or of another table."""
+        if path == "" or path == self.config.train:
+            if self.values is not None:
+                return self.values
+            self._check_named()
+        return open_reader(Path(path), self.source, self.config)
+
+    def _read(self, path: str) -> Rows:
+        if path not in self._rows:
+            self._rows[path] = read_rows(self.reader(path), self.source, self.target, self.config, self.skips)
+        return self._rows[path]
+
+    def parts(self) -> dict[str, NDArray[np.int64]]:
+        """Numbers of the training table's rows in each split."""
+        if self._parts is None:
+            rows = self._read(self.config.train)
+            require(len(rows) > 0, f"{self.config.train or 'X'} has no rows to train on")
+            classes = rows.targets if isinstance(self.target, ClassTarget) else None
+            self._parts = hold_out(rows, classes, self.config)
+            self._deciding = rows.deciding if self.config.group_column else None
+        return self._parts
+
+    def groups(self) -> NDArray[Any] | None:
+        """Groups of the training rows, which stay together; None without groups."""
+        if self._deciding is None:
+            return None
+        return np.array([self._deciding[i] for i in self.parts()["train"]], dtype=str)
+
+    def encoded(self, path: str) -> OwnDataset:
+        """All rows of a table; what was read of it is forgotten."""
+        if path not in self._encoded:
+            facts = self.facts
+            rows = self._read(path)
+            require(bool(facts) and len(rows) > 0, f"{path or 'X'} has no rows")
+            if path == self.config.train and self.config.val is None:
+                self.parts()
+            self._encoded[path] = OwnDataset(self, rows, path or "y")
+            del self._rows[path]
+        return self._encoded[path]
 
     def dataset(self, split: Split) -> Dataset:
-        self.check_split(split)
         config = self.config
         path = {"train": config.train, "val": config.val, "test": config.test or config.val}[split]
         if path is not None and (split != "train" or config.val is not None):
-            return self._dataset(path, None)
-        store = self._store(config.train)
-        numbers = self._numbers(store, split)
-        require(len(numbers) > 0, f"{config.train} has no rows for the split {split}")
-        return self._dataset(config.train, numbers)
+            return self.encoded(path)
+        self.parts()
+        return OwnSubset(self.encoded(config.train), self.parts()[split])
 
-    def fingerprint(self, split: Split) -> dict[str, Any]:
+    def rename(self, labels: Sequence[str]) -> None:
+        """Give the classes other names, in their order."""
+        facts = self.facts
+        names = dict(zip(facts["labels"], labels, strict=True))
+        for rows in self._rows.values():
+            rows.targets = [names[target] for target in rows.targets]
+        self.facts = {**facts, "labels": list(labels)}
+
+    def forget(self) -> None:
+        """Let go of the data, and keep what a model needs of it."""
+        self.values = None
+        self._rows, self._encoded = {}, {}
+        self._parts = self._deciding = None
+
+    def fingerprint(self, split: Split) -> dict[str, Any] | None:
         config = self.config
-        path = {"train": config.train, "val": config.val, "test": config.test or config.val}[
-            split
-        ] or config.train
-        store = self._store(path)
-        rows = store.manifest["counts"]["rows"]
-        return {
-            "source": Path(path).name,
-            "rows": rows,
-            "sha256": store.digest,
-            "labels": self.facts.get("labels"),
-        }
+        path = {"train": config.train, "val": config.val, "test": config.test or config.val}[split] or config.train
+        if path == "" and self.values is None:
+            return None
+        rows = len(self.encoded(path))
+        digest = self.reader(path).digest()
+        return {"source": Path(path).name or "X", "rows": rows, "sha256": digest, "labels": self.facts.get("labels")}
 
     def summary(self, split: Split) -> DataSummary:
-        found = describe(self, split)
-        self._release()
-        return found
-
-    def baselines(self, split: Split, limit: int | None = None) -> dict[str, dict[str, float]]:
-        found = score_baselines(self, split, limit)
-        self._release()
-        return found
-
-    def _release(self) -> None:
-        """Give back the memory of what was read all over the data."""
-        for store in self._stores.values():
-            store.release()
+        return describe(self, split)
 
     def read_inputs(self, path: Path, skips: Skips) -> Iterator[tuple[str, Unlabeled]]:
         """The inputs of a table or folder without labels, in its order."""
-        for record in read_own(path, self.source, self.config, skips, None):
-            yield record.place, self._unlabeled(record.stored, record.second)
+        for found, query in self.queries(path, skips):
+            yield found.place, query
+
+    def queries(self, path: Path, skips: Skips) -> Iterator[tuple[Found, Unlabeled]]:
+        """Records to predict for, with their inputs; those that cannot be read are skipped."""
+        for found in open_reader(path, self.source, self.config).records(skips):
+            try:
+                query = self.query(read_input(found, self.source))
+            except ValueError as error:
+                skips.add(path.name, found.place, str(error))
+                continue
+            yield found, query
+
+    def query(self, read: Any) -> Unlabeled:
+        """An input that was read, in tokens."""
+        whole = self.source.encode(read, self.facts)
+        require(len(whole) > 0, "no tokens")
+        cut = whole[: self.max_length]
+        text = read if self.kind == "tag" and isinstance(read, str) else None
+        return Unlabeled(cut, None, text, len(whole) - len(cut))
 
     def read_input(self, value: Any) -> Unlabeled:
         """A text, a series as a list of numbers, or a mapping by column name where an input has several columns."""
-        first, second = self.config.text_column, self.config.second_column
-        require(
-            second is None or isinstance(value, Mapping),
-            f"each input must be a mapping with {first!r} and {second!r}: the run compares two texts",
-        )
-        values = value if isinstance(value, Mapping) else {first: value}
-        stored = self.source.read(values)
-        return self._unlabeled(stored, None if second is None else self.source.read(values, second))
-
-    def _unlabeled(self, stored: NDArray[Any], second: NDArray[Any] | None) -> Unlabeled:
-        other = None if second is None else self.source.sequence(second, self.facts)
-        text = bytes(stored).decode() if self._spans else None
-        return Unlabeled(self.source.sequence(stored, self.facts), other, text)
-
-    @property
-    def _spans(self) -> bool:
-        """Whether tags are told as spans of characters."""
-        return self.kind == "tag" and self.source.text_bytes
+        values = value if isinstance(value, Mapping) else {self.config.text_column: value}
+        if not isinstance(value, Mapping) and self.config.channels and isinstance(self.source, INPUTS["series"]):
+            plain = copy.copy(self.config)
+            object.__setattr__(plain, "channels", ())
+            return self.query(INPUTS[self.source.name](plain).read(values))
+        return self.query(self.source.read(values))
 
     @property
     def said(self) -> tuple[str, ...]:  # type: ignore[override]
-        return ("spans",) if self._spans else self.target.said
+        spans = self.kind == "tag" and self.source.name in ("words", "bytes") and self.facts.get("spans", False)
+        return ("spans",) if spans else self.target.said
 
     # how it is scored
 
@@ -478,102 +553,40 @@ class OwnTask(Task):
     def answer(self, logits: Tensor, text: str | None = None) -> dict[str, Any]:
         check_finite(logits)
         found = self.target.answer(_wide(logits), self.facts)
-        return found if text is None else {"spans": find_spans(text, found["tags"])}
+        if text is None:
+            return found
+        return {"spans": find_spans(text, found["tags"], self.source.spans(text, self.facts))}
 
     def read_text(self, text: bytes) -> NDArray[Any]:
-        if self.source.name not in ("symbols", "tokens", "series"):
-            return super().read_text(text)
-        values = {self.config.text_column: text.decode("utf-8", "replace")}
-        return self.source.sequence(self.source.read(values), self.facts)
+        return self.read_input(text.decode("utf-8", "replace")).inputs
 
     def read_wav(self, content: bytes) -> NDArray[Any]:
         if self.source.name != "wav":
             return super().read_wav(content)
-        return self.source.sequence(self.source.read_file(content), self.facts)
+        return self.query(self.source.read_file(content)).inputs
 
     def read_image(self, pixels: NDArray[np.uint8]) -> NDArray[Any]:
         if not isinstance(self.source, Picture):
             return super().read_image(pixels)
-        return self.source.sequence(self.source.resize(pixels), self.facts)
+        return self.query(self.source.squares(pixels)).inputs
 
     def say(self, logits: NDArray[Any]) -> str | None:
         return self.target.say(self.answer(torch.from_numpy(logits)))
 
     def show(self, example: Example) -> str:
-        parts = [example.inputs] if example.second is None else [example.inputs, example.second]
-        shown = [self._spell(part) for part in parts]
-        return "\n".join([*shown, f"-> {self.target.spell(example.target, self.facts)}"])
+        return f"{self._spell(example.inputs)}\n-> {self.target.spell(example.target, self.facts)}"
 
     def _spell(self, inputs: NDArray[Any]) -> str:
-        if self.source.name == "symbols":
-            letters = "?" + self.facts["symbols"]
-            return "".join(letters[int(i)] for i in inputs)
         if inputs.ndim == 2:
             return f"{inputs.shape[0]} values of {inputs.shape[1]} channels"
         return super()._spell(inputs)
 
 
-class _Numbered(Dataset):
-    """Rows of which only the number counts."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> Example:
-        raise NotImplementedError
+def _wordless(facts: Facts, rows: Sequence[Any]) -> bool:
+    """Whether texts have no words that repeat: other scripts, symbols, codes."""
+    texts = all(isinstance(row, str) for row in rows)
+    return texts and len(rows) >= 20 and (facts["known"] < 0.5 or facts["letters"] > LONGEST_WORDS)
 
 
 def _wide(logits: Tensor) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
-
-
-def _files(path: Path) -> list[Path]:
-    """What decides whether a prepared copy is still true."""
-    if path.is_file():
-        return [path]
-    found = sorted(file for file in path.rglob("*") if file.is_file())
-    require(len(found) > 0, f"{path} contains no files")
-    return found
-
-
-def _settings(config: OwnTaskConfig, source: Input) -> dict[str, object]:
-    """What else decides about a prepared copy."""
-    names = [
-        "text_column",
-        "second_column",
-        "file_column",
-        "series_column",
-        "label_column",
-        "split_column",
-        "group_column",
-        "time_column",
-        "encoding",
-        "delimiter",
-        "strict",
-    ]
-    settings: dict[str, object] = {name: getattr(config, name) for name in names}
-    settings |= {"input": source.name, "task": config.task_name, "channels": list(config.channels)}
-    if source.name == "image":
-        settings["image_size"] = config.image_size
-    if source.name == "tokens":
-        settings |= {"tokenizer": config.tokenizer, "max_length": config.max_length}
-    if isinstance(config, ClassifyTaskConfig):
-        settings["label_separator"] = config.label_separator
-    return settings
-
-
-def _whole_groups(
-    groups: NDArray[np.uint64], size: int, train: bool, config: OwnTaskConfig
-) -> NDArray[np.integer]:
-    """Rows of the groups that are held out, or of the others: by their hash, until there are enough."""
-    names, counts = np.unique(groups, return_counts=True)
-    require(
-        len(names) > 1,
-        f"{config.train}: column {config.group_column!r} has one group only, which cannot be held out",
-    )
-    held = 1 + int(np.searchsorted(np.cumsum(counts), size))
-    chosen = np.isin(groups, names[: min(held, len(names) - 1)])
-    return np.flatnonzero(~chosen if train else chosen)

@@ -14,24 +14,21 @@ and the first byte of the text is predicted from it. So every byte is scored, as
 
 from __future__ import annotations
 
-import codecs
 import glob
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from seqboat.console import Advance
 from seqboat.core.checks import check_choice, check_positive, require
-from seqboat.data.copies import prepared_copy
-from seqboat.data.sources import open_stream
-from seqboat.data.store import ArrayStore, ArrayWriter, Prepared, Skips, Staging
-from seqboat.own.summary import DataSummary, skip_fields
+from seqboat.data.sources import bad_text, read_file
+from seqboat.data.store import Skips
+from seqboat.own.describe import DataSummary, skip_fields
+from seqboat.own.records import digest_of
 from seqboat.tasks.byte_counts import score_counts
 from seqboat.tasks.segments import LongTextTask, check_window
 from seqboat.tasks.task import Dataset, Split
@@ -61,8 +58,6 @@ class LMTextTaskConfig:
     """Bytes in an evaluation example, including its context; by default a segment plus the context."""
     holdout: float = 0.05
     """Fraction of the text to hold out for validation, and as much again for testing; both are taken from its end."""
-    data_dir: str = "data"
-    """The data folder, for prepared copies of large files."""
     documents: Documents = "files"
     """What is a text by itself, which knows nothing of those before it: a file, a line, or all files joined."""
 
@@ -87,29 +82,31 @@ class LMTextTask(LongTextTask):
         self.config = config
         self.cut(config.segment, config.context, config.window)
         self.skips: Skips = Skips(most=0.5)
-        self._store: ArrayStore | None = None
+        self._joined: Joined | None = None
         self._starts: NDArray[np.int64] | None = None
 
     @property
-    def store(self) -> ArrayStore:
-        if self._store is None:
-            files = find_files(self.config.text)
-            make = partial(prepare_texts, files)
-            self._store = prepared_copy(
-                self.config.data_dir, files, {"starts": True, "bytes": "all"}, make, self.skips
-            )
-        return self._store
+    def store(self) -> Mapping[str, NDArray[Any]]:
+        """The text as one array `bytes`."""
+        return {"bytes": self.joined.text}
+
+    @property
+    def joined(self) -> Joined:
+        """All files as one text, read when it is first needed."""
+        if self._joined is None:
+            self._joined = join_texts(find_files(self.config.text), self.skips)
+        return self._joined
 
     def starts(self) -> NDArray[np.int64] | None:
         if self.config.documents == "joined":
             return None
         if self._starts is None:
             lines = self.config.documents == "lines"
-            self._starts = line_starts(self.store["bytes"]) if lines else np.array(self.store["starts"])
+            self._starts = line_starts(self.joined.text) if lines else self.joined.starts
         return self._starts
 
     def borders(self, split: Split) -> tuple[int, int]:
-        size = len(self.store["bytes"])
+        size = len(self.joined.text)
         held = round(self.config.holdout * size)
         borders = (0, size - 2 * held, size - held, size)
         i = self.splits.index(split)
@@ -126,12 +123,8 @@ class LMTextTask(LongTextTask):
         return self.segments(split)
 
     def fingerprint(self, split: Split) -> dict[str, Any]:
-        store = self.store
-        return {
-            "source": self.config.text[0],
-            "rows": store.manifest["counts"]["files"],
-            "sha256": store.digest,
-        }
+        files = find_files(self.config.text)
+        return {"source": self.config.text[0], "rows": len(files), "sha256": digest_of(files)}
 
     def summary(self, split: Split) -> DataSummary:
         files = find_files(self.config.text)
@@ -147,7 +140,7 @@ class LMTextTask(LongTextTask):
             unit="bytes",
             sizes=sizes,
             documents=documents if documents.get("train", 0) > 1 else None,
-            warnings=tuple(self.store.manifest.get("notes", ())),
+            warnings=self.joined.notes,
             **skip_fields(self.skips),
         )
 
@@ -171,33 +164,42 @@ def find_files(patterns: tuple[str, ...]) -> list[Path]:
     return sorted(found)
 
 
-def prepare_texts(files: Sequence[Path], staging: Staging, skips: Skips, advance: Advance) -> Prepared:
-    """Concatenate files into one array of bytes, whatever they hold; an empty file is skipped."""
-    text, starts = staging.array("bytes", np.uint8), staging.array("starts", np.int64)
-    kept = 0
+class Joined(NamedTuple):
+    """Files as one text."""
+
+    text: NDArray[np.uint8]
+    starts: NDArray[np.int64]
+    """where documents begin"""
+    notes: tuple[str, ...]
+
+
+def join_texts(files: Sequence[Path], skips: Skips) -> Joined:
+    """The bytes of files one after the other, whatever they hold; an empty file is skipped."""
+    parts: list[NDArray[np.uint8]] = []
+    starts: list[int] = []
     notes: list[str] = []
+    size = 0
     for path in files:
-        start = text.rows
-        if kept:
-            # a blank line between files, so that the end of one is not read as the middle of a line
-            text.append(np.frombuffer(b"\n\n", np.uint8))
-        found = _copy_bytes(path, text, advance)
-        if found.blank:
-            text.truncate(start)
+        content = read_file(path)
+        if not content.strip():
             skips.add(path, "the file", "empty text")
             continue
+        if parts:
+            # a blank line between files, so that the end of one is not read as the middle of a line
+            parts.append(np.frombuffer(b"\n\n", np.uint8))
+            size += 2
         # a document begins with the line end before it
-        starts.append(np.array([start + 1 if kept else 0]))
-        kept += 1
-        if found.bad is not None and len(notes) < NOTED:
-            notes.append(
-                f"{path.name} is not UTF-8 (from byte {found.bad:,} on): its bytes are learned as they are"
-            )
+        starts.append(size - 1 if parts else 0)
+        parts.append(np.frombuffer(content, np.uint8))
+        size += len(content)
+        bad = bad_text(content)
+        if bad is not None and len(notes) < NOTED:
+            notes.append(f"{path.name} is {bad}: its bytes are learned as they are")
     require(
-        kept > 0,
+        bool(parts),
         f"{_named(files)} {'is' if len(files) == 1 else 'are'} empty: there is no text to learn from",
     )
-    return Prepared({"files": kept}, notes=tuple(notes))
+    return Joined(np.concatenate(parts), np.array(starts, np.int64), tuple(notes))
 
 
 def line_starts(text: NDArray[np.uint8]) -> NDArray[np.int64]:
@@ -216,33 +218,3 @@ def line_starts(text: NDArray[np.uint8]) -> NDArray[np.int64]:
 
 def _named(files: Sequence[Path]) -> str:
     return str(files[0]) if len(files) == 1 else f"{files[0]} and {len(files) - 1} more"
-
-
-class _Copied(NamedTuple):
-    """What a copied file is like."""
-
-    blank: bool
-    """whether it holds nothing but spaces"""
-    bad: int | None
-    """the first byte that is not UTF-8"""
-
-
-def _copy_bytes(path: Path, text: ArrayWriter, advance: Advance) -> _Copied:
-    """Append a file to the text."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    blank, bad, size = True, None, 0
-    with open_stream(path) as stream:
-        while part := stream.read(CHUNK):
-            if bad is None:
-                held = len(decoder.getstate()[0])
-                try:
-                    decoder.decode(part)
-                except UnicodeDecodeError as error:
-                    bad = size - held + error.start
-            blank = blank and not part.strip()
-            size += len(part)
-            text.append(np.frombuffer(part, np.uint8))
-            advance(len(part))
-    if bad is None and (held := len(decoder.getstate()[0])):
-        bad = size - held
-    return _Copied(blank, bad)

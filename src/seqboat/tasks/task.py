@@ -28,8 +28,7 @@ from torch import Tensor, nn
 
 from seqboat.core.checks import check_choice, check_positive, require, short
 from seqboat.data.store import Skips
-from seqboat.data.tables import is_table, read_records
-from seqboat.own.summary import DataSummary
+from seqboat.own.describe import DataSummary
 
 Kind = Literal["classify", "match", "tag", "lm"]
 Modality = Literal["bytes", "tokens", "image", "wave"]
@@ -90,6 +89,8 @@ class Unlabeled(NamedTuple):
     """the other sequence of a pair"""
     text: str | None = None
     """the text of the input, if its answer names spans of characters"""
+    cut: int = 0
+    """tokens beyond the longest sequence, which were left out"""
 
 
 class Batch(NamedTuple):
@@ -246,6 +247,10 @@ class Task(ABC):
     def summary(self, split: Split) -> DataSummary | None:
         """What the user's own files hold, for training and this held-out split; None for other data."""
         return None
+
+    def complete(self, model: nn.Module) -> nn.Module:
+        """A fresh model with what a task adds to it: nothing by default."""
+        return model
 
     def baselines(self, split: Split, limit: int | None = None) -> dict[str, dict[str, float]]:
         """Metrics that simple models reach on a split, by the name of the model; empty without any.
@@ -443,13 +448,13 @@ class Task(ABC):
             path: of the file.
             skips: told about those that cannot be read.
         """
-        for line, value in _texts(path, skips):
+        for place, value in _texts(path, skips):
             try:
                 query = self.read_input(value)
             except ValueError as error:
-                skips.add(path.name, f"line {line}", str(error))
+                skips.add(path.name, place, str(error))
             else:
-                yield f"line {line}", query
+                yield place, query
 
     def read_image(self, pixels: NDArray[np.uint8]) -> NDArray[Any]:
         """Inputs from a grayscale image (height, width)."""
@@ -467,16 +472,20 @@ class Task(ABC):
         check_choice("split", split, self.splits)
 
 
-def _texts(path: Path, skips: Skips) -> Iterator[tuple[int, Any]]:
-    """Texts with their line numbers, from the column `text` of a table or from the lines of another file."""
+def _texts(path: Path, skips: Skips) -> Iterator[tuple[str, Any]]:
+    """Texts with their places, from the column `text` of a table or from the lines of another file."""
+    from seqboat.own.tables import check_columns, is_table, read_table
+
     if is_table(path):
-        for record in read_records(path, ("text",), skips):
-            yield record.line, record.values["text"]
+        for number, record in enumerate(read_table(path, skips)):
+            if number == 0:
+                check_columns(path, record.values, {"text": "--text"})
+            yield record.place, record.values["text"]
         return
     require(path.is_file(), f"{path} must be a table or a file with one text per line")
     with open(path, encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, 1):
-            yield number, line.rstrip("\r\n")
+            yield f"line {number}", line.rstrip("\r\n")
 
 
 def apply_model(model: nn.Module, kind: Kind, batch: Batch, state: Any = None) -> Any:

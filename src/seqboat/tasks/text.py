@@ -25,7 +25,7 @@ from seqboat.data.download import RemoteFile
 from seqboat.data.fairseq import byte_symbols
 from seqboat.data.sources import Source, read_file
 from seqboat.data.store import Prepared, RaggedWriter, Skips, Staging
-from seqboat.data.tables import bad_text
+from seqboat.data.sources import bad_text
 from seqboat.tasks.stored import DatasetInfo, RaggedDataset, SequenceTask, SequenceTaskConfig, hold_out
 from seqboat.tasks.task import BYTES, Dataset, Example, Split
 

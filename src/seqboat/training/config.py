@@ -177,7 +177,7 @@ class RunConfig(Settings):
         if task.kind == "lm":
             return LanguageModel(backbone)
         heads: dict[str, type[Matcher | Tagger | Classifier]] = {"match": Matcher, "tag": Tagger}
-        return heads.get(task.kind, Classifier)(backbone, classes or task.classes)
+        return task.complete(heads.get(task.kind, Classifier)(backbone, classes or task.classes))
 
     def carries_growing_state(self) -> bool:
         """Whether training carries a state from segment to segment that keeps growing, as a Transformer's does."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from seqboat.core.checks import check_positive
-from seqboat.own.summary import count_text, heading
+from seqboat.own.describe import count_text, heading
 from seqboat.tasks.task import Batch, Task, apply_model
 from seqboat.training.config import RunConfig
 from seqboat.training.evaluate import autocast
