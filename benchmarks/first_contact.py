@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-SYLLABLES = "ba ce di fo gu ka le mi no pu ra se ti vo zu cha pre ster lin dor".split()
+SYLLABLES = "ba ce di fo gu ka le mi no pu ra se ti vo zu cha pre ster lin dor".split()  # noqa: SIM905
 
 
 class Table(NamedTuple):

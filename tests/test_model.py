@@ -117,7 +117,7 @@ def test_published_head() -> None:
     x = torch.randn(3, 64)
     assert_near(head(x), F.gelu(x @ head.hidden.weight.T) @ head.out.weight.T, 1e-5)
     assert Matcher(config).head.out.bias is None
-    with pytest.raises(ValueError, match="head_init must be one of normal, xavier; got 'zeros'"):
+    with pytest.raises(ValueError, match="head_init must be one of normal, xavier, zero; got 'zeros'"):
         replace(TOKENS, head_init="zeros")
 
 

@@ -21,7 +21,14 @@ from seqboat.training.settings_io import from_dict, override, to_dict, to_json
 FULL = [name for name in RECIPES if f"{name}-small" in RECIPES]
 TABLE = ["--data.train", "train.csv"]
 FILES = {"classify": TABLE, "regress": TABLE, "tag": TABLE, "lm": ["--data.text", "notes.txt"]}
-FACTS = {"input": "text", "labels": ["a", "b"], "target_mean": 0.0, "target_std": 1.0}
+FACTS = {
+    "input": "bytes",
+    "length": 512,
+    "longest": 512,
+    "labels": ["a", "b"],
+    "target_mean": 0.0,
+    "target_std": 1.0,
+}
 
 # training examples and epochs; steps = examples / batch x epochs, to the nearest thousand where published so
 EPOCHS = {

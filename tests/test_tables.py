@@ -1,295 +1,122 @@
-"""Your own files: tables with stray quotes, records without end, copies in bounded memory."""
+"""Tables of every kind, and what is wrong with them: refused or counted, with the place and the remedy."""
 
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
-import subprocess
-import sys
-import tracemalloc
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 
-from seqboat.cli.main import main
-from seqboat.data import copies
 from seqboat.data.store import Skips
-from seqboat.own.prepare import read_own
-from seqboat.tasks import ClassifyTaskConfig, LMTextTaskConfig
+from seqboat.own.tables import check_columns, read_table
 
-HEADER = "text,label\n"
-
-
-class TableRow(NamedTuple):
-    line: int
-    text: bytes
-    label: str
+ROWS = [("one, two", "b"), ("drei\nvier", "a"), ('say "five"', "b")]
 
 
-def read_rows(path: Path, skips: Skips) -> Iterator[TableRow]:
-    """The rows of a table of texts and labels, as tasks read them."""
-    task = ClassifyTaskConfig(train=str(path), input="text").build()
-    for row in read_own(path, task.source, task.config, skips, "label"):
-        try:
-            yield TableRow(row.line, bytes(row.stored), task.target.read(row.values, row.stored))
-        except ValueError as error:
-            skips.add(path.name, row.place, str(error))
+def read(
+    path: Path, content: str | bytes
+) -> tuple[list[tuple[str, dict[str, object]]], list[dict[str, str]]]:
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    skips = Skips(most=1.0)
+    rows = [(row.place, dict(row.values)) for row in read_table(path, skips)]
+    return rows, skips.listed
 
 
-def read(folder: Path, content: str | bytes, name: str = "rows.csv") -> tuple[list[TableRow], Skips]:
-    path = folder / name
-    path.write_bytes(content.encode() if isinstance(content, str) else content)
-    skips = Skips(most=0.5)
-    return list(read_rows(path, skips)), skips
+def test_tables_of_every_kind_are_read_alike(tmp_path: Path) -> None:
+    comma = "text,label\n" + '"one, two",b\n"drei\nvier",a\n"say ""five""",b\n'
+    tab = "label\textra\ttext\n" + 'b\t1\t"one, two"\na\t2\t"drei\nvier"\nb\t3\t"say ""five"""\n'
+    lines = "\n".join(json.dumps({"label": label, "text": text}) for text, label in ROWS)
+    tables = {"a.csv": comma.encode("utf-8-sig"), "a.tsv": tab.encode(), "a.jsonl": lines.encode()}
+    for name, content in tables.items():
+        rows, skipped = read(tmp_path / name, content)
+        assert [(values["text"], values["label"]) for _, values in rows] == ROWS and not skipped
+    assert [place for place, _ in read(tmp_path / "a.csv", comma)[0]] == ["line 2", "line 3", "line 5"]
+    pa = pytest.importorskip("pyarrow")
+    table = pa.table({"text": [text for text, _ in ROWS], "label": [label for _, label in ROWS]})
+    pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "a.parquet")
+    found = list(read_table(tmp_path / "a.parquet", Skips()))
+    assert [(row.values["text"], row.values["label"]) for row in found] == ROWS
+    assert found[2].place == "row 3"
 
 
-def plain_rows(count: int) -> list[str]:
-    return [f"row {i},{'ab'[i % 2]}\n" for i in range(count)]
+def test_a_bad_row_costs_one_row(tmp_path: Path) -> None:
+    rows, skipped = read(tmp_path / "a.csv", "text,label\na,1\nshort\nb,2\ntoo,many,fields\n")
+    assert [place for place, _ in rows] == ["line 2", "line 4"]
+    assert [(skip["record"], skip["reason"]) for skip in skipped] == [
+        ("line 3", "expected 2 fields, got 1"),
+        ("line 5", "expected 2 fields, got 3"),
+    ]
+    digits = "1" * 5000
+    deep = "[" * 100_000
+    rows, skipped = read(
+        tmp_path / "a.jsonl",
+        f'{{"a": 1}}\nnothing\n[1]\n{{"a": {digits}}}\n{{"a": {deep}}}\n{{"a": 1, "a": 2}}\n\n{{"a": 3}}\n',
+    )
+    assert [values["a"] for _, values in rows] == [1, 3] and rows[1][0] == "line 8"
+    reasons = [skip["reason"] for skip in skipped]
+    assert reasons == [
+        "not a JSON object",
+        "not a JSON object",
+        "a number of too many digits",
+        "not a JSON object",
+        "'a' is in the object twice",
+    ]
 
 
-@pytest.mark.parametrize("stray", ['"never closed,a\n', 'x,"a\n', '"closed" too early,a\n'])
-@pytest.mark.parametrize("place", [0, 9, 999])
-def test_a_stray_quote_costs_one_row(tmp_path: Path, stray: str, place: int) -> None:
-    lines = plain_rows(1000)
-    lines[place] = stray
-    rows, skips = read(tmp_path, HEADER + "".join(lines))
-    assert len(rows) == 999 and skips.count == 1
-    assert skips.listed[0]["record"] == f"line {place + 2}" and "quote" in skips.listed[0]["reason"]
-    assert [row.line for row in rows] == [i + 2 for i in range(1000) if i != place]
+def test_bad_utf8_in_parquet_is_located(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    pq = pytest.importorskip("pyarrow.parquet")
+    buffers = pa.array([b"fine", b"caf\xe9", b"good"], pa.binary()).buffers()
+    column = pa.StringArray.from_buffers(3, buffers[1], buffers[2])
+    pq.write_table(pa.table({"text": column}), tmp_path / "a.parquet")
+    skips = Skips(most=1.0)
+    assert [row.values["text"] for row in read_table(tmp_path / "a.parquet", skips)] == ["fine", "good"]
+    assert skips.first == "a.parquet, row 2: not UTF-8 at byte 3 of column 'text'"
 
 
-def test_stray_quotes_everywhere(tmp_path: Path) -> None:
-    lines = plain_rows(3000)
-    lines[::10] = ['"open,a\n'] * 300
-    rows, skips = read(tmp_path, HEADER + "".join(lines))
-    assert (len(rows), skips.count) == (2700, 300)
+REFUSED: list[tuple[str, str | bytes, str]] = [
+    ("a.csv", "", "a.csv is empty: the first line must name the columns"),
+    ("a.csv", "text,text\na,b\n", "line 1: every column needs a name of its own, 'text' is there twice"),
+    ("a.csv", "text,\na,b\n", "line 1: every column needs a name of its own, one has no name"),
+    ("a.csv", 'text,label\na,1\n"b,2\nc,3\n', "line 3: a quote is opened that is never closed"),
+    (
+        "a.csv",
+        'text,label\na,1\n"b,2\nc,3\nd,4\ne,5\n"f,6\n',
+        "a.csv, line 3: .*a quote inside a field must be doubled",
+    ),
+    (
+        "a.csv",
+        'text,label\n"a,1\nb,2\nc,3\nd,4\ne",5\n',
+        "line 2: a quote swallows 4 lines that look like rows: close or double it",
+    ),
+    ("a.csv", b"text,label\nfine,1\ncaf\xe9,2\n", r"line 3, byte 4: not utf-8 .* --set encoding=latin-1"),
+    ("a.jsonl", b'{"a": "caf\xe9"}\n', "line 1, byte 11: not utf-8"),
+    ("a.jsonl", '[{"a": 1}]', "line 1: a JSON array: write one object per line"),
+    ("a.json", "[1]", "a.json must be a table .*: write one object per line, as .jsonl"),
+    ("a.xlsx", "PK", "a.xlsx must be a table .*: save the sheet as CSV in UTF-8"),
+    ("a.csv.gz", "x", "must be a table .*: unpack it first"),
+    ("a.parquet", "nothing", "a.parquet is not a Parquet file, or it is damaged"),
+]
 
 
-def test_a_quote_that_a_later_quote_closes_is_refused(tmp_path: Path) -> None:
-    for place in (0, 20):
-        lines = plain_rows(1000)
-        lines[place], lines[place + 500] = '"open,a\n', 'shut",b\n'
-        with pytest.raises(
-            ValueError, match=rf"rows.csv, line {place + 2}: a quoted field runs over 501 lines"
-        ):
-            read(tmp_path, HEADER + "".join(lines))
-
-
-def test_texts_of_many_lines_are_no_fault(tmp_path: Path) -> None:
-    poem = "\n".join(f"Roses are red, violet number {i}, and so on" for i in range(50))
-    places = "\n".join(f"City {i}, State {i}" for i in range(50))
-    content = HEADER + f'first,a\n"{poem}",b\n"{places}",a\n"say ""so""\n\nin two\n\nparts",b\n'
-    rows, skips = read(tmp_path, content)
-    assert [row.text.decode() for row in rows] == ["first", poem, places, 'say "so"\n\nin two\n\nparts']
-    assert [row.line for row in rows] == [2, 3, 53, 103] and skips.count == 0
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("rows.csv", HEADER + "x" * 5000 + ",a\nshort,b\n"),
-        ("rows.csv", HEADER + '"' + "x\n" * 2500 + "short,b\n"),
-        ("rows.jsonl", '{"text": "' + "x" * 5000 + '", "label": 1}\n{"text": "short", "label": "b"}\n'),
-    ],
-)
-def test_records_that_are_too_long_are_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, content: str
+@pytest.mark.parametrize(("name", "content", "message"), REFUSED, ids=[case[2][:40] for case in REFUSED])
+def test_what_cannot_be_trusted_is_refused(
+    tmp_path: Path, name: str, content: str | bytes, message: str
 ) -> None:
-    monkeypatch.setattr("seqboat.data.tables.delimited.MAX_RECORD", 1000)
-    rows, skips = read(tmp_path, content, name)
-    assert [(row.text, row.label) for row in rows] == [(b"short", "b")]
-    assert skips.listed[0]["record"] in ("line 1", "line 2") and skips.count >= 1
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path / name, content)
 
 
-def test_nested_json_is_a_bad_record(tmp_path: Path) -> None:
-    lines = ["[" * 100_000, '{"text": "a", "label": ' + '{"x":' * 50_000, '{"text": "a", "label": [1]}']
-    lines += [f'{{"text": "{i}", "label": {i % 2}}}' for i in range(6)]
-    rows, skips = read(tmp_path, "\n".join(lines), "rows.jsonl")
-    assert len(rows) == 6
-    assert [skip["record"] for skip in skips.listed] == ["line 1", "line 2", "line 3"]
-
-
-def test_labels_without_end(tmp_path: Path) -> None:
-    rows, skips = read(tmp_path, HEADER + f"a,{'x' * 1001}\nb,1\n")
-    assert len(rows) == 1 and skips.listed[0]["reason"] == "a label of 1,001 characters"
-
-
-@pytest.mark.parametrize("kind", ["pipe", "device"])
-def test_pipes_and_devices_are_no_tables(
-    tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name in ("rows.csv", "notes.txt", "enwik8"):
-        if kind == "pipe":
-            os.mkfifo(tmp_path / name)
-        else:
-            (tmp_path / name).symlink_to("/dev/zero")
-    for arguments, message in (
-        (["train", "classify", f"--data.train={tmp_path / 'rows.csv'}"], "is not a file"),
-        (["train", "lm", f"--data.text={tmp_path / 'notes.txt'}"], "matches no file"),
-        (["paper", "data", "prepare", "enwik8", f"--from={tmp_path / 'enwik8'}"], "a pipe or a device"),
+def test_columns_are_asked_for_by_their_flags(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    with pytest.raises(
+        ValueError, match=r"has no column 'text' \(--text names another\): it has body, stars"
     ):
-        where = (
-            ["--data-dir", str(tmp_path / "data")]
-            if arguments[0] == "data"
-            else ["--out", str(tmp_path / "run")]
-        )
-        assert main([*arguments, *where]) == 2
-        error = capsys.readouterr().err
-        assert message in error and str(tmp_path) in error
-
-
-def test_missing_files_are_asked_for_by_their_flags(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "classify"]) == 2
-    assert (
-        "--data.train must name a table (CSV, TSV, JSONL or Parquet) or a folder" in capsys.readouterr().err
-    )
-    assert main(["train", "lm"]) == 2
-    assert "--data.text must name at least one file" in capsys.readouterr().err
-
-
-# copies
-
-
-def make_large(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
-    monkeypatch.setattr(copies, "SMALL", 100)
-    table = folder / "rows.csv"
-    table.write_text(HEADER + "".join(plain_rows(100)))
-    return table, folder / "data"
-
-
-def test_a_large_file_is_copied_once_and_again_when_it_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    table, data = make_large(tmp_path, monkeypatch)
-    config = ClassifyTaskConfig(train=str(table), data_dir=str(data), holdout=0.5)
-    assert len(config.build().dataset("train")) == 50
-    (folder,) = (data / "files").iterdir()
-    assert folder.name.startswith("rows-") and str(tmp_path) not in (folder / "manifest.json").read_text()
-    made = (folder / "manifest.json").stat().st_mtime_ns
-    with monkeypatch.context() as patch:
-        patch.setattr("seqboat.own.prepare.read_records", None)  # would fail if the table was read
-        assert config.build().dataset("train")[3].target in (0, 1)
-    assert (folder / "manifest.json").stat().st_mtime_ns == made
-    table.write_text(HEADER + "".join(plain_rows(60)) + "x,c\n,c\n")
-    task = config.build()
-    assert (len(task.dataset("train")), task.labels, task.skips.count) == (31, ("a", "b", "c"), 1)
-    assert [path.name for path in (data / "files").iterdir()] == [folder.name]
-    # another column is another copy
-    other = ClassifyTaskConfig(train=str(table), data_dir=str(data), text_column="label").build()
-    assert other.labels == ("a", "b", "c")
-    assert len(list((data / "files").iterdir())) == 2
-
-
-def test_small_files_and_folders_that_cannot_be_written_to_leave_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
-    (tmp_path / "temporary").mkdir()
-    table, _ = make_large(tmp_path, monkeypatch)
-    (tmp_path / "taken").write_text("a file")
-    for small, folder in ((100, tmp_path / "taken"), (1 << 20, tmp_path / "data")):
-        monkeypatch.setattr(copies, "SMALL", small)
-        dataset = ClassifyTaskConfig(train=str(table), data_dir=str(folder)).build().dataset("train")
-        assert len(list((tmp_path / "temporary").iterdir())) == 1
-        assert len(dataset) == 90 and dataset[0].inputs[:3].tolist() == list(b"row")
-        del dataset
-        assert list((tmp_path / "temporary").iterdir()) == []
-    assert not (tmp_path / "data").exists()
-    with pytest.raises(ValueError, match="has no column"):
-        ClassifyTaskConfig(train=str(table), text_column="nope").build().dataset("train")
-    assert list((tmp_path / "temporary").iterdir()) == []
-
-
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_copies_reach_worker_processes_and_survive_them(tmp_path: Path, method: str) -> None:
-    (tmp_path / "a.txt").write_text("some text " * 50)
-    dataset = LMTextTaskConfig(text=(str(tmp_path / "a.txt"),), segment=10).build().dataset("train")
-    context = multiprocessing.get_context(method)
-    with context.Pool(1) as pool:
-        assert bytes(pool.apply(dataset.__getitem__, (0,)).inputs.astype(np.uint8)) == b"some text "
-        pool.close()
-        pool.join()
-    assert bytes(dataset[1].inputs.astype(np.uint8)) == b"some text "
-
-
-def test_processes_that_want_the_same_copy_take_turns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    table, data = make_large(tmp_path, monkeypatch)
-    code = (
-        "import sys; from seqboat.data import copies; from seqboat.tasks import ClassifyTaskConfig;"
-        "copies.SMALL = 100;"
-        "print(len(ClassifyTaskConfig(train=sys.argv[1], data_dir=sys.argv[2]).build().dataset('train')))"
-    )
-    command = [sys.executable, "-c", code, str(table), str(data)]
-    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    assert [process.communicate(timeout=120)[0] for process in running] == ["90\n"] * 3
-
-
-def test_a_disk_without_room_for_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    table, data = make_large(tmp_path, monkeypatch)
-    monkeypatch.setattr(copies, "free_bytes", lambda folder: 10)
-    with pytest.raises(ValueError, match=r"rows.csv needs about .* of disk in .*10 bytes are free"):
-        ClassifyTaskConfig(train=str(table), data_dir=str(data)).build().dataset("train")
-
-
-def test_texts_are_checked_across_the_borders_of_chunks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("seqboat.own.text.CHUNK", 3)
-    (tmp_path / "a.txt").write_text("déjà vu 日本語 " * 20, encoding="utf-8")
-    (tmp_path / "b.txt").write_bytes("日本".encode()[:-1])
-    (tmp_path / "c.txt").write_bytes("abc日".encode() + b"\xff")
-    (tmp_path / "d.txt").write_bytes(b" \n" * 9)
-    for name in ("e.txt", "f.txt", "g.txt"):
-        (tmp_path / name).write_text("end")
-    task = LMTextTaskConfig(text=(str(tmp_path),)).build()
-    # bytes are learned as they are
-    whole = [(tmp_path / f"{name}.txt").read_bytes() for name in "abc"]
-    assert bytes(task.store["bytes"]) == b"\n\n".join(whole) + b"\n\nend" * 3
-    reasons = {Path(skip["file"]).name: skip["reason"] for skip in task.skips.listed}
-    assert reasons == {"d.txt": "empty text"}
-    assert task.summary("val").warnings == tuple(
-        f"{name} is not UTF-8 (from byte {byte} on): its bytes are learned as they are"
-        for name, byte in (("b.txt", 3), ("c.txt", 6))
-    )
-
-
-@pytest.mark.parametrize("kind", ["table", "text"])
-def test_memory_does_not_grow_with_the_file(tmp_path: Path, kind: str) -> None:
-    peaks = []
-    for count in (10_000, 50_000):
-        if kind == "table":
-            path = tmp_path / "rows.csv"
-            path.write_text(HEADER + "".join(f"{'word ' * 20}{i},{i % 3}\n" for i in range(count)))
-            task: Any = ClassifyTaskConfig(train=str(path), data_dir=str(tmp_path / "data")).build()
-        else:
-            path = tmp_path / "a.txt"
-            path.write_text("some words in a line\n" * (5 * count))
-            task = LMTextTaskConfig(text=(str(path),), data_dir=str(tmp_path / "data")).build()
-        tracemalloc.start()
-        task.dataset("train")[7]
-        peaks.append(tracemalloc.get_traced_memory()[1])
-        tracemalloc.stop()
-    assert peaks[1] < 25e6 and peaks[1] < 2 * peaks[0], peaks
-
-
-def test_a_table_of_free_text_labels_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("seqboat.own.targets.COUNTED_LABELS", 50)
-    (tmp_path / "rows.csv").write_text(HEADER + "".join(f"a,{i}\n" for i in range(60)))
-    with pytest.raises(ValueError, match="must have at most 1,000 different labels, got more than 50"):
-        ClassifyTaskConfig(train=str(tmp_path / "rows.csv")).build().dataset("train")
-
-
-def test_runs_saved_before_there_were_copies_load(tmp_path: Path) -> None:
-    from seqboat.training.settings_io import from_dict, to_dict
-    from small_runs import small_run
-
-    config = small_run(ClassifyTaskConfig(train="a.csv"))
-    plain = json.loads(json.dumps(to_dict(config)))
-    del plain["task"]["data_dir"]
-    assert from_dict(plain) == config
+        check_columns(path, {"body": "a", "stars": "1"}, {"text": "--text"})
+    with pytest.raises(ValueError, match="separated by ';': --set delimiter=';'"):
+        check_columns(path, {"text;label": "a;1"}, {"text": "--text"})
+    with pytest.raises(ValueError, match="does not exist"):
+        list(read_table(tmp_path / "none.csv", Skips()))
+    (tmp_path / "folder.csv").mkdir()
+    with pytest.raises(ValueError, match="is not a file"):
+        list(read_table(tmp_path / "folder.csv", Skips()))

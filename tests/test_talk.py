@@ -16,9 +16,7 @@ import torch
 from seqboat.cli.eval import outcome_lines
 from seqboat.cli.main import main
 from seqboat.data.store import Skips
-from seqboat.own import baselines
-from seqboat.own.baselines import SparseMatrix, fit_linear, softmax_loss, squared_loss, weigh_terms
-from seqboat.own.summary import class_warnings
+from seqboat.own.describe import class_warnings
 from seqboat.run import Run
 from seqboat.tasks import ClassifyTaskConfig, LMTextTaskConfig, RegressTaskConfig, TagTaskConfig
 from seqboat.tasks.byte_counts import score_counts
@@ -76,9 +74,9 @@ def test_a_run_says_what_it_learns_from(told: tuple[Path, list[str]]) -> None:
         record["data"]["sizes"] == {"train": 73, "val": 8} and sum(record["data"]["classes"].values()) == 73
     )
     scores = record["baselines"]["scores"]
-    assert scores["bag of words"]["accuracy"] > scores["majority"]["accuracy"]
+    assert scores["TF-IDF and logistic regression"]["accuracy"] >= scores["majority"]["accuracy"]
     best = next(line for line in lines if line.startswith("finished; best accuracy"))
-    assert f"on val (majority {scores['majority']['accuracy']:.4f}, bag of words " in best
+    assert f"on val (majority {scores['majority']['accuracy']:.4f}, TF-IDF and logistic regression " in best
 
 
 def test_a_large_table_takes_more_steps(
@@ -117,7 +115,7 @@ def test_a_resumed_run_keeps_its_baselines(
         )
         assert main(arguments) == 130
     before = json.loads((tmp_path / "run" / "run.json").read_text())
-    monkeypatch.setattr("seqboat.own.task.score_baselines", again)
+    monkeypatch.setattr("seqboat.own.task.fit_baseline", again)
     assert main([*arguments, "--resume"]) == 0
     assert json.loads((tmp_path / "run" / "run.json").read_text())["baselines"] == before["baselines"]
     assert "baselines   val accuracy: majority" in capsys.readouterr().out
@@ -147,73 +145,6 @@ def test_reasons_are_counted_without_their_details() -> None:
 
 
 # baselines
-
-
-def test_terms_are_weighed_as_by_hand() -> None:
-    texts = [[1, 2, 2], [2, 3], [1, 4]]
-    found = (
-        np.array([row for row, text in enumerate(texts) for _ in text]),
-        np.array([term for text in texts for term in text]),
-    )
-    matrices = weigh_terms(found, (np.array([0, 0]), np.array([2, 9])), 3, 1, most=2)
-    assert matrices is not None
-    learn, test = matrices
-    # the two most frequent terms are 1 and 2, each in two of three rows
-    rarity = math.log(4 / 3) + 1
-    one, two = rarity, (1 + math.log(2)) * rarity
-    norm = math.hypot(one, two)
-    dense = learn.times(torch.eye(2))
-    torch.testing.assert_close(dense, torch.tensor([[one / norm, two / norm], [0.0, 1.0], [1.0, 0.0]]))
-    torch.testing.assert_close(test.times(torch.eye(2)), torch.tensor([[0.0, 1.0]]))
-
-
-@pytest.mark.parametrize("loss", [softmax_loss, squared_loss])
-def test_a_linear_model_is_at_its_optimum(loss: Any) -> None:
-    random = np.random.default_rng(1)
-    values = random.normal(size=(40, 5)) * (random.random((40, 5)) < 0.5)
-    rows, columns = np.nonzero(values)
-    wanted = torch.eye(3)[torch.from_numpy(random.integers(0, 3, 40))]
-    weight, bias = fit_linear(SparseMatrix(rows, columns, values[rows, columns], (40, 5)), wanted, loss)
-    # the same objective, dense and in float64, has no slope there
-    w, b = weight.double().requires_grad_(), bias.double().requires_grad_()
-    outputs = torch.from_numpy(values) @ w + b
-    if loss is softmax_loss:
-        value = torch.nn.functional.cross_entropy(outputs, wanted.argmax(1))
-    else:
-        value = (outputs - wanted).square().sum() / 80
-    (value + w.square().sum() / (2 * baselines.STRENGTH * 40)).backward()
-    assert w.grad is not None and b.grad is not None
-    assert float(w.grad.abs().max()) < 1e-4 and float(b.grad.abs().max()) < 1e-4
-
-
-def test_baselines_of_numbers_and_tags(tmp_path: Path) -> None:
-    rows = [[f"costs {'much' if i % 2 else 'little'} today", 100 * (i % 2) + i % 3] for i in range(60)]
-    table = write_csv(tmp_path / "numbers.csv", ["text", "label"], rows)
-    task = RegressTaskConfig(train=str(table)).build()
-    data = task.dataset("val")
-    mean, std = task.facts["target_mean"], task.facts["target_std"]
-    wanted = np.array([float(data[i].target) * std + mean for i in range(len(data))])
-    found = task.baselines("val")
-    assert found["mean"]["rmse"] == pytest.approx(float(np.sqrt(np.mean((wanted - mean) ** 2))))
-    assert found["bag of words"]["rmse"] < 10 < found["mean"]["rmse"]
-    records = [
-        {"text": f"Day {i} {name} ran", "tags": [[4 + len(str(i)) + 1, 5 + len(str(i)) + len(name), "name"]]}
-        for i in range(30)
-        for name in ("Ann", "Zoë")
-    ]
-    tags = TagTaskConfig(train=str(write_lines(tmp_path / "names.jsonl", records))).build()
-    found = tags.baselines("val")
-    assert found["tag per word"] == {"accuracy": 1.0, "f1": 1.0}
-    assert found["majority"]["f1"] == 0 and 0.5 < found["majority"]["accuracy"] < 1
-
-
-def test_the_majority_is_that_of_training(tmp_path: Path) -> None:
-    table = soups(tmp_path)
-    task = ClassifyTaskConfig(train=str(table)).build()
-    data = task.dataset("val")
-    assert task.labels is not None
-    named = Counter(task.labels[int(data[i].target)] for i in range(len(data)))
-    assert task.baselines("val")["majority"]["accuracy"] == named["good"] / len(data)
 
 
 def test_counts_of_bytes(tmp_path: Path) -> None:
@@ -303,7 +234,7 @@ def test_errors_of_other_answers(tmp_path: Path) -> None:
     outcomes = Outcomes(tags)
     outcomes.add([0, 1], batch, torch.tensor([1.0, 0.0]).expand(2, batch.inputs.shape[1], 2))
     found = outcomes.result()
-    assert found["confusion"] == [[4, 0], [6, 0]] and found["worst"][0]["predicted"] == "3 of 5 tags wrong"
+    assert found["confusion"] == [[2, 0], [2, 0]] and found["worst"][0]["predicted"] == "1 of 2 tags wrong"
 
 
 def test_evaluation_prints_classes_and_errors(
@@ -342,7 +273,7 @@ def test_the_report_has_classes_and_explains_its_columns(told: tuple[Path, list[
     assert main(["report", str(told[0]), "--split=val", f"--out={page}"]) == 0
     text = page.read_text(encoding="utf-8")
     assert "<title>run</title>" in text and 'id="scores"' in text and "Confusion matrix" in text
-    assert "bag of words</span>" in text and "baseline, accuracy on val; majority" in text
+    assert "TF-IDF and logistic regression" in text and "baseline, accuracy on val" in text
     for head, about in (
         ("recall", "that were found"),
         ("weighted span", "weighted by attention"),

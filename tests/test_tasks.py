@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import glob
 import io
 import json
 import lzma
 import math
 import pickle
 import re
-import shlex
 import tarfile
 import wave
 import zipfile
@@ -693,115 +691,7 @@ def test_needle_asks_for_a_number_that_was_given(needles: int) -> None:
         NeedleTaskConfig(length=999, needles=27, key_length=1)
 
 
-# users' files
-
-
-def classify(folder: Path, content: str | bytes, name: str = "rows.csv", **settings: object) -> Task:
-    path = folder / name
-    path.write_bytes(content.encode() if isinstance(content, str) else content)
-    return ClassifyTaskConfig(train=str(path), **settings).build()  # type: ignore[arg-type]
-
-
-def test_tables_of_every_kind_are_read_alike(tmp_path: Path) -> None:
-    rows = [("one, two", "b"), ("drei\nvier", "a"), ('say "five"', "b")]
-    comma = "text,label\n" + '"one, two",b\n"drei\nvier",a\n"say ""five""",b\n'
-    tab = "label\textra\ttext\n" + 'b\t1\t"one, two"\na\t2\t"drei\nvier"\nb\t3\t"say ""five"""\n'
-    lines = "\n".join(json.dumps({"label": label, "text": text}) for text, label in rows)
-    tables = {
-        "rows.csv": comma.encode("utf-8-sig"),
-        "rows.tsv": tab.encode(),
-        "rows.jsonl": lines.encode(),
-        "rows.csv.xz": lzma.compress(comma.encode()),
-    }
-    for name, content in tables.items():
-        task = classify(tmp_path, content, name, val=str(tmp_path / name))
-        assert task.classes == 2
-        dataset = task.dataset("train")
-        got = [(bytes(dataset[i].inputs.astype(np.uint8)).decode(), dataset[i].target) for i in range(3)]
-        assert got == [(text, int(label == "b")) for text, label in rows]
-
-
-def test_a_part_of_the_rows_is_kept_back(tmp_path: Path) -> None:
-    task = classify(tmp_path, "text,label\n" + "".join(f"row {i},{i % 3}\n" for i in range(50)), holdout=0.2)
-    assert [len(task.dataset(split)) for split in SPLITS] == [40, 10, 10]
-    assert task.classes == 3
-    seen = set()
-    for dataset in (task.dataset("train"), task.dataset("val")):
-        seen |= {dataset[i].inputs.tobytes() for i in range(len(dataset))}
-    assert len(seen) == 50
-
-
-def test_bad_rows_are_counted_and_named(tmp_path: Path) -> None:
-    from seqboat.own.task import OwnTask
-
-    content = (
-        b"text,label\ngood,1\n,0\nno label,\ncaf\xe9,1\nshort\nfine,0\ntoo,many,1\nlast,1\n"
-        + b"caf\xc3\xa9,0\n" * 9
-    )
-    task = classify(tmp_path, content)
-    assert isinstance(task, OwnTask)
-    assert len(task.dataset("train")) + len(task.dataset("val")) == 12
-    found = [(skip["record"], skip["reason"]) for skip in task.skips.listed]
-    assert found == [
-        ("line 3", "empty text"),
-        ("line 4", "empty label"),
-        ("line 5", "not UTF-8 at byte 3"),
-        ("line 6", "expected 2 fields"),
-        ("line 8", "expected 2 fields"),
-    ]
-    with pytest.raises(ValueError, match=r"rows.csv, line 3: empty text"):
-        classify(tmp_path, content, strict=True).dataset("train")
-    lines = (
-        b'{"text": "a", "label": 1}\nnot json\n{"text": 5, "label": 0}\n{"label": 0}\n'
-        + b'{"text": "b", "label": 0}\n' * 4
-    )
-    task = classify(tmp_path, lines, "rows.jsonl")
-    assert isinstance(task, OwnTask)
-    assert task.classes == 2
-    assert [skip["record"] for skip in task.skips.listed] == ["line 2", "line 3", "line 4"]
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("rows.csv", "review,stars\na,1\n", "has no column 'text'; its columns are 'review', 'stars'"),
-        ("rows.csv", "text,label\na,1\nb,1\n", "must have at least 2 different labels, got 1: '1'"),
-        ("rows.csv", "text,label\n", "rows.csv has no rows"),
-        ("rows.csv", "", "rows.csv is empty"),
-        ("rows.csv", "<!DOCTYPE html><html>404</html>", "rows.csv is a web page, not a table"),
-        (
-            "rows.csv",
-            "PK\x03\x04\0\0",
-            "rows.csv is a spreadsheet or an archive, not a table: export it as CSV",
-        ),
-        ("rows.csv", "\x1b[31m" + "a" * 99 + ",b\n", r"its columns are '\\x1b\[31ma{35}\.\.\.', 'b'"),
-        (
-            "rows.jsonl",
-            "[1]\n{]\n",
-            r"2 of 2 records are bad \(1 expected an object in braces, 1 not JSON\); the first: rows.jsonl, line 1: ",
-        ),
-        ("rows.txt", "text,label\na,1\n", "the name of a table must end in .csv, .tsv"),
-        (
-            "rows.csv",
-            "text,label\n" + "".join(f"a,{i}\n" for i in range(1001)),
-            "different labels, got 1,001",
-        ),
-    ],
-)
-def test_tables_that_do_not_fit_are_refused(tmp_path: Path, name: str, content: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        classify(tmp_path, content, name).dataset("train")
-
-
-def test_labels_that_training_never_saw_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "val.csv").write_text("text,label\nx,good\ny,ugly\n")
-    task = classify(tmp_path, "text,label\na,good\nb,bad\n", val=str(tmp_path / "val.csv"))
-    with pytest.raises(
-        ValueError, match=r"val.csv, line 3: label 'ugly' is not among those of .*: bad, good"
-    ):
-        task.dataset("val")
-    with pytest.raises(ValueError, match="train must name a table"):
-        ClassifyTaskConfig().build()
+# your own data: test_own.py has the rest
 
 
 def test_text_files_are_joined_in_order(tmp_path: Path) -> None:
@@ -922,29 +812,3 @@ def test_a_trained_run_is_scored_on_another_table_without_the_training_table(
         assert main(["eval", run, *arguments]) == 2
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1
-
-
-# the tutorial
-
-TUTORIAL = Path(__file__).parents[1] / "docs" / "your-data.md"
-
-
-def test_the_tutorial_on_your_own_data_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, object] = {}
-    for language, block in re.findall(
-        r"^```(\w+)\n(.*?)^```", TUTORIAL.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
-    ):
-        if language == "python":
-            exec(compile(block, str(TUTORIAL), "exec"), names)
-        else:
-            for line in block.splitlines():
-                arguments = shlex.split(line.removeprefix("$ seqboat "))
-                # the shell would expand patterns
-                expanded = [path for word in arguments for path in sorted(glob.glob(word)) or [word]]
-                assert main(expanded) == 0, line
-    out = capsys.readouterr().out
-    assert "('bad', 'good')" in out and "The soup was" in out
-    assert (tmp_path / "runs" / "classify").is_dir() and (tmp_path / "runs" / "lm").is_dir()

@@ -1,7 +1,7 @@
 """Classifiers, regressors and taggers of sequences, as scikit-learn's users know them.
 
     clf = SequenceClassifier(minutes=5)
-    clf.fit(X, y)                       # texts, lists of events, arrays (time, channels), a 3-d array, a pandas column
+    clf.fit(X, y)                       # texts, lists of events, arrays (time, channels), a pandas column
     clf.predict(X); clf.predict_proba(X); clf.score(X, y); print(clf.summary()); clf.explain(X[0])
     clf.save("model"); SequenceClassifier.load("model")
 
@@ -44,7 +44,7 @@ class Token(NamedTuple):
     """whether it attended to others, and others to it"""
 
 
-class _SequenceEstimator(BaseEstimator):  # type: ignore[misc]
+class _SequenceEstimator(BaseEstimator):
     """What the three have in common.
 
     Args:
@@ -97,7 +97,7 @@ class _SequenceEstimator(BaseEstimator):  # type: ignore[misc]
 
     # learning
 
-    def fit(self, X: Any, y: Any, groups: Any = None) -> Self:  # noqa: N803
+    def fit(self, X: Any, y: Any, groups: Any = None) -> Self:
         """Learn from rows.
 
         Args:
@@ -154,13 +154,13 @@ class _SequenceEstimator(BaseEstimator):  # type: ignore[misc]
         require(y is not None, "requires y to be passed, but the target y is None")
         return list(getattr(y, "tolist", lambda: y)())
 
-    def _set_n_features(self, X: Any) -> None:  # noqa: N803
+    def _set_n_features(self, X: Any) -> None:
         if isinstance(X, np.ndarray) and X.ndim == 2 and X.dtype.kind in "fiub":
             self.n_features_in_ = X.shape[1]
 
     # answering
 
-    def _scores(self, X: Any) -> list[torch.Tensor]:  # noqa: N803
+    def _scores(self, X: Any) -> list[torch.Tensor]:
         check_is_fitted(self, "model_")
         rows = read_rows(X)
         width = getattr(self, "n_features_in_", None)
@@ -172,7 +172,9 @@ class _SequenceEstimator(BaseEstimator):  # type: ignore[misc]
             scores = Predictor((self.task_, self.model_)).logits(rows)
         for number, row in enumerate(scores):
             if not bool(torch.isfinite(row).all()):
-                raise ValueError(f"X[{number}]: the model's output is not finite: look for extreme values in it")
+                raise ValueError(
+                    f"X[{number}]: the model's output is not finite: look for extreme values in it"
+                )
         return scores
 
     # what it knows
@@ -203,7 +205,8 @@ class _SequenceEstimator(BaseEstimator):  # type: ignore[misc]
         folder = Path(folder)
         known = folder.exists() and (folder / "run.json").is_file()
         require(
-            known or not folder.exists() or not any(folder.iterdir()), f"{folder} holds other files: name a new folder"
+            known or not folder.exists() or not any(folder.iterdir()),
+            f"{folder} holds other files: name a new folder",
         )
         write_run(folder, self.task_, self.result_, self._said())
         return folder
@@ -213,7 +216,11 @@ class _SequenceEstimator(BaseEstimator):  # type: ignore[misc]
         values = self.get_params()
         random = self.random_state
         values["random_state"] = random if isinstance(random, int) else None
-        return {"estimator": type(self).__name__, "parameters": values, "features": getattr(self, "n_features_in_", None)}
+        return {
+            "estimator": type(self).__name__,
+            "parameters": values,
+            "features": getattr(self, "n_features_in_", None),
+        }
 
     @classmethod
     def load(cls, folder: str | Path) -> Self:
@@ -227,7 +234,9 @@ class _SequenceEstimator(BaseEstimator):  # type: ignore[misc]
         assert isinstance(task, OwnTask)
         about = run.about
         said = about.get("estimator") or {}
-        known = {name: value for name, value in said.get("parameters", {}).items() if name in cls().get_params()}
+        known = {
+            name: value for name, value in said.get("parameters", {}).items() if name in cls().get_params()
+        }
         found = cls(**known)
         found.task_, found.model_ = task, run.model
         found.result_ = Result(run.model, run.config, run.step, about)
@@ -241,8 +250,15 @@ class _SequenceEstimator(BaseEstimator):  # type: ignore[misc]
         """Set what follows from the task."""
 
 
-class SequenceClassifier(ClassifierMixin, _SequenceEstimator):  # type: ignore[misc]
-    """One class for each sequence."""
+class SequenceClassifier(ClassifierMixin, _SequenceEstimator):
+    """One class for each sequence.
+
+    >>> from seqboat import SequenceClassifier
+    >>> X, y = ["first last", "last first"] * 20, ["up", "down"] * 20
+    >>> model = SequenceClassifier(random_state=0, verbose=0, settings={"steps": 4}).fit(X, y)
+    >>> model.predict_proba(X[:3]).shape
+    (3, 2)
+    """
 
     __doc__ = f"{__doc__}\n\n{_SequenceEstimator.__doc__}"
     _task = "classify"
@@ -258,7 +274,9 @@ class SequenceClassifier(ClassifierMixin, _SequenceEstimator):  # type: ignore[m
         check_classification_targets(y)
         self.classes_, codes = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
-            raise ValueError(f"{type(self).__name__} needs at least two classes, got one class: {self.classes_[0]!r}")
+            raise ValueError(
+                f"{type(self).__name__} needs at least two classes, got one class: {self.classes_[0]!r}"
+            )
         # numbers in the order of classes_, so that labels need not be text
         width = len(str(len(self.classes_)))
         return [f"{code:0{width}}" for code in codes]
@@ -267,22 +285,29 @@ class SequenceClassifier(ClassifierMixin, _SequenceEstimator):  # type: ignore[m
         names = [str(name) for name in self.classes_.tolist()]
         weight = self.class_weight
         if weight is not None and weight != "balanced":
-            require(isinstance(weight, Mapping), f'class_weight must be None, "balanced" or a dict, got {weight!r}')
+            require(
+                isinstance(weight, Mapping),
+                f'class_weight must be None, "balanced" or a dict, got {weight!r}',
+            )
             facts = task.facts
-            task.facts = {**facts, "weights": [float(weight.get(name, 1.0)) for name in self.classes_.tolist()]}  # type: ignore[union-attr]
+            task.facts = {
+                **facts,
+                "weights": [float(weight.get(name, 1.0)) for name in self.classes_.tolist()],
+            }
         task.rename(names)
 
     def _task_fields(self) -> dict[str, Any]:
         return {"class_weights": "balanced" if self.class_weight == "balanced" else "none"}
 
-    def predict_proba(self, X: Any) -> NDArray[np.float64]:  # noqa: N803
+    def predict_proba(self, X: Any) -> NDArray[np.float64]:
         """The probability of every class, in the order of `classes_`."""
         scores = torch.stack(self._scores(X)).double()
-        return scores.softmax(dim=-1).numpy()  # type: ignore[no-any-return]
+        return scores.softmax(dim=-1).numpy()
 
-    def predict(self, X: Any) -> NDArray[Any]:  # noqa: N803
+    def predict(self, X: Any) -> NDArray[Any]:
         """The most probable class of each row."""
-        return self.classes_[self.predict_proba(X).argmax(axis=1)]  # type: ignore[no-any-return]
+        best = self.predict_proba(X).argmax(axis=1)
+        return self.classes_[best]
 
     def _said(self) -> dict[str, Any]:
         return {**super()._said(), "classes": self.classes_.tolist(), "dtype": self.classes_.dtype.str}
@@ -293,8 +318,16 @@ class SequenceClassifier(ClassifierMixin, _SequenceEstimator):  # type: ignore[m
         self.classes_ = np.array(names, dtype=said.get("dtype"))
 
 
-class SequenceRegressor(RegressorMixin, _SequenceEstimator):  # type: ignore[misc]
-    """One number for each sequence."""
+class SequenceRegressor(RegressorMixin, _SequenceEstimator):
+    """One number for each sequence.
+
+    >>> import numpy as np
+    >>> from seqboat import SequenceRegressor
+    >>> X = np.random.default_rng(0).random((40, 30))
+    >>> model = SequenceRegressor(random_state=0, verbose=0, settings={"steps": 4}).fit(X, X.sum(axis=1))
+    >>> model.predict(X[:3]).shape
+    (3,)
+    """
 
     __doc__ = f"{__doc__}\n\n{_SequenceEstimator.__doc__}"
     _task = "regress"
@@ -304,25 +337,36 @@ class SequenceRegressor(RegressorMixin, _SequenceEstimator):  # type: ignore[mis
 
         require(y is not None, "requires y to be passed, but the target y is None")
         y = column_or_1d(np.asarray(y), warn=True)
+        if y.dtype == object:
+            try:
+                y = y.astype(np.float64)
+            except (TypeError, ValueError):
+                raise ValueError("Unknown label type: y must be numbers, got objects that are none") from None
         require(y.dtype.kind in "fiub", f"y must be numbers, got {y.dtype}")
         if not np.isfinite(y.astype(np.float64)).all():
             raise ValueError("Input y contains NaN or infinity")
-        return y.astype(np.float64).tolist()  # type: ignore[no-any-return]
+        return y.astype(np.float64).tolist()
 
-    def predict(self, X: Any) -> NDArray[np.float64]:  # noqa: N803
+    def predict(self, X: Any) -> NDArray[np.float64]:
         """A number for each row, in the units of y."""
-        facts = self.task_.facts if hasattr(self, "task_") else {}
         scores = torch.stack(self._scores(X)).double()[:, 0].numpy()
-        return scores * facts["target_std"] + facts["target_mean"]  # type: ignore[no-any-return]
+        facts = self.task_.facts
+        return scores * facts["target_std"] + facts["target_mean"]
 
 
 class SequenceTagger(_SequenceEstimator):
-    """A tag for each word or step: y holds a list of tags for each row, or of spans (start, end, label) for texts."""
+    """A tag for each word or step: y holds a list of tags for each row, or of spans (start, end, label) for texts.
+
+    >>> from seqboat import SequenceTagger
+    >>> X, y = [["Ann", "left"], ["we", "left"]] * 20, [["NAME", "O"], ["O", "O"]] * 20
+    >>> SequenceTagger(random_state=0, verbose=0, settings={"steps": 4}).fit(X, y).predict([["Ann", "left"]])
+    [['NAME', 'O']]
+    """
 
     __doc__ = f"{__doc__}\n\n{_SequenceEstimator.__doc__}"
     _task = "tag"
 
-    def predict(self, X: Any) -> list[list[Any]]:  # noqa: N803
+    def predict(self, X: Any) -> list[list[Any]]:
         """The tags of each row; of texts, spans (start, end, label)."""
         rows = read_rows(X)
         scores = self._scores(rows)
@@ -331,27 +375,37 @@ class SequenceTagger(_SequenceEstimator):
             text = row if isinstance(row, str) else None
             answer = self.task_.answer(logits, text)
             spans = answer.get("spans")
-            found.append(answer["tags"] if spans is None else [(s["start"], s["end"], s["label"]) for s in spans])
+            found.append(
+                answer["tags"] if spans is None else [(s["start"], s["end"], s["label"]) for s in spans]
+            )
         return found
 
-    def score(self, X: Any, y: Any) -> float:  # noqa: N803
+    def score(self, X: Any, y: Any) -> float:
         """The share of the tags that are right; of spans, those that are in either and in both."""
         said, wanted = self.predict(X), [list(row) for row in y]
         if all(isinstance(tag, str) for row in said for tag in row) and any(said):
-            pairs = [(a, str(b)) for one, two in zip(said, wanted, strict=True) for a, b in zip(one, two, strict=False)]
+            pairs = [
+                (a, str(b))
+                for one, two in zip(said, wanted, strict=True)
+                for a, b in zip(one, two, strict=False)
+            ]
             return float(accuracy_score(*zip(*pairs, strict=True))) if pairs else 0.0
         one = {(i, *span) for i, row in enumerate(said) for span in row}
         two = {(i, *span) for i, row in enumerate(wanted) for span in row}
         return 2 * len(one & two) / max(len(one) + len(two), 1)
 
 
-def read_rows(X: Any) -> list[Any]:  # noqa: N803
+def read_rows(X: Any) -> list[Any]:
     """Rows of whatever was given: texts, lists of words, or arrays (time, channels)."""
     if isinstance(X, str | bytes):
         raise ValueError("X must be a list of texts or series, got one text: put it in a list, [text]")
     if hasattr(X, "columns") and hasattr(X, "iloc"):
-        require(len(X.columns) == 1, f"X must be one column, got {len(X.columns)}: name it, frame['text']")
-        X = X.iloc[:, 0]
+        numbers = all(getattr(kind, "kind", "O") in "fiub" for kind in X.dtypes)
+        require(
+            len(X.columns) == 1 or numbers,
+            f"X must be one column, got {len(X.columns)}: name it, frame['text']",
+        )
+        X = X.to_numpy() if numbers else X.iloc[:, 0]
     if hasattr(X, "tocsr"):
         raise TypeError("Sparse data was passed, but dense data is required: use X.toarray()")
     if isinstance(X, torch.Tensor):
@@ -381,7 +435,9 @@ def read_rows(X: Any) -> list[Any]:  # noqa: N803
         if isinstance(row, np.ndarray) and row.dtype.kind == "f" and np.isinf(row).any():
             raise ValueError(f"X[{number}] contains infinity: use NaN for gaps")
         if not isinstance(row, str | list | tuple | np.ndarray):
-            raise ValueError(f"X[{number}] must be a text, a list of words or an array, got {type(row).__name__}")
+            raise ValueError(
+                f"X[{number}] must be a text, a list of words or an array, got {type(row).__name__}"
+            )
     return rows
 
 
@@ -446,7 +502,13 @@ def _threads(count: int | None) -> Iterator[None]:
         import os
 
         require(count == -1 or count > 0, f"n_jobs must be positive or -1, got {count}")
-        torch.set_num_threads(count if count > 0 else len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+        torch.set_num_threads(
+            count
+            if count > 0
+            else len(os.sched_getaffinity(0))
+            if hasattr(os, "sched_getaffinity")
+            else os.cpu_count() or 1
+        )
     try:
         yield
     finally:
@@ -473,4 +535,3 @@ class _Shown:
     def close(self) -> None:
         if self.bar is not None:
             self.bar.close()
-

@@ -210,9 +210,7 @@ def _plain(value: Any) -> Any:
     return value.numpy() if isinstance(value, Tensor) else value
 
 
-def activation_of(
-    routings: Sequence[Routing | None], mask: Tensor | None, rows: int
-) -> list[float | None]:
+def activation_of(routings: Sequence[Routing | None], mask: Tensor | None, rows: int) -> list[float | None]:
     """Fraction of the tokens of each sequence that attended, averaged over layers; None without routers.
 
     Of pairs, only the first sequences count.

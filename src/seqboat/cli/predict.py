@@ -45,7 +45,9 @@ Every column of the input comes back, then the answer. Rows that cannot be read 
         "--activation", action="store_true", help="write the fraction of tokens that attended"
     )
     parser.add_argument(
-        "--shard", metavar="I/N", help="answer every N-th row, from row I on (0/4, 1/4, ...); adds a column row"
+        "--shard",
+        metavar="I/N",
+        help="answer every N-th row, from row I on (0/4, 1/4, ...); adds a column row",
     )
     parser.add_argument(
         "--which", choices=("best", "latest"), default="best", help="which checkpoint (default: best)"
@@ -166,7 +168,13 @@ def write(file: Any, kind: str, answers: Answers, columns: Sequence[str]) -> Non
             if values:
                 given = [*values]
                 names = {name: _free(name, values) for name in columns}
-                writer = csv.DictWriter(file, [*map(_cell, given), *names.values()], restval="", extrasaction="ignore", lineterminator="\n")
+                writer = csv.DictWriter(
+                    file,
+                    [*map(_cell, given), *names.values()],
+                    restval="",
+                    extrasaction="ignore",
+                    lineterminator="\n",
+                )
                 writer.writeheader()
                 for pair in waiting:
                     put(*pair)

@@ -56,9 +56,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     own.add_argument("--text", metavar="COLUMN", help="texts, or lists of words (default: found)")
     own.add_argument("--series", metavar="COLUMN", help="ids of series, in a table with one row per time")
     own.add_argument("--channels", metavar="COLUMN", nargs="+", default=[], help="columns of numbers")
-    own.add_argument("--minutes", type=float, default=5.0, help="for everything, reading included (default: 5)")
     own.add_argument(
-        "--set", dest="sets", metavar="NAME=VALUE", action="append", default=[],
+        "--minutes", type=float, default=5.0, help="for everything, reading included (default: 5)"
+    )
+    own.add_argument(
+        "--set",
+        dest="sets",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
         help="any setting: max_length, tokens=bytes, group_column, split_column, val, steps, seed, d_model, lr, ...",
     )
     parser.add_argument(
@@ -333,8 +339,16 @@ def default_folder(recipe: str) -> Path:
 
 def progress_text(progress: Progress) -> str:
     """Step, loss, score and time left."""
-    score = "" if progress.score is None else f"  val {progress.metric} {progress.score:.4g} (best {progress.best:.4g})"
-    left = "" if progress.left != progress.left else f"  {int(progress.left) // 60}:{int(progress.left) % 60:02} left"
+    score = (
+        ""
+        if progress.score is None
+        else f"  val {progress.metric} {progress.score:.4g} (best {progress.best:.4g})"
+    )
+    left = (
+        ""
+        if progress.left != progress.left
+        else f"  {int(progress.left) // 60}:{int(progress.left) % 60:02} left"
+    )
     return f"step {progress.step:,}  loss {progress.loss:.4g}{score}{left}"
 
 

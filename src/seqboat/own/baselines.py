@@ -10,6 +10,7 @@ no code. The training rows get scores of models that have not seen them.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -71,7 +72,12 @@ class Offset(nn.Module):
 
 def build_baseline(about: Mapping[str, Any], task: OwnTask) -> nn.Module:
     """An empty baseline, to load."""
-    kinds: dict[str, Callable[..., nn.Module]] = {"terms": Terms, "linear": Linear, "trees": Trees, "tags": TagTable}
+    kinds: dict[str, Callable[..., nn.Module]] = {
+        "terms": Terms,
+        "linear": Linear,
+        "trees": Trees,
+        "tags": TagTable,
+    }
     settings = {name: value for name, value in about.items() if name != "kind"}
     require(about.get("kind") in kinds, f"baseline {about.get('kind')!r} is unknown")
     if about["kind"] in ("linear", "trees"):
@@ -143,12 +149,14 @@ class Terms(nn.Module):
         return found.index_add_(0, row, value.to(found.dtype)[:, None] * self.weight[column])
 
 
-def _fit_terms(task: OwnTask, inputs: Sequence[NDArray[Any]], targets: NDArray[Any], folds: NDArray[Any]) -> Fitted:
+def _fit_terms(
+    task: OwnTask, inputs: Sequence[NDArray[Any]], targets: NDArray[Any], folds: NDArray[Any]
+) -> Fitted:
     from scipy.sparse import csr_matrix
 
     outputs = task.classes
     words = task.source.name == "words"
-    about = {
+    about: dict[str, Any] = {
         "terms": 0,
         "outputs": outputs,
         "vocab": int(task.vocab or 0),
@@ -182,7 +190,9 @@ def _fit_terms(task: OwnTask, inputs: Sequence[NDArray[Any]], targets: NDArray[A
     return Fitted(f"TF-IDF and {kind} regression", {"kind": "terms", **about}, model, unseen)
 
 
-def _linear(task: OwnTask, features: Any, targets: NDArray[Any], strength: float) -> tuple[NDArray[Any], NDArray[Any]]:
+def _linear(
+    task: OwnTask, features: Any, targets: NDArray[Any], strength: float
+) -> tuple[NDArray[Any], NDArray[Any]]:
     """Weights (columns, outputs) and biases of a linear model."""
     from sklearn.linear_model import LogisticRegression, Ridge
 
@@ -361,10 +371,16 @@ def _fit_statistics(
     if isinstance(task.target, LabelsTarget) or outputs > 20:
         return found
     boosted = _fit_trees(task, features, targets, folds)
-    return boosted if boosted is not None and _loss(task, boosted, targets) < _loss(task, found, targets) else found
+    return (
+        boosted
+        if boosted is not None and _loss(task, boosted, targets) < _loss(task, found, targets)
+        else found
+    )
 
 
-def _fit_trees(task: OwnTask, features: NDArray[Any], targets: NDArray[Any], folds: NDArray[Any]) -> Fitted | None:
+def _fit_trees(
+    task: OwnTask, features: NDArray[Any], targets: NDArray[Any], folds: NDArray[Any]
+) -> Fitted | None:
     from sklearn.ensemble import GradientBoostingClassifier, GradientBoostingRegressor
 
     outputs, number = task.classes, isinstance(task.target, NumberTarget)
@@ -376,19 +392,28 @@ def _fit_trees(task: OwnTask, features: NDArray[Any], targets: NDArray[Any], fol
         some = _at_most(some, TREE_ROWS)
         kind: Any = GradientBoostingRegressor if number else GradientBoostingClassifier
         model = kind(
-            n_estimators=TREES, max_depth=DEPTH, subsample=0.5, max_features="sqrt", init="zero", random_state=0
+            n_estimators=TREES,
+            max_depth=DEPTH,
+            subsample=0.5,
+            max_features="sqrt",
+            init="zero",
+            random_state=0,
         ).fit(features[some], targets[some])
         trees = Trees(TREES, 2 ** (DEPTH + 1) - 1, outputs, task.facts)
         trees.fill(model)
         return trees
 
-    unseen = _unseen(folds, outputs, lambda some, held: fit(some).scores(torch.from_numpy(features[held])).numpy())
+    unseen = _unseen(
+        folds, outputs, lambda some, held: fit(some).scores(torch.from_numpy(features[held])).numpy()
+    )
     about = {"kind": "trees", "trees": TREES, "nodes": 2 ** (DEPTH + 1) - 1, "outputs": outputs}
     return Fitted("summary statistics and gradient boosting", about, fit(np.arange(len(targets))), unseen)
 
 
 def _loss(task: OwnTask, found: Fitted, targets: NDArray[Any]) -> float:
-    total, scored = task.target.loss(torch.from_numpy(np.asarray(found.unseen)), torch.from_numpy(targets), task.facts)
+    total, scored = task.target.loss(
+        torch.from_numpy(np.asarray(found.unseen)), torch.from_numpy(targets), task.facts
+    )
     return float(total / scored)
 
 
@@ -411,7 +436,9 @@ class TagTable(nn.Module):
 
     def forward(self, inputs: Tensor, mask: Tensor | None = None) -> Tensor:
         """Scores (batch, time, outputs)."""
-        return self.table[inputs if inputs.dim() == 2 else inputs.new_zeros(inputs.shape[:2], dtype=torch.int64)]
+        return self.table[
+            inputs if inputs.dim() == 2 else inputs.new_zeros(inputs.shape[:2], dtype=torch.int64)
+        ]
 
 
 def _fit_tags(
@@ -419,9 +446,10 @@ def _fit_tags(
 ) -> Fitted:
     vocab, outputs = int(task.vocab or 0), task.classes
     ids = [row.astype(np.int64) if row.ndim == 1 else np.zeros(len(row), np.int64) for row in inputs]
+    targets = list(targets)
     counts = np.zeros((FOLDS, max(vocab, 1) * outputs))
     for fold in range(FOLDS):
-        cells = [ids[i] * outputs + targets[i] for i in np.flatnonzero(folds == fold)]
+        cells = [ids[i] * outputs + targets[i] for i in np.flatnonzero(folds == fold).tolist()]
         if cells:
             counts[fold] = np.bincount(np.concatenate(cells), minlength=counts.shape[1])
 
@@ -462,14 +490,18 @@ def fit_baseline(
     if task.kind == "tag":
         return _fit_tags(task, inputs, [np.asarray(row) for row in targets], folds)
     wanted = np.stack([np.asarray(row) for row in targets])
-    found = (_fit_terms if task.vocab is not None else _fit_statistics)(task, inputs, wanted, folds)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that a fit could go on a little
+        found = (_fit_terms if task.vocab is not None else _fit_statistics)(task, inputs, wanted, folds)
     return _calibrated(task, found, wanted)
 
 
 def _calibrated(task: OwnTask, found: Fitted, targets: NDArray[Any]) -> Fitted:
     """The same with scores as large as rows that were not seen bear out."""
     scales = np.geomspace(0.05, 2.0, 40)
-    losses = [_loss(task, found._replace(unseen=scale * np.asarray(found.unseen)), targets) for scale in scales]
+    losses = [
+        _loss(task, found._replace(unseen=scale * np.asarray(found.unseen)), targets) for scale in scales
+    ]
     scale = float(scales[int(np.argmin(losses))])
     for name in ("weight", "bias", "value"):
         if hasattr(found.module, name):

@@ -117,7 +117,9 @@ def describe(task: OwnTask, split: str) -> DataSummary:
     if labels is not None and targets:
         flat = np.stack(targets) if np.ndim(targets[0]) and task.kind != "tag" else None
         counts = (
-            np.bincount(np.concatenate([np.atleast_1d(t) for t in targets]).astype(int), minlength=len(labels))
+            np.bincount(
+                np.concatenate([np.atleast_1d(t) for t in targets]).astype(int), minlength=len(labels)
+            )
             if flat is None
             else flat.sum(axis=0).astype(int)
         )

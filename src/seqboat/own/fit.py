@@ -1,9 +1,9 @@
 """Learn from your own data in the minutes you give: the same for the command line and for Python.
 
-    1. a baseline is fitted in seconds; its scores of rows that it has not seen are what the network starts from
-    2. the network learns what the baseline leaves, with a learning rate that falls to zero as the time runs out
-    3. the best weights by validation are kept, and only if the sum is better than the baseline by a standard error
-    4. the validation rows are answered once more without attention
+1. a baseline is fitted in seconds; its scores of rows that it has not seen are what the network starts from
+2. the network learns what the baseline leaves, with a learning rate that falls to zero as the time runs out
+3. the best weights by validation are kept, and only if the sum is better than the baseline by a standard error
+4. the validation rows are answered once more without attention
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from seqboat.core.settings import Settings
 from seqboat.layers.policy import override_activation, policies
 from seqboat.own.baselines import Fitted, Offset, constant_scores, fit_baseline
 from seqboat.own.describe import heading
-from seqboat.own.task import OwnTask
+from seqboat.own.task import OwnTask, Scored
 from seqboat.tasks.task import Batch, Example
 from seqboat.training.config import RunConfig
 from seqboat.training.optim import build_optimizer, set_learning_rate
@@ -171,7 +171,9 @@ class _Fitting:
             tell(line)
         self.train, self.val = _rows(task, "train"), _rows(task, "val")
         if len(self.val) > SCORED:
-            self.val = [self.val[i] for i in np.random.default_rng(0).choice(len(self.val), SCORED, replace=False)]
+            self.val = [
+                self.val[i] for i in np.random.default_rng(0).choice(len(self.val), SCORED, replace=False)
+            ]
         self.record: dict[str, Any] = {"data": summary.as_record()}
         self.baseline = self._fit_baseline(config) if settings.baseline else None
         if self.baseline is not None:
@@ -182,8 +184,10 @@ class _Fitting:
         self.share = nn.Parameter(torch.ones(()))
         self.optimizer = build_optimizer(self.model, config.optimizer)
         if self.baseline is not None:
-            self.optimizer.add_param_group({"params": [("share", self.share)], "weight_decay": 0.0, "scale": 1.0})
-        self.parameters = [*self.model.parameters(), self.share]
+            self.optimizer.add_param_group(
+                {"params": [("share", self.share)], "weight_decay": 0.0, "scale": 1.0}
+            )
+        self.parameters: list[Tensor] = [*self.model.parameters(), self.share]
         self.average = [parameter.detach().clone() for parameter in self.parameters]
         self.random = np.random.default_rng(config.seed)
         self.queue: list[NDArray[np.int64]] = []
@@ -204,7 +208,11 @@ class _Fitting:
         inputs, targets = [row.inputs for row in self.train], [row.target for row in self.train]
         found = fit_baseline(task, inputs, targets, task.groups())
         name, scores = constant_scores(task, targets)
-        constant = [scores] * len(self.val) if task.kind != "tag" else [scores.expand(len(r.inputs), -1) for r in self.val]
+        constant = (
+            [scores] * len(self.val)
+            if task.kind != "tag"
+            else [scores.expand(len(r.inputs), -1) for r in self.val]
+        )
         with torch.no_grad():
             self.beside = _apply(lambda batch: found.module(batch.inputs, batch.mask), task, self.val, 64)
         self.record["baselines"] = {
@@ -215,7 +223,9 @@ class _Fitting:
                 found.name: self._score(self.beside).metrics,
             },
         }
-        listed = ", ".join(f"{name} {s[task.metric]:.4g}" for name, s in self.record["baselines"]["scores"].items())
+        listed = ", ".join(
+            f"{name} {s[task.metric]:.4g}" for name, s in self.record["baselines"]["scores"].items()
+        )
         self.tell(heading("baselines", f"val {task.metric}: {listed} ({time.monotonic() - begun:.1f} s)"))
         return found
 
@@ -231,7 +241,7 @@ class _Fitting:
             stacked = _stack(logits[start : start + 256], time)
             targets = task.collate_targets(some, time)
             batch = Batch(stacked, None, targets)
-            for name, value in task.score(_Logits(stacked), batch).items():
+            for name, value in task.score(Scored(stacked), batch).items():
                 totals[name] = totals[name] + value if name in totals else value
             losses.append(task.target.losses(stacked.float(), targets).double())
             each.append(task.target.each(stacked, targets).double())
@@ -249,7 +259,14 @@ class _Fitting:
                 if routing is not None:
                     real = routing.active if batch.mask is None else routing.active & batch.mask[..., None]
                     counts[0] += float(real.sum())
-                    counts[1] += float((batch.mask.sum() if batch.mask is not None else batch.inputs.shape[0] * batch.inputs.shape[1]) * routing.active.shape[-1])
+                    counts[1] += float(
+                        (
+                            batch.mask.sum()
+                            if batch.mask is not None
+                            else batch.inputs.shape[0] * batch.inputs.shape[1]
+                        )
+                        * routing.active.shape[-1]
+                    )
             return out.logits
 
         with contextlib.nullcontext() if attention else override_activation(model, active=False):
@@ -288,7 +305,7 @@ class _Fitting:
         logits = self.model(batch.inputs, batch.mask).logits
         if beside is not None:
             logits = logits + self.share * beside
-        loss = self.task.loss(_Logits(logits), batch).mean
+        loss = self.task.loss(Scored(logits), batch).mean
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.optimizer.clip or math.inf)
@@ -359,7 +376,12 @@ class _Fitting:
                 if share >= finish and self.step > 0:
                     break
                 if cooling_from is not None:
-                    lr = highest * max(1 - cooling_from, 0.05) * max(finish - share, 0.0) / max(finish - cooling_from, 1e-9)
+                    lr = (
+                        highest
+                        * max(1 - cooling_from, 0.05)
+                        * max(finish - share, 0.0)
+                        / max(finish - cooling_from, 1e-9)
+                    )
                 else:
                     lr = highest * (min(share / warm, 1.0) if share < warm else (1 - share) / (1 - warm))
                 self._train_step(max(lr, 1e-3 * highest))
@@ -410,7 +432,13 @@ class _Fitting:
         task, scores = self.task, self.best_scores
         _, step, weights, share = self.best
         model.load_state_dict(weights)
-        record = {**self.record, "steps": self.step, "best_step": step, "kept": "network", "rows": len(self.train)}
+        record = {
+            **self.record,
+            "steps": self.step,
+            "best_step": step,
+            "kept": "network",
+            "rows": len(self.train),
+        }
         record["score"] = {"split": "val", "metric": task.metric, **scores.metrics}
         if self.baseline is not None:
             offset = Offset(copy.deepcopy(self.baseline.module))
@@ -437,7 +465,8 @@ class _Fitting:
     def _attention(self, model: nn.Module, share: float) -> dict[str, Any]:
         """What attention contributed to the validation score; it is switched off if that is nothing."""
         self.model = model
-        offset, model.offset = model.offset, None
+        offset: Any = model.offset
+        model.offset = None  # type: ignore[assignment]
         self.share.data.fill_(share)
         with_it, without = self._evaluate(), self._evaluate(attention=False)
         gain, error = _difference(without.losses - with_it.losses)
@@ -476,14 +505,12 @@ def attention_line(found: dict[str, Any] | None) -> str:
         return "attention: not used, the baseline answers alone"
     scale, unit = (1.0, found["metric"]) if found["metric"] == "rmse" else (100.0, "points")
     change = f"{scale * found['change']:+.3g} +- {scale * found['error']:.2g} {unit}"
-    rate = "-" if found["active"] is None else f"{100 * found['active']:.{0 if found['active'] >= 0.1 else 1}f}"
+    rate = (
+        "-" if found["active"] is None else f"{100 * found['active']:.{0 if found['active'] >= 0.1 else 1}f}"
+    )
     if found.get("off"):
         return f"attention: bought nothing ({change} without it) and is switched off"
     return f"attention: {rate} % of tokens; without it {change}"
-
-
-class _Logits(NamedTuple):
-    logits: Tensor
 
 
 def _difference(values: Tensor) -> tuple[float, float]:

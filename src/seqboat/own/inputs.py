@@ -10,6 +10,7 @@ import io
 import math
 import re
 import struct
+import warnings
 import wave
 import zlib
 from abc import ABC, abstractmethod
@@ -70,6 +71,10 @@ class Input(ABC):
     @property
     def columns(self) -> dict[str, str]:
         """Columns of a table that it reads, with the flags that name them."""
+        return self.one_column()
+
+    def one_column(self) -> dict[str, str]:
+        """The column of texts or of file names."""
         if self.config.file_column is not None:
             return {self.config.file_column: "--set file_column=NAME"}
         return {self.config.text_column: "--text"}
@@ -84,7 +89,9 @@ class Input(ABC):
 
     def read(self, values: Mapping[str, Any]) -> Any:
         """What a record says; a ValueError says what is wrong with it."""
-        raise ValueError(f"{self.name} inputs are files: name the column of file names (--set file_column=NAME)")
+        raise ValueError(
+            f"{self.name} inputs are files: name the column of file names (--set file_column=NAME)"
+        )
 
     def read_file(self, content: bytes) -> Any:
         """What a file says; a ValueError says what is wrong with it."""
@@ -256,7 +263,7 @@ class Series(Input):
     def columns(self) -> dict[str, str]:
         config = self.config
         if not config.channels:
-            return super().columns
+            return self.one_column()
         found = {} if config.series_column is None else {config.series_column: "--series"}
         return {**found, **dict.fromkeys(config.channels, "--channels")}
 
@@ -348,7 +355,11 @@ def _matrix(value: Any) -> NDArray[np.float64]:
         found = value.astype(np.float64).reshape(len(value), -1)
         require(not np.isinf(found).any(), "not a finite number: inf")
         return found
-    if isinstance(value, list | tuple | np.ndarray) and len(value) and isinstance(value[0], list | tuple | np.ndarray):
+    if (
+        isinstance(value, list | tuple | np.ndarray)
+        and len(value)
+        and isinstance(value[0], list | tuple | np.ndarray)
+    ):
         rows = [_numbers(row) for row in value]
         require(len({len(row) for row in rows}) == 1, "times with different numbers of channels")
         return np.stack(rows)
@@ -368,15 +379,17 @@ class Sound(Series):
 
     @property
     def columns(self) -> dict[str, str]:
-        return Input.columns.fget(self)  # type: ignore[attr-defined, no-any-return]
+        return self.one_column()
 
     def read(self, values: Mapping[str, Any]) -> NDArray[np.float64]:
-        return Input.read(self, values)  # type: ignore[no-any-return]
+        return Input.read(self, values)
 
     def read_file(self, content: bytes) -> NDArray[np.float64]:
         rate, samples = read_sound(content)
         self.rate = self.rate or rate
-        require(rate == self.rate, f"expected {self.rate} samples per second as in the first file, got {rate}")
+        require(
+            rate == self.rate, f"expected {self.rate} samples per second as in the first file, got {rate}"
+        )
         return samples[:, None].astype(np.float64)
 
     def measure(self, rows: Sequence[Any], tagging: bool) -> Facts:
@@ -416,10 +429,10 @@ class Picture(Series):
 
     @property
     def columns(self) -> dict[str, str]:
-        return Input.columns.fget(self)  # type: ignore[attr-defined, no-any-return]
+        return self.one_column()
 
     def read(self, values: Mapping[str, Any]) -> NDArray[np.float64]:
-        return Input.read(self, values)  # type: ignore[no-any-return]
+        return Input.read(self, values)
 
     def read_file(self, content: bytes) -> NDArray[np.float64]:
         return self.squares(read_picture(content))
@@ -434,7 +447,7 @@ class Picture(Series):
         if small.shape != (side, side):
             small = np.asarray(Image.fromarray(small).resize((side, side), Image.Resampling.BOX))
         blocks = small.astype(np.float64).reshape(side // 2, 2, side // 2, 2).transpose(0, 2, 1, 3)
-        return blocks.reshape(-1, 4) / 255  # type: ignore[no-any-return]
+        return blocks.reshape(-1, 4) / 255
 
     def measure(self, rows: Sequence[Any], tagging: bool) -> Facts:
         return {**super().measure(rows, True), "gaps": False}
@@ -447,11 +460,14 @@ def read_picture(content: bytes) -> NDArray[np.float32]:
 
     known = f"expected one of {', '.join(FORMATS)}"
     try:
-        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the limit is ours
+            opened = Image.open(io.BytesIO(content), formats=FORMATS)
+        with opened as image:
             width, height = image.size
             require(width * height <= MAX_PIXELS, f"an image of {width} x {height} pixels is too large")
             if image.mode.startswith("I"):
-                return np.asarray(image, np.float32).clip(0, 65535) / 257  # type: ignore[no-any-return]
+                return (np.asarray(image, np.float32).clip(0, 65535) / 257).astype(np.float32)
             require(image.mode != "F", "an image of real numbers: save it with 8 or 16 bits")
             return np.asarray(image.convert("L"), np.float32)
     except UnidentifiedImageError:

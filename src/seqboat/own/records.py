@@ -1,4 +1,4 @@
-"""Records from outside: the rows of a table, series with one row per time, the files of a folder, values in memory."""
+"""Records from outside: rows of a table, series with one row per time, files of a folder, values in memory."""
 
 from __future__ import annotations
 
@@ -59,7 +59,10 @@ class Reader(Protocol):
 def open_reader(path: Path, source: Input, config: OwnTaskConfig) -> Reader:
     """The reader of a table or of a folder."""
     known = ", ".join(SUFFIXES)
-    require(path.exists(), f"{path} does not exist: expected a table ({known}), or a folder with a folder for each class")
+    require(
+        path.exists(),
+        f"{path} does not exist: expected a table ({known}), or a folder with a folder for each class",
+    )
     if path.is_dir() or (not is_table(path) and Source(path).kind() != "file"):
         return Folder(path, source)
     if config.series_column is not None:
@@ -121,7 +124,7 @@ class Steps(Table):
             except ValueError as error:
                 skips.add(self.path.name, row.place, str(error))
                 continue
-            found = str(row.values.get(column))
+            found = str(row.values.get(column or ""))
             if steps and found != name:
                 yield Found(f"series {name}", last, np.concatenate(steps))
                 steps, tags = [], []
@@ -151,7 +154,7 @@ class Folder:
         suffixes = type(self.source).suffixes
         require(
             bool(suffixes),
-            f"{self.path}: {self.source.name} inputs are rows of a table ({', '.join(SUFFIXES)}), not files in a folder",
+            f"{self.path}: {self.source.name} inputs are rows of a table ({', '.join(SUFFIXES)}), not files",
         )
         for member in Source(self.path).members(lambda name: PurePosixPath(name).suffix.lower() in suffixes):
             values = {"file": member.name}
@@ -160,7 +163,11 @@ class Folder:
             yield Found(member.name, values, member.read())
 
     def digest(self) -> str:
-        files = sorted(file for file in self.path.rglob("*") if file.is_file()) if self.path.is_dir() else [self.path]
+        files = (
+            sorted(file for file in self.path.rglob("*") if file.is_file())
+            if self.path.is_dir()
+            else [self.path]
+        )
         return digest_of(files)
 
 
@@ -198,7 +205,7 @@ class Values:
     def digest(self) -> str:
         found = hashlib.sha256()
         for number, value in enumerate(self.inputs):
-            found.update(np.ascontiguousarray(value) if isinstance(value, np.ndarray) else repr(value).encode())
+            found.update(value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode())
             found.update(repr(None if self.targets is None else self.targets[number]).encode())
         return found.hexdigest()
 
@@ -265,7 +272,9 @@ def decide(values: Mapping[str, Any], config: OwnTaskConfig) -> Any:
     require(value is not None and str(value).strip() != "", f"empty {column!r}")
     text = str(value).strip()
     if config.split_column is not None:
-        require(text.lower() in PART_NAMES, f"{column!r} must be one of {', '.join(SPLITS)}, got {text[:40]!r}")
+        require(
+            text.lower() in PART_NAMES, f"{column!r} must be one of {', '.join(SPLITS)}, got {text[:40]!r}"
+        )
         return PART_NAMES[text.lower()]
     return text if config.group_column is not None else read_time(text)
 
@@ -287,7 +296,9 @@ def read_time(text: str) -> float:
     return number
 
 
-def hold_out(rows: Rows, classes: Sequence[Any] | None, config: OwnTaskConfig) -> dict[str, NDArray[np.int64]]:
+def hold_out(
+    rows: Rows, classes: Sequence[Any] | None, config: OwnTaskConfig
+) -> dict[str, NDArray[np.int64]]:
     """The numbers of the rows of each split, where one table holds all of them.
 
     Args:
@@ -300,13 +311,13 @@ def hold_out(rows: Rows, classes: Sequence[Any] | None, config: OwnTaskConfig) -
     where = config.train or "X"
     if config.split_column is not None:
         parts = np.array(rows.deciding)
-        found = {name: np.flatnonzero(parts == place) for place, name in enumerate(SPLITS)}
+        found = {str(name): np.flatnonzero(parts == place) for place, name in enumerate(SPLITS)}
         for one, other in (("test", "val"), ("val", "test")):
             found[one] = found[one] if len(found[one]) else found[other]
         for name in SPLITS:
             require(len(found[name]) > 0, f"{where} has no rows for the split {name}")
-        return {str(name): numbers for name, numbers in found.items()}
-    require(count >= 2, f"{where} needs at least 2 rows to hold one out, got {count}")
+        return found
+    require(count >= 2, f"{where} needs at least 2 rows to hold one out, got {count} sample")
     size = min(max(round(config.holdout * count), 1), count - 1)
     random = np.random.default_rng(0)
     if config.time_column is not None:
@@ -350,5 +361,6 @@ def check_is_table(path: Path) -> None:
     """Refuse a file whose name is not that of a table."""
     require(
         is_table(path),
-        f"{path} must be a table ({', '.join(SUFFIXES)}): {OTHER.get(path.suffix.lower(), 'write it as CSV or Parquet')}",
+        f"{path} must be a table ({', '.join(SUFFIXES)}): "
+        f"{OTHER.get(path.suffix.lower(), 'write it as CSV or Parquet')}",
     )

@@ -43,7 +43,9 @@ class Session(NamedTuple):
     result: Result
 
 
-def split_settings(settings: Sequence[str] | Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str], list[str]]:
+def split_settings(
+    settings: Sequence[str] | Mapping[str, Any],
+) -> tuple[dict[str, Any], dict[str, str], list[str]]:
     """Settings by name, as `name=value`: those of the fit, those of the task, and others for the configuration.
 
     A name without a dot is found wherever it is: `max_length` is the task's, `lr` the optimizer's.
@@ -55,7 +57,9 @@ def split_settings(settings: Sequence[str] | Mapping[str, Any]) -> tuple[dict[st
     fit_names = {field.name for field in fields(FitConfig)}
     task_names = {field.name for kind in TASKS.values() for field in fields(kind)}
     known = to_dict(classify())
-    places = {name: f"{group}.{name}" for group in ("training", "model", "optimizer") for name in known[group]}
+    places = {
+        name: f"{group}.{name}" for group in ("training", "model", "optimizer") for name in known[group]
+    }
     for name, value in pairs:
         short = name.removeprefix("task.").removeprefix("data.")
         if name in fit_names:
@@ -119,7 +123,7 @@ def look_at(
         return Look("classify", "folders are classes", None)
     skips = Skips(most=1.0)
     numbers: set[float] = set()
-    every_number, lists, count = True, Skips(), 0
+    every_number, count = True, 0
     spaces: dict[str, list[int]] = {}
     first: Mapping[str, Any] | None = None
     nested = words = 0
@@ -154,7 +158,9 @@ def look_at(
     whole = all(number == int(number) for number in numbers if math.isfinite(number))
     if every_number and numbers and (not whole or len(numbers) > FEW_NUMBERS):
         some = f"more than {10 * FEW_NUMBERS:,}" if len(numbers) > 10 * FEW_NUMBERS else f"{len(numbers):,}"
-        return Look("regress", f"{column} holds {some} different numbers (--set task=classify: classes)", text_column)
+        return Look(
+            "regress", f"{column} holds {some} different numbers (--set task=classify: classes)", text_column
+        )
     return Look("classify", f"{column} holds classes", text_column)
 
 
@@ -167,7 +173,9 @@ def _as_number(value: Any) -> float | None:
         return None
 
 
-def _text_column(path: Path, first: Mapping[str, Any], target: str, spaces: Mapping[str, Sequence[int]]) -> str:
+def _text_column(
+    path: Path, first: Mapping[str, Any], target: str, spaces: Mapping[str, Sequence[int]]
+) -> str:
     """The column of texts or lists, where no option names it."""
     others = [name for name in first if name != target]
     if "text" in others:
@@ -188,7 +196,9 @@ def _text_column(path: Path, first: Mapping[str, Any], target: str, spaces: Mapp
     )
 
 
-def configure(config: OwnTaskConfig, values: Values | None, settings: Sequence[str]) -> tuple[OwnTask, RunConfig]:
+def configure(
+    config: OwnTaskConfig, values: Values | None, settings: Sequence[str]
+) -> tuple[OwnTask, RunConfig]:
     """The task of a configuration, which reads its training data now, and the configuration of a run on it.
 
     Args:
@@ -223,13 +233,17 @@ def learn(
             last = time.monotonic()
             write_run(out, task, snapshot())
 
-    result = fit(task, config, settings, started=started, tell=tell, show=show, keep=keep if out is not None else None)
+    result = fit(
+        task, config, settings, started=started, tell=tell, show=show, keep=keep if out is not None else None
+    )
     if out is not None:
         write_run(out, task, result)
     return Session(task, result)
 
 
-def write_run(folder: Path, task: OwnTask, result: Result, estimator: Mapping[str, Any] | None = None) -> None:
+def write_run(
+    folder: Path, task: OwnTask, result: Result, estimator: Mapping[str, Any] | None = None
+) -> None:
     """Write a model as a run: `predict`, `eval`, `report`, `explain` and `export` take it."""
     folder.mkdir(parents=True, exist_ok=True)
     prints = {split: task.fingerprint(split) for split in ("train", "val")}
@@ -285,7 +299,10 @@ def closing_lines(record: Mapping[str, Any]) -> list[str]:
     elif kept == "network and baseline":
         gain = record["gain"]
         lines.append(
-            heading("kept", f"network and baseline: validation loss better by {gain['loss']:.3g} +- {gain['error']:.1g}")
+            heading(
+                "kept",
+                f"network and baseline: validation loss better by {gain['loss']:.3g} +- {gain['error']:.1g}",
+            )
         )
     minutes = f", {record['seconds']:.0f} s" if "seconds" in record else ""
     lines.append(heading("trained", f"{record['steps']:,} steps on {record['rows']:,} rows{minutes}"))

@@ -1,4 +1,4 @@
-"""Tables: CSV, TSV, JSON lines and Parquet as records with their place. What cannot be read is skipped and counted."""
+"""Tables: CSV, TSV, JSON lines and Parquet as records with their place; what cannot be read is counted."""
 
 from __future__ import annotations
 
@@ -60,7 +60,9 @@ def read_table(
     if suffix not in SUFFIXES:
         hint = OTHER.get(suffix, "write it as CSV or Parquet")
         raise ValueError(f"{path} must be a table ({', '.join(SUFFIXES)}): {hint}")
-    require(path.exists(), f"{path} does not exist: expected a table, or a folder with a folder for each class")
+    require(
+        path.exists(), f"{path} does not exist: expected a table, or a folder with a folder for each class"
+    )
     require(path.is_file(), f"{path} is not a file: expected a table ({', '.join(SUFFIXES)})")
     if suffix == ".parquet":
         yield from _parquet(path, skips)
@@ -141,7 +143,9 @@ def _lines(file: Any, path: Path, skips: Skips) -> Iterator[Record]:
         except (ValueError, RecursionError) as error:
             known = isinstance(error, ValueError) and not isinstance(error, json.JSONDecodeError)
             reason = str(error) if known else "not a JSON object"
-            skips.add(path.name, f"line {number}", "a number of too many digits" if "digits" in reason else reason)
+            skips.add(
+                path.name, f"line {number}", "a number of too many digits" if "digits" in reason else reason
+            )
             continue
         yield Record(f"line {number}", values)
 
@@ -164,7 +168,9 @@ def _parquet(path: Path, skips: Skips) -> Iterator[Record]:
         file = pq.ParquetFile(path)
         names = file.schema_arrow.names
     except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{path} is not a Parquet file, or it is damaged: {str(error).splitlines()[0]}") from None
+        raise ValueError(
+            f"{path} is not a Parquet file, or it is damaged: {str(error).splitlines()[0]}"
+        ) from None
     require(len(set(names)) == len(names), f"{path}: a column is there twice: rename it")
     number = 0
     try:
@@ -172,7 +178,9 @@ def _parquet(path: Path, skips: Skips) -> Iterator[Record]:
             try:
                 rows: Sequence[Any] = batch.to_pylist()
             except UnicodeDecodeError:
-                rows = [_parquet_row(batch, i, path, f"row {number + i + 1}", skips) for i in range(len(batch))]
+                rows = [
+                    _parquet_row(batch, i, path, f"row {number + i + 1}", skips) for i in range(len(batch))
+                ]
             for values in rows:
                 number += 1
                 if values is not None:

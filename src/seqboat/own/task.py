@@ -1,9 +1,9 @@
 """Your own data as tasks: classify, regress and tag.
 
-    reviews.csv                          {"text": "great film", "label": "good"}
-    text,label                           {"text": "a waste", "label": "bad"}
-    great film,good                      ... (JSON lines)
-    "a waste, really",bad
+reviews.csv                          {"text": "great film", "label": "good"}
+text,label                           {"text": "a waste", "label": "bad"}
+great film,good                      ... (JSON lines)
+"a waste, really",bad
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from seqboat.core.checks import check_choice, check_positive, require
 from seqboat.data.sources import Source
 from seqboat.data.store import Skips
-from seqboat.own.baselines import Offset, build_baseline
+from seqboat.own.baselines import Offset, build_baseline, constant_scores, fit_baseline
 from seqboat.own.describe import DataSummary, describe
 from seqboat.own.inputs import INPUTS, LIMIT, Facts, Input, Picture, Words
 from seqboat.own.records import (
@@ -52,6 +52,7 @@ from seqboat.tasks.task import (
     Task,
     Unlabeled,
     check_finite,
+    draw_subset,
     ratio,
 )
 
@@ -359,7 +360,13 @@ class OwnTask(Task):
 
     @labels.setter
     def labels(self, labels: tuple[str, ...] | None) -> None:
-        self.facts = {"input": "bytes", "length": LIMIT, "longest": LIMIT, **(self._facts or {}), "labels": list(labels or ())}
+        self.facts = {
+            "input": "bytes",
+            "length": LIMIT,
+            "longest": LIMIT,
+            **(self._facts or {}),
+            "labels": list(labels or ()),
+        }
 
     @property
     def classes(self) -> int:  # type: ignore[override]
@@ -390,7 +397,10 @@ class OwnTask(Task):
                 rows = read_table(path, Skips(most=1.0), config.encoding, config.delimiter)
                 return kind_of_files(path, (str(row.values.get(config.file_column)) for row in rows))
             if not is_table(path):
-                require(path.exists(), f"{path} does not exist: expected a table, or a folder with a folder for each class")
+                require(
+                    path.exists(),
+                    f"{path} does not exist: expected a table, or a folder with a folder for each class",
+                )
                 if path.is_file() and Source(path).kind() == "file":
                     check_is_table(path)
                 members = Source(path).members(lambda name: True)
@@ -463,6 +473,7 @@ class OwnTask(Task):
         return self._encoded[path]
 
     def dataset(self, split: Split) -> Dataset:
+        self.check_split(split)
         config = self.config
         path = {"train": config.train, "val": config.val, "test": config.test or config.val}[split]
         if path is not None and (split != "train" or config.val is not None):
@@ -486,15 +497,39 @@ class OwnTask(Task):
 
     def fingerprint(self, split: Split) -> dict[str, Any] | None:
         config = self.config
-        path = {"train": config.train, "val": config.val, "test": config.test or config.val}[split] or config.train
+        path = {"train": config.train, "val": config.val, "test": config.test or config.val}[
+            split
+        ] or config.train
         if path == "" and self.values is None:
             return None
         rows = len(self.encoded(path))
         digest = self.reader(path).digest()
-        return {"source": Path(path).name or "X", "rows": rows, "sha256": digest, "labels": self.facts.get("labels")}
+        return {
+            "source": Path(path).name or "X",
+            "rows": rows,
+            "sha256": digest,
+            "labels": self.facts.get("labels"),
+        }
 
     def summary(self, split: Split) -> DataSummary:
         return describe(self, split)
+
+    def baselines(self, split: Split, limit: int | None = None) -> dict[str, dict[str, float]]:
+        """Metrics of the simple thing and of a constant answer on a split."""
+        train, scored = self.dataset("train"), draw_subset(self.dataset(split), limit)
+        learn, rows = ([data[i] for i in range(len(data))] for data in (train, scored))
+        found = fit_baseline(
+            self, [row.inputs for row in learn], [row.target for row in learn], self.groups()
+        )
+        name, constant = constant_scores(self, [row.target for row in learn])
+        totals: dict[str, dict[str, Tensor]] = {name: {}, found.name: {}}
+        for start in range(0, len(rows), 64):
+            batch = self.collate(rows[start : start + 64])
+            scores = found.module(batch.inputs, batch.mask)
+            for which, logits in ((name, constant.expand_as(scores)), (found.name, scores)):
+                for metric, value in self.score(Scored(logits), batch).items():
+                    totals[which][metric] = totals[which].get(metric, 0) + value
+        return {which: self.summarize(found) for which, found in totals.items()}
 
     def read_inputs(self, path: Path, skips: Skips) -> Iterator[tuple[str, Unlabeled]]:
         """The inputs of a table or folder without labels, in its order."""
@@ -522,7 +557,11 @@ class OwnTask(Task):
     def read_input(self, value: Any) -> Unlabeled:
         """A text, a series as a list of numbers, or a mapping by column name where an input has several columns."""
         values = value if isinstance(value, Mapping) else {self.config.text_column: value}
-        if not isinstance(value, Mapping) and self.config.channels and isinstance(self.source, INPUTS["series"]):
+        if (
+            not isinstance(value, Mapping)
+            and self.config.channels
+            and isinstance(self.source, INPUTS["series"])
+        ):
             plain = copy.copy(self.config)
             object.__setattr__(plain, "channels", ())
             return self.query(INPUTS[self.source.name](plain).read(values))
@@ -530,7 +569,9 @@ class OwnTask(Task):
 
     @property
     def said(self) -> tuple[str, ...]:  # type: ignore[override]
-        spans = self.kind == "tag" and self.source.name in ("words", "bytes") and self.facts.get("spans", False)
+        spans = (
+            self.kind == "tag" and self.source.name in ("words", "bytes") and self.facts.get("spans", False)
+        )
         return ("spans",) if spans else self.target.said
 
     # how it is scored
@@ -580,6 +621,12 @@ class OwnTask(Task):
         if inputs.ndim == 2:
             return f"{inputs.shape[0]} values of {inputs.shape[1]} channels"
         return super()._spell(inputs)
+
+
+class Scored(NamedTuple):
+    """An output that is only scores."""
+
+    logits: Tensor
 
 
 def _wordless(facts: Facts, rows: Sequence[Any]) -> bool:

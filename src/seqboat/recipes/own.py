@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from seqboat.layers.gau import GAUConfig
 from seqboat.layers.routers import TemperedSoftmaxConfig
@@ -38,7 +38,7 @@ def for_task(config: RunConfig, task: OwnTask) -> RunConfig:
         config: of a run on own data.
         task: the same task, which has read its training rows.
     """
-    mixer, model = config.model.mixer, {}
+    mixer, model = config.model.mixer, dict[str, Any]()
     if isinstance(mixer, SeqBoatConfig) and isinstance(mixer.ssm, EMAConfig) and mixer.ssm.memory == MEMORY:
         memory = min(max(task.longest, 8), MEMORY)
         model["mixer"] = replace(mixer, ssm=replace(mixer.ssm, memory=memory))
@@ -48,9 +48,6 @@ def for_task(config: RunConfig, task: OwnTask) -> RunConfig:
         model["stem"] = STEM
     lr = NUMBERS_LR if config.optimizer.lr == OWN_LR else config.optimizer.lr
     return config.replace(model=model, optimizer={"lr": lr})
-
-
-
 
 
 def for_rows(config: RunConfig, rows: int) -> RunConfig:

@@ -22,9 +22,8 @@ from numpy.typing import NDArray
 from seqboat.core.checks import require
 from seqboat.data import fairseq as published
 from seqboat.data.fairseq import byte_symbols
-from seqboat.data.sources import Source, read_file
+from seqboat.data.sources import Source, bad_text, read_file
 from seqboat.data.store import ArrayStore, Prepared, RaggedWriter, Skips, Staging
-from seqboat.data.sources import bad_text
 from seqboat.tasks.stored import LRA_FILE, LRA_PAGE, DatasetInfo, SequenceTask, SequenceTaskConfig, ragged
 from seqboat.tasks.task import BYTES, SPLITS, Dataset, Example, Split
 

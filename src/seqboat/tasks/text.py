@@ -23,9 +23,8 @@ from seqboat.core.checks import check_positive, require
 from seqboat.data import fairseq as published
 from seqboat.data.download import RemoteFile
 from seqboat.data.fairseq import byte_symbols
-from seqboat.data.sources import Source, read_file
+from seqboat.data.sources import Source, bad_text, read_file
 from seqboat.data.store import Prepared, RaggedWriter, Skips, Staging
-from seqboat.data.sources import bad_text
 from seqboat.tasks.stored import DatasetInfo, RaggedDataset, SequenceTask, SequenceTaskConfig, hold_out
 from seqboat.tasks.task import BYTES, Dataset, Example, Split
 
