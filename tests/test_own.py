@@ -447,7 +447,7 @@ def test_answers_do_not_depend_on_the_batch(classifier: Path) -> None:
 
 def test_an_output_that_is_no_number_is_an_error(classifier: Path) -> None:
     predictor = Predictor(classifier)
-    predictor.model.head.out.bias.data[0] = torch.nan  # type: ignore[union-attr, operator, index]
+    predictor.model.head.out.bias.data[0] = torch.nan  # type: ignore[union-attr, operator]
     assert "not finite" in predictor.predict(["good film"])[0]["error"]
 
 

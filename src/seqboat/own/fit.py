@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from seqboat.core.checks import check_choice, check_positive, require
 from seqboat.core.settings import Settings
-from seqboat.layers.policy import override_activation, policies
+from seqboat.layers.sma import SparseModularActivation, override_activation
 from seqboat.own.baselines import Fitted, Offset, constant_scores, fit_baseline
 from seqboat.own.describe import heading
 from seqboat.own.task import OwnTask, Scored
@@ -458,7 +458,7 @@ class _Fitting:
             model.offset = offset
             record["baselines"]["kept"] = self.baseline.name
             task.facts = {**task.facts, "baseline": self.baseline.about}
-        if not quick and record["kept"] != "baseline" and policies(model):
+        if not quick and record["kept"] != "baseline" and routers_of(model):
             record["attention"] = self._attention(model, share)
         return Result(model.eval(), self.config, step, record)
 
@@ -484,11 +484,15 @@ class _Fitting:
         return found
 
 
+def routers_of(model: nn.Module) -> list[Any]:
+    """The routers of a model."""
+    return [part.router for part in model.modules() if isinstance(part, SparseModularActivation)]
+
+
 def switch_off(model: nn.Module) -> None:
     """Let no token attend any more: routers with a bias get one that no token overcomes."""
     with torch.no_grad():
-        for policy in policies(model):
-            router: Any = policy.router
+        for router in routers_of(model):
             for parameter in router.parameters():
                 if parameter.dim() > 1:
                     parameter.zero_()
