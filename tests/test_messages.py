@@ -45,7 +45,7 @@ FILES: dict[str, str | bytes] = {
     "header.csv": "text,label\n",
     "no-text.csv": "text,label\n" + ",a\n" * 20,
     "one-label.csv": CSV.replace("bäd", "good"),
-    "many-labels.csv": "text,label\n" + "".join(f"a,{i}\n" for i in range(1001)),
+    "many-labels.csv": "text,label\n" + "".join(f"a,w{i}\n" for i in range(1001)),
     "words.csv": CSV,
     "twice.csv": "text,text,label\na,b,c\n",
     "columns.csv": "a,b,label\n1,2,x\n2,3,y\n",
@@ -128,7 +128,7 @@ MISTAKES: list[tuple[list[str], str]] = [
         [*CLASSIFY, "--data.train=ok.csv", "--data.max_lenght=3"],
         r"--data.max_lenght is not a field of this configuration; did you mean --data.max_length\?",
     ),
-    ([*CLASSIFY, "--data.max_length=x"], "data.max_length must be an integer, got 'x'"),
+    ([*CLASSIFY, "--data.max_length=x"], "data.max_length must be an integer or None, got 'x'"),
     (
         ["generate", "--prompt=The", "--temperature=0"],
         "--temperature must be above 0, got 0; --greedy always takes",

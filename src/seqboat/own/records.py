@@ -364,3 +364,10 @@ def check_is_table(path: Path) -> None:
         f"{path} must be a table ({', '.join(SUFFIXES)}): "
         f"{OTHER.get(path.suffix.lower(), 'write it as CSV or Parquet')}",
     )
+
+
+def check_is_archive(path: Path) -> None:
+    """Refuse a file that is neither a table nor an archive of files."""
+    sheets = (".xlsx", ".xls", ".ods", ".json")
+    if path.is_file() and (path.suffix.lower() in sheets or Source(path).kind() == "file"):
+        check_is_table(path)

@@ -17,7 +17,7 @@ from seqboat.data.store import Skips
 from seqboat.own.describe import heading
 from seqboat.own.fit import FitConfig, Progress, Result, attention_line, fit
 from seqboat.own.inputs import NOTHING
-from seqboat.own.records import Values
+from seqboat.own.records import Values, check_is_archive
 from seqboat.own.tables import is_table, read_table
 from seqboat.own.task import ClassifyTaskConfig, OwnTask, OwnTaskConfig, RegressTaskConfig, TagTaskConfig
 from seqboat.training import checkpoint as ck
@@ -120,6 +120,7 @@ def look_at(
 ) -> Look:
     """Which task a column asks for, and where the texts are."""
     if not is_table(path):
+        check_is_archive(path)
         return Look("classify", "folders are classes", None)
     skips = Skips(most=1.0)
     numbers: set[float] = set()

@@ -31,6 +31,7 @@ from seqboat.own.records import (
     Reader,
     Rows,
     Values,
+    check_is_archive,
     check_is_table,
     hold_out,
     kind_of_files,
@@ -401,8 +402,7 @@ class OwnTask(Task):
                     path.exists(),
                     f"{path} does not exist: expected a table, or a folder with a folder for each class",
                 )
-                if path.is_file() and Source(path).kind() == "file":
-                    check_is_table(path)
+                check_is_archive(path)
                 members = Source(path).members(lambda name: True)
                 return kind_of_files(path, (member.name for member in members))
         return self._kind_of_value(self._first_value())
