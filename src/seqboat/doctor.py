@@ -415,6 +415,7 @@ def check_contract(device: torch.device) -> dict[str, str | None]:
         causal=True,
         prenorm=True,
         init="paper",
+        form="paper",
     )
     config = BackboneConfig(mixer=mixer, d_model=16, num_layers=2, vocab=32)
     model = LanguageModel(config).to(device).eval()
@@ -457,7 +458,7 @@ def _repeats(device: torch.device) -> str | None:
     for causal in (False, True):
         torch.manual_seed(1)
         gau = GAUConfig(d_z=8, d_v=16, window=8)
-        layer = SeqBoat(16, SeqBoatConfig(gau=gau, causal=causal, init="paper")).to(device)
+        layer = SeqBoat(16, SeqBoatConfig(gau=gau, causal=causal, init="paper", form="paper")).to(device)
         x = torch.randn(3, 150, 16, device=device)
         runs: list[list[Tensor]] = []
         for _ in range(2):

@@ -206,7 +206,7 @@ def _fit(config: Any, setting: LayerSetting) -> Any:
         ):  # otherwise the window is what distinguishes this variant
             gau = replace(gau, window=setting.window)
         # timings are those of the router of the paper, unless a rate is forced
-        config = replace(config, gau=gau, init="paper")
+        config = replace(config, gau=gau, init="paper", form="paper")
     if isinstance(config, MegaConfig):
         config = replace(config, attention=setting.attention)
     return config

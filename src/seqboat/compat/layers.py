@@ -94,6 +94,7 @@ def layer_config(config: Mapping[str, Any]) -> SeqBoatConfig:
     if _has_local_table(config):
         positions = "compressed"
     return SeqBoatConfig(
+        form="paper",
         ssm=EMAConfig(d_state=config.get("ndim", 2), truncation=config.get("truncation")),
         router=TemperedSoftmaxConfig(temperature_scale=config.get("init_temp_scale", 1.0)),
         gau=GAUConfig(
@@ -116,6 +117,7 @@ def layer_config(config: Mapping[str, Any]) -> SeqBoatConfig:
 def published_config(d_model: int, config: SeqBoatConfig) -> dict[str, Any]:
     """The published constructor arguments of a layer; a ValueError names what the published code does not have."""
     fixed = SeqBoatConfig(
+        form="paper",
         ssm=config.ssm,
         router=config.router,
         gau=config.gau,
@@ -124,7 +126,7 @@ def published_config(d_model: int, config: SeqBoatConfig) -> dict[str, Any]:
         prenorm=config.prenorm,
         dropout=config.dropout,
     )
-    for field in ("ffn", "d_ff", "budget"):
+    for field in ("form", "ffn", "d_ff", "budget"):
         require(
             getattr(config, field) == getattr(fixed, field),
             f"the published layer has no {field}, got {getattr(config, field)}",

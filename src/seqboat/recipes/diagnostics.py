@@ -18,6 +18,7 @@ def _diagnostic(task: TaskConfig) -> RunConfig:
     """Two layers of width 64, 1,500 steps."""
     mixer = SeqBoatConfig(
         init="paper",
+        form="paper",
         ssm=EMAConfig(d_state=4),
         router=TemperedSoftmaxConfig(temperature_scale=1.0),
         gau=GAUConfig(d_z=32, d_v=64, attention="softmax", window=64, positions="original", max_positions=64),
@@ -57,6 +58,7 @@ def demo() -> RunConfig:
     """
     mixer = SeqBoatConfig(
         init="paper",
+        form="paper",
         # half the default block: most expressions are shorter
         ssm=EMAConfig(d_state=8, block=32),
         router=TemperedSoftmaxConfig(temperature_scale=0.3),

@@ -26,6 +26,7 @@ def enwik8() -> RunConfig:
         model=BackboneConfig(
             mixer=SeqBoatConfig(
                 init="paper",
+                form="paper",
                 ssm=EMAConfig(d_state=16, truncation=2048),
                 router=TemperedSoftmaxConfig(temperature_scale=1.0),
                 gau=GAUConfig(d_z=128, d_v=1232, attention="softmax", window=1024, positions="rotary"),
@@ -59,6 +60,7 @@ def enwik8_small() -> RunConfig:
         model=BackboneConfig(
             mixer=SeqBoatConfig(
                 init="paper",
+                form="paper",
                 ssm=EMAConfig(d_state=8),
                 router=TemperedSoftmaxConfig(temperature_scale=1.0),
                 gau=GAUConfig(d_z=32, d_v=256, attention="softmax", window=128, positions="rotary"),

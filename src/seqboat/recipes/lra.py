@@ -65,6 +65,7 @@ def listops() -> RunConfig:
     """ListOps, up to 2,000 tokens: 60 epochs of 96,000 expressions."""
     own = SeqBoatConfig(
         init="paper",
+        form="paper",
         ssm=EMAConfig(d_state=16, truncation=1024),
         router=TemperedSoftmaxConfig(temperature_scale=0.3),
         gau=GAUConfig(
@@ -92,6 +93,7 @@ def text() -> RunConfig:
     """Text, 4,096 bytes: 50 epochs of 25,000 reviews, validated on the test reviews as published."""
     own = SeqBoatConfig(
         init="paper",
+        form="paper",
         ssm=EMAConfig(d_state=16, truncation=1024),
         router=TemperedSoftmaxConfig(temperature_scale=0.3),
         gau=GAUConfig(
@@ -119,6 +121,7 @@ def retrieval() -> RunConfig:
     """Retrieval, two documents of 4,000 bytes: 40 epochs of 147,086 pairs, in micro-batches of 8."""
     own = SeqBoatConfig(
         init="paper",
+        form="paper",
         ssm=EMAConfig(d_state=16, truncation=1024),
         router=TemperedSoftmaxConfig(temperature_scale=0.3),
         gau=GAUConfig(
@@ -147,6 +150,7 @@ def image() -> RunConfig:
     """Image, gray CIFAR-10 as 1,024 pixels: 200 epochs of 45,000 images."""
     own = SeqBoatConfig(
         init="paper",
+        form="paper",
         ssm=EMAConfig(d_state=16, truncation=1024),
         router=TemperedSoftmaxConfig(temperature_scale=0.4),
         gau=GAUConfig(
@@ -213,6 +217,7 @@ def pathfinder_mixer(**attention: Any) -> SeqBoatConfig:
     """SeqBoat for images of curves, with the whole kernel."""
     return SeqBoatConfig(
         init="paper",
+        form="paper",
         ssm=EMAConfig(d_state=16),
         router=TemperedSoftmaxConfig(temperature_scale=1.0),
         gau=GAUConfig(d_z=64, d_v=256, attention="relu2", positions="original", **attention),

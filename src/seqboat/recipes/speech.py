@@ -26,6 +26,7 @@ def speech() -> RunConfig:
         model=BackboneConfig(
             mixer=SeqBoatConfig(
                 init="paper",
+                form="paper",
                 ssm=EMAConfig(d_state=16, truncation=4000),
                 router=TemperedSoftmaxConfig(temperature_scale=1.0),
                 gau=GAUConfig(
@@ -64,6 +65,7 @@ def speech_small() -> RunConfig:
         model=BackboneConfig(
             mixer=SeqBoatConfig(
                 init="paper",
+                form="paper",
                 ssm=EMAConfig(d_state=16),
                 router=TemperedSoftmaxConfig(temperature_scale=1.0),
                 gau=GAUConfig(
