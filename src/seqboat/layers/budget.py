@@ -83,7 +83,8 @@ def limit(
     """What is activated under the limits.
 
     Args:
-        active, probs: (batch, time, modules), from the router.
+        active: (batch, time, modules), from the router.
+        probs: the same, of activation.
         allowed: (batch, time, 1) bool, which tokens may be active.
         cap: fraction per module.
         per_token: modules per token.

@@ -178,7 +178,7 @@ class PackedModule(nn.Module, ABC):
     >>> from seqboat import PackedModule, SparseModularActivation
     >>> class Count(PackedModule):
     ...     def forward(self, tokens, packed, state=None):      # adds the number of active tokens of the sequence
-    ...         return tokens + packed.offsets.diff()[packed.row][:, None]
+    ...         return tokens + packed.offsets.diff()[packed.row].unsqueeze(1)
     >>> sparse = SparseModularActivation({"count": Count()}, d_model=4)
     >>> sparse(torch.randn(2, 6, 4)).y.shape
     torch.Size([2, 6, 4])
