@@ -331,7 +331,7 @@ class Mega(Mixer):
         averaged = self.ema.step(branch, state.ema)
         update, query, key, reset, direct = self._project(averaged.y)
         value = F.silu(self.value(branch))
-        cache = self._append(state.cache, key[:, None], value[:, None])
+        cache = append(state.cache, key[:, None], value[:, None], self.chunk)
         inside = cache.total if self.chunk is None else (cache.total - 1) % self.chunk + 1
         if self.chunk is None:
             keys, values, visible = seen_by_step(cache)
@@ -339,27 +339,12 @@ class Mega(Mixer):
             keys, values, visible = *cache[:2], torch.arange(self.chunk, device=x.device) < inside[:, None]
         attended = self._attend_step(query, keys[:, 0], values[:, 0], visible, inside)
         y = self._close(x, update, reset, direct, attended, None)
-        overwrite(state.cache, self._without_finished(cache))
+        if self.chunk is not None:  # only an unfinished chunk is kept
+            finished = (cache.total % self.chunk == 0)[:, None, None, None]
+            for part in cache[:2]:
+                part.masked_fill_(finished, 0)
+        overwrite(state.cache, cache)
         return MixerOutput(y, state)
-
-    def _append(self, cache: Cache, key: Tensor, value: Tensor) -> Cache:
-        if self.chunk is None:
-            return append(cache, key, value)
-        keys, values, before = cache
-        fresh = torch.arange(self.chunk, device=key.device) == (before % self.chunk)[:, None]
-        keys, values = (
-            torch.where(fresh[:, None, :, None], new[:, :, None].to(old.dtype), old)
-            for new, old in ((key, keys), (value, values))
-        )
-        return Cache(keys, values, before + 1)
-
-    def _without_finished(self, cache: Cache) -> Cache:
-        """The cache without chunks that are finished."""
-        if self.chunk is None:
-            return cache
-        unfinished = (cache.total % self.chunk != 0)[:, None, None, None]
-        keys, values = (torch.where(unfinished, part, 0) for part in cache[:2])
-        return Cache(keys, values, cache.total)
 
     def _attend_step(
         self, query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, inside: Tensor

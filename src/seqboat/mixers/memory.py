@@ -35,14 +35,13 @@ def make_cache(
     )
 
 
-def extend(cache: Cache, keys: Tensor, values: Tensor, counts: Tensor, slots: int | None = None) -> Cache:
+def extend(cache: Cache, keys: Tensor, values: Tensor, counts: Tensor) -> Cache:
     """Add the first `counts` of (batch, heads, time, d) keys and values to each sequence.
 
-    The result has the slots that its longest sequence needs: `slots` of them, where that is known.
+    The result has the slots that its longest sequence needs.
     """
     before, total = cache.total, cache.total + counts
-    if slots is None:
-        slots = int(total.max()) if total.numel() else 0
+    slots = int(total.max()) if total.numel() else 0
     slot = torch.arange(slots, device=total.device)
     fresh = (slot >= before[:, None]) & (slot < total[:, None])
     source = (slot - before[:, None]).clamp(0, max(keys.shape[2] - 1, 0))
@@ -57,22 +56,23 @@ def extend(cache: Cache, keys: Tensor, values: Tensor, counts: Tensor, slots: in
     return Cache(join(cache.keys, keys), join(cache.values, values), total)
 
 
-def append(cache: Cache, key: Tensor, value: Tensor) -> Cache:
+def append(cache: Cache, key: Tensor, value: Tensor, ring: int | None = None) -> Cache:
     """Add one token (batch, heads, d) to each sequence, in place where there is room.
 
     A cache grows by a quarter at a time, so that most tokens are written without a copy of all earlier ones; its last
-    slots are empty.
+    slots are empty. In a ring, which has all of its slots, token s is at slot s modulo its size.
     """
     keys, values, before = cache
     total = before + 1
-    need = int(total.max()) if total.numel() else 0
+    need = int(total.max()) if total.numel() and ring is None else 0
     spare = need - keys.shape[2]
     if spare > 0:
         spare += max(16, need // 4)
         keys, values = F.pad(keys, (0, 0, 0, spare)), F.pad(values, (0, 0, 0, spare))
     rows = torch.arange(len(total), device=total.device)
-    keys[rows, :, before] = key.to(keys.dtype)
-    values[rows, :, before] = value.to(values.dtype)
+    place = before if ring is None else before % ring
+    keys[rows, :, place] = key.to(keys.dtype)
+    values[rows, :, place] = value.to(values.dtype)
     return Cache(keys, values, total)
 
 

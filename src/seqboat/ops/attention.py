@@ -63,17 +63,26 @@ def _laplace_backward(scores: Tensor, weights: Tensor, grad: Tensor) -> Tensor:
     return grad.mul_(density).mul_(1 / (SIGMA * math.sqrt(2 * math.pi)))
 
 
+def _softmax(scores: Tensor) -> Tensor:
+    return torch.softmax(scores, dim=-1)
+
+
+def _softmax_backward(scores: Tensor, weights: Tensor, grad: Tensor) -> Tensor:
+    # (grad - sum(grad * weights)) * weights, in one pass
+    return torch.ops.aten._softmax_backward_data(grad, weights, -1, weights.dtype)
+
+
+def _relu2(scores: Tensor) -> Tensor:
+    return F.relu(scores).square()
+
+
+def _relu2_backward(scores: Tensor, weights: Tensor, grad: Tensor) -> Tensor:
+    return grad.mul_(F.relu(scores)).mul_(2)
+
+
 FUNCTIONS: dict[str, Function] = {
-    "softmax": Function(
-        lambda scores: torch.softmax(scores, dim=-1),
-        lambda scores, weights, grad: torch.ops.aten._softmax_backward_data(grad, weights, -1, weights.dtype),
-        False,
-    ),
-    "relu2": Function(
-        lambda scores: F.relu(scores).square(),
-        lambda scores, weights, grad: grad.mul_(F.relu(scores)).mul_(2),
-        True,
-    ),
+    "softmax": Function(_softmax, _softmax_backward, False),
+    "relu2": Function(_relu2, _relu2_backward, True),
     "laplace": Function(_laplace, _laplace_backward, True),
 }
 """Attention functions by the name that configurations use."""
