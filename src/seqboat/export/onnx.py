@@ -232,7 +232,7 @@ def _example(model: Any, form: str) -> tuple[nn.Module, dict[str, Tensor], dict[
     if form == "step":
         state = {f"state.{name}": part for name, part in state_tensors(model.init_state(batch)).items()}
         inputs = {"tokens": torch.zeros(batch, dtype=torch.int64), **state}
-        return _Step(model), inputs, {name: {0: Dim("batch")} for name in inputs}
+        return _Step(model), inputs, {name: {0: Dim.DYNAMIC} for name in inputs}
     whole = torch.zeros(batch, time, dtype=torch.int64)
     if config.vocab is None:
         whole = torch.zeros(batch, time, config.channels)

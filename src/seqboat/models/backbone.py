@@ -411,8 +411,8 @@ class Backbone(nn.Module):
                 found = f"{inputs.dtype} of shape {tuple(inputs.shape)}"
             raise ValueError(f"inputs must be {wanted}, got {found}")
         inputs = self._check(inputs[:, None], None)
-        if len(state.layers) != len(self.layers) or len(state.seen) != len(inputs):
-            self._check_state(state, len(inputs))
+        if len(state.layers) != len(self.layers) or state.seen.shape[0] != inputs.shape[0]:
+            self._check_state(state, inputs.shape[0])
         self._check_ids(inputs)
         x, routings = self._embed(inputs, state.seen[:, None])[:, 0], []
         for layer, memory in zip(self.layers, state.layers, strict=True):

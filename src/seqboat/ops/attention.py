@@ -546,8 +546,9 @@ def turns(position: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
 
     All layers of a step ask for the same ones, which are computed once.
     """
-    small = position.dim() == 1 and len(position) <= 64 and position.device.type == "cpu"
-    if not small or torch.compiler.is_compiling():
+    # asked first: while torch traces, the number of tokens is not known
+    traced = torch.compiler.is_compiling()
+    if traced or position.dim() != 1 or len(position) > 64 or position.device.type != "cpu":
         return _make_turns(position, dim, dtype)
     key = (*position.tolist(), dim, dtype)
     if _last_turns[0] != key:
