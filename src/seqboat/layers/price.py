@@ -29,7 +29,7 @@ MEMORY = 0.3
 """Weight of the last measurement in the running mean of the gain."""
 SOLVED = 0.1
 """Part of the first loss with attention off below which a gain is worth less."""
-PULL, SPEED = 1.0, 0.02
+PULL, SPEED = 3.0, 0.05
 """How the price follows a rate: per unit of rate at once, and more with every call."""
 
 

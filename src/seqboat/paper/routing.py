@@ -66,8 +66,9 @@ class Setting:
     layers: int = 1
     width: int = 32
     lr: float = 4e-3
+    weight: float = 0.3
     deadline: int = 1000
-    """of the price"""
+    """both of the price"""
     lengths: tuple[int, ...] = ()
     """lengths in training, for equal parts of the first half of the steps; then `time`"""
 
@@ -90,7 +91,7 @@ SETTINGS = {
     "sym-256": Setting("sym", 256, 6, 16, 16, 800),
     "mqar-128": Setting("mqar", 128, 4, 16, 16, 1600),
     "order-128": Setting("order", 128, 2, 8, 16, 800),
-    "adding-128": Setting("adding", 128, 2, 256, 32, 400, layers=2, width=48, lr=3e-3),
+    "adding-128": Setting("adding", 128, 2, 256, 32, 400, layers=2, width=48, lr=3e-3, weight=1.0),
     "easy-128": Setting("easy", 128, 0, 8, 16, 800, deadline=200),
     "color-128": Setting("color", 128, 4, 8, 16, 1200, layers=2),
     "context-128": Setting("context", 128, 4, 8, 16, 1200, layers=2),
@@ -329,7 +330,7 @@ def train(
     price = None
     if arm.form == "gated":
         options.setdefault("wide", setting.time)
-        price = AttentionPrice(net, deadline=setting.deadline, **options)
+        price = AttentionPrice(net, setting.weight, deadline=setting.deadline, **options)
     seconds, curve = 0.0, []
     for step in range(setting.steps):
         warm = min(1.0, (step + 1) / 50)
@@ -535,7 +536,7 @@ def write_page(rows: Sequence[dict[str, Any]], out: Path) -> None:
                 _all([f"{1000 * row['forward']:.0f}" for row in same if "forward" in row]) or "-",
             ]
             lines.append(f"| {ARMS[arm].title} | {' | '.join(columns)} |")
-        learned = [row for row in own if "controls" in row]
+        learned = [row for row in own if row.get("controls")]
         if learned:
             lines += ["", f"On the weights of the gated arm, decided by others: {_controls(task, learned)}."]
         lines.append("")
