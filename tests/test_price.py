@@ -141,12 +141,12 @@ def test_the_price_is_what_it_says() -> None:
     assert price(loss).item() == 0.0  # no forward pass since the last price
 
 
-def test_few_active_tokens_pay_for_the_gain_alone_and_too_late_for_being_there() -> None:
+def test_few_active_tokens_pay_nothing_until_it_is_too_late() -> None:
     model, x, y = model_and_batch()
-    price = AttentionPrice(model, deadline=1)
+    price = AttentionPrice(model, weight=0.4, deadline=1)
     few = torch.zeros(4, 12, dtype=torch.bool)
     few[:, 0] = True
-    for expected in (0.0, 0.03):
+    for expected in (0.0, 0.4):
         with override_activation(model, mask=few):
             out = model(x)
         loss = nn.functional.cross_entropy(out.logits, y)
@@ -161,7 +161,7 @@ def test_nothing_left_to_gain_is_no_gain() -> None:
     for off, on in ((2.0, 2.0), (0.01, 0.0)):
         model(x)
         price(torch.tensor(on), off=lambda off=off: torch.tensor(off))  # type: ignore[misc]
-    assert price.gain == pytest.approx(0.3 * 0.01 / 0.2)
+    assert price.gain == pytest.approx(0.3 * 0.01 / 0.6)
 
 
 def test_what_is_dropped_before_anything_is_gained_comes_back() -> None:

@@ -142,9 +142,13 @@ def test_a_finished_run_stays_finished(straight: Path) -> None:
     assert metrics(straight) == before
 
 
-def test_the_price_of_attention_resumes_bit_for_bit(tmp_path: Path) -> None:
-    mixer = dataclasses.replace(small_run().model.mixer, init="scaled", form="gated")  # type: ignore[type-var]
-    config = small_run(model={"mixer": mixer})
+@pytest.mark.parametrize("kind", ["classify", "lm"])
+def test_the_price_of_attention_resumes_bit_for_bit(tmp_path: Path, kind: str) -> None:
+    config = small_run()
+    if kind == "lm":
+        config = small_run(ToyConfig(kind="lm"), training={"carry_state": True, "bucketing": False})
+    mixer = dataclasses.replace(config.model.mixer, init="scaled", form="gated")  # type: ignore[type-var]
+    config = config.replace(model={"mixer": mixer})
     train(config, tmp_path / "straight", display=Spy())
     with pytest.raises(Stop):
         train(config, tmp_path / "run", display=Spy(), on_step=stop_after(13))

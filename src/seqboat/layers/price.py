@@ -27,7 +27,7 @@ FREE = 0.02
 """Gain up to which attention has no price."""
 MEMORY = 0.3
 """Weight of the last measurement in the running mean of the gain."""
-SOLVED = 0.1
+SOLVED = 0.3
 """Part of the first loss with attention off below which a gain is worth less."""
 PULL, SPEED = 3.0, 0.05
 """How the price follows a rate: per unit of rate at once, and more with every call."""
@@ -41,9 +41,9 @@ class AttentionPrice:
         weight * max(0, gain - 0.02)  +  early, while more than `above` of the layer's tokens are active
 
     gain is a running mean of 1 - loss / loss with attention off, measured on every `every`-th batch; once the loss
-    with attention off is below a tenth of the first one, it is a share of that tenth. Until something is gained, a
-    layer with less than `above` active tokens is paid `early` to take more; attention that gains nothing after
-    `deadline` calls pays it until it is off.
+    with attention off is below 30 % of the first one, it is a share of those 30 %. Until something is gained, a layer
+    with less than `above` active tokens is paid `early` to take more; attention that gains nothing after `deadline`
+    calls pays `weight` until it is off.
 
     Args:
         model: holds the layers; it, or what wraps it, is what the loop calls.
@@ -137,12 +137,15 @@ class AttentionPrice:
             # too little active: tokens that are left out are paid for
             return (level.clamp(min=0) * cost - level.clamp(max=0) * spare).sum().to(loss.dtype)
         gained = max(0.0, self.gain - FREE)
-        above = 0.0 if self.late and not gained else self.above
-        pressure = self.weight * gained + self.early * (rate > above)
-        total = (pressure * cost).sum()
-        if not gained and not self.late:
-            # nothing is known yet: what was left out too early comes back
-            total = total + (self.early * (rate < above) * spare).sum()
+        if gained:
+            pressure = self.weight * gained + self.early * (rate > self.above)
+            return (pressure * cost).sum().to(loss.dtype)
+        if self.late:
+            return (self.weight * cost).sum().to(loss.dtype)
+        # nothing is known yet: what was left out too early comes back
+        total = (
+            self.early * torch.where(rate > self.above, cost, torch.where(rate < self.above, spare, 0)).sum()
+        )
         return total.to(loss.dtype)
 
     @property
