@@ -27,6 +27,10 @@ FREE = 0.02
 """Gain up to which attention has no price."""
 MEMORY = 0.3
 """Weight of the last measurement in the running mean of the gain."""
+WORTH = 0.05
+"""Gain that attention must have at the deadline: a model that was never trained without it overstates it."""
+LAST = 3.0
+"""The price of attention that is not worth it."""
 SOLVED = 0.3
 """Part of the first loss with attention off below which a gain is worth less."""
 PULL, SPEED = 3.0, 0.05
@@ -42,8 +46,8 @@ class AttentionPrice:
 
     gain is a running mean of 1 - loss / loss with attention off, measured on every `every`-th batch; once the loss
     with attention off is below 30 % of the first one, it is a share of those 30 %. Until something is gained, a layer
-    with less than `above` active tokens is paid `early` to take more; attention that gains nothing after `deadline`
-    calls pays `weight` until it is off.
+    with less than `above` active tokens is paid `early` to take more; attention that gains less than 5 % after
+    `deadline` calls pays so much that it goes off.
 
     Args:
         model: holds the layers; it, or what wraps it, is what the loop calls.
@@ -51,7 +55,7 @@ class AttentionPrice:
         early: the price of a layer that is more active than `above`.
         above: see `early`.
         every: calls between two measurements.
-        deadline: calls after which attention that gains nothing is switched off, and a wide window narrows.
+        deadline: calls after which attention that gains too little is switched off, and a wide window narrows.
         rate: mean rate of activation to reach instead: the price then follows the rate, and `off` is never called.
         wide: window in training up to the deadline, if wider than the layer's: while most tokens are active, a narrow
             window shows neighbors only. It then narrows to the layer's own in as many calls again.
@@ -137,11 +141,11 @@ class AttentionPrice:
             # too little active: tokens that are left out are paid for
             return (level.clamp(min=0) * cost - level.clamp(max=0) * spare).sum().to(loss.dtype)
         gained = max(0.0, self.gain - FREE)
+        if self.late and self.gain <= WORTH:
+            return (LAST * cost).sum().to(loss.dtype)
         if gained:
             pressure = self.weight * gained + self.early * (rate > self.above)
             return (pressure * cost).sum().to(loss.dtype)
-        if self.late:
-            return (self.weight * cost).sum().to(loss.dtype)
         # nothing is known yet: what was left out too early comes back
         total = (
             self.early * torch.where(rate > self.above, cost, torch.where(rate < self.above, spare, 0)).sum()
