@@ -278,12 +278,14 @@ def test_help_of_a_recipe_lists_its_settings(capsys: pytest.CaptureFixture[str])
     for part in (
         "usage: seqboat train recall",
         "Multi-query associative recall: 8 pairs",
-        "  --data.length 64\n        Tokens per example.\n",
-        "  --model.mixer s4d\n        The layer that is stacked.\n",
-        "  --schedule.steps 1500\n",
-        "One of layer, batch, scale, rms.",
+        "  --data.length 64                   Tokens per example.",
+        "  --model.mixer s4d                  The layer that is stacked.",
+        "  --schedule.steps 1500 ",
     ):
         assert part in text
+    for recipe in ("recall", "classify", "enwik8", "lra.pathx"):
+        assert main(["train", recipe, "--help"]) == 0
+        assert capsys.readouterr().out.count("\n") <= 40
     assert main(["train", "recal", "-h"]) == 2
     assert "did you mean recall?" in capsys.readouterr().err
 

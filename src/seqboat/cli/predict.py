@@ -20,7 +20,7 @@ FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.usage = f"{parser.prog} RUN [FILE] [options]"
     parser.epilog = """\
   seqboat predict model new.csv --out answers.csv
   seqboat predict model --text "a fine film"

@@ -7,7 +7,6 @@ import dataclasses
 import os
 import shlex
 import sys
-import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -48,7 +47,7 @@ STOPPED = (75, 129, 130, 143)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of the command."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.usage = f"{parser.prog} [DATA or RECIPE] [options]"
     parser.epilog = EPILOG
     parser.add_argument("recipe", nargs="?", metavar="DATA or RECIPE", help="table, folder or recipe")
     own = parser.add_argument_group("your own data")
@@ -86,8 +85,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+SHOWN = (
+    "data.",
+    "model.mixer",
+    "model.d_model",
+    "model.num_layers",
+    "optimizer.name",
+    "optimizer.lr",
+    "schedule.steps",
+    "schedule.warmup_steps",
+    "training.batch_size",
+    "training.precision",
+    "evaluation.every",
+    "evaluation.patience",
+    "seed",
+)
+"""Settings that the help of a recipe shows: those that people change, and whole groups."""
+MOST_SHOWN = 32
+
+
 def explain_recipe(name: str, fields: Sequence[str]) -> str:
-    """What `seqboat train RECIPE --help` prints: every setting of the recipe, with its text and its value."""
+    """What `seqboat train RECIPE --help` prints: the settings that people change, a line for each."""
     from seqboat.recipes import find_recipe
     from seqboat.training.settings_io import describe, override
 
@@ -95,10 +113,13 @@ def explain_recipe(name: str, fields: Sequence[str]) -> str:
     about = " ".join((recipe.__doc__ or "").split("\n\n")[0].split())
     lines = []
     for setting in describe(override(recipe(), fields, _say)):
-        lines.append(f"  --{setting.name} {setting.value}")
-        lines += textwrap.wrap(setting.text, 110, initial_indent=" " * 8, subsequent_indent=" " * 8)
-    settings = "\n".join(lines)
-    lead = "Settings and their values; `seqboat train --help` lists the other options"
+        if setting.name in SHOWN or setting.name.startswith(tuple(part for part in SHOWN if part[-1] == ".")):
+            line = f"  {f'--{setting.name} {setting.value}':<34} {setting.text}"
+            lines.append(line if len(line) <= 116 else f"{line[:113]}...")
+    settings = "\n".join(lines[:MOST_SHOWN])
+    lead = (
+        "Settings and their values; --print-config prints all, `seqboat train --help` has the other options"
+    )
     return f"usage: seqboat train {name} [--SETTING VALUE ...]\n\n{about}\n\n{lead}:\n{settings}"
 
 
