@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from seqboat.cli.options import Control, Shared, read_layers
 from seqboat.cli.parser import Count
 from seqboat.console import typed_bytes
-from seqboat.core.extras import missing
 
 if TYPE_CHECKING:
     from seqboat.analysis.interventions import InterventionResult
@@ -308,25 +307,9 @@ def read_bytes(kind: str, name: str) -> bytes:
 
 def read_pixels(content: bytes) -> Any:
     """(height, width) uint8: an image in gray."""
-    import io
+    from seqboat.own.inputs import read_picture
 
-    import numpy as np
-
-    try:
-        from PIL import Image, UnidentifiedImageError
-    except ImportError as error:
-        raise ValueError(missing("PIL", "an image")) from error
-    try:
-        # by content: other formats can run programs
-        with Image.open(io.BytesIO(content), formats=("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")) as image:
-            size = image.size
-            if size[0] * size[1] > 50_000_000:
-                raise ValueError(f"an image of {size[0]} x {size[1]} pixels is too large")
-            return np.asarray(image.convert("L"))
-    except UnidentifiedImageError as error:
-        raise ValueError("not an image of a known format") from error
-    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-        raise ValueError(f"not an image that can be read: {error}") from error
+    return read_picture(content).round().astype("uint8")
 
 
 def write_html(path: Path, examples: Examples, run: str) -> None:
