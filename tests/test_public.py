@@ -157,10 +157,6 @@ def has_heads(name: str) -> bool:
         (lambda: SeqBoat(8, causal=1), "SeqBoat: causal must be True or False, got 1"),
         (lambda: SeqBoat(8, window="8"), "SeqBoat: window must be an integer, got '8'"),
         (lambda: SeqBoat(8, router=torch.nn.Linear), "SeqBoat: router must be a RouterConfig, got <class"),
-        (
-            lambda: SeqBoat(8, router="gumbel-softmax", floor=0.1),
-            "'floor' could be router.floor and revival.floor",
-        ),
         (lambda: GAUConfig(window="8"), "GAUConfig: window must be an integer, got '8'"),  # type: ignore[arg-type]
         (lambda: GAUConfig(windw=8), "GAUConfig has no setting 'windw'; did you mean 'window'?"),  # type: ignore[call-arg]
         (lambda: GAUConfig(8), "GAUConfig takes its settings by name, got 8 without one"),  # type: ignore[call-arg]

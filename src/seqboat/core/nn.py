@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -15,6 +16,9 @@ from seqboat.core.checks import check_choice
 Made = TypeVar("Made")
 
 
+_VERSION = attrgetter("_version")
+
+
 class Kept:
     """What follows from weights alone, kept from one step of decoding to the next.
 
@@ -23,24 +27,25 @@ class Kept:
     """
 
     def __init__(self) -> None:
-        self._key: list[Any] | None = None
-        self._made: Any = None
+        self._key: list[int] | None = None
+        self.value: Any = None
 
     def forget(self) -> None:
         if self._key is not None and not torch.compiler.is_compiling():
-            self._key = self._made = None
+            self._key = self.value = None
 
     def get(self, weights: Iterable[Tensor | None], make: Callable[[], Made]) -> Made:
         """What `make` makes of these weights."""
         if torch.compiler.is_compiling():
             return make()
+        given = [w for w in weights if w is not None]
         try:
-            key = [(w.data_ptr(), w._version, w.dtype) for w in weights if w is not None]
+            key = [*map(Tensor.data_ptr, given), *map(_VERSION, given)]
         except RuntimeError:  # inference tensors count no changes
             return make()
         if self._key != key:
-            self._made, self._key = make(), key
-        found: Made = self._made
+            self.value, self._key = make(), key
+        found: Made = self.value
         return found
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from seqboat.core.checks import check_choice, check_positive, check_rate, require
 from seqboat.core.mixer import check_width
-from seqboat.core.nn import init_linear
+from seqboat.core.nn import Kept, init_linear
 from seqboat.core.settings import Settings, fill_in
 from seqboat.layers.sma import Packed, PackedModule
 from seqboat.ops.attention import (
@@ -134,6 +135,7 @@ class GAU(PackedModule):
         check_rate("dropout", dropout)
         self.config, self.causal, self.d_model, self.dropout = config, causal, check_width(d_model), dropout
         self.d_z, self.d_v, self.window = config.d_z, config.d_v or 2 * d_model, config.window
+        self._kept = Kept()
         self.wide: int | None = None
         """window in training, if it is not the configured one"""
         self.function = FUNCTIONS[config.attention]
@@ -258,6 +260,7 @@ class GAU(PackedModule):
         return {"memory": self.window + 1, "chunk": self.window, "full": 0}[self.config.span]
 
     def init_state(self, batch: int) -> WorkingMemory:
+        self._kept.forget()
         return self._empty(batch, self.places, self.gamma.dtype)
 
     def _empty(self, batch: int, places: int, dtype: torch.dtype) -> WorkingMemory:
@@ -313,7 +316,7 @@ class GAU(PackedModule):
             rows = [row for row, on in enumerate(active.tolist()) if on]
             if len(rows) <= ROWS:
                 return self._step_rows(x, rows, position, state, weight)
-        query, key, value, gate = self._project_token(x, position, state.total + 1, weight)
+        query, key, value, gate = self._project_token(x, position, state.total, weight)
         slot, size = state.total, state.keys.shape[1]
         here = torch.arange(size, device=x.device) == (slot % size)[:, None]
         here &= active[:, None]
@@ -332,12 +335,34 @@ class GAU(PackedModule):
         state.total.add_(active)
         return self.out(gate * attended.to(gate.dtype))
 
+    def _turned(self) -> tuple[Tensor, ...]:
+        """Both linear maps, turned, as tokens are multiplied fastest one by one; gamma and beta with the scale."""
+        fixed = 1.0 if self.grows and self.function.by_keys else self.scale
+        factor = self.gamma.new_tensor([[fixed], [1.0]])
+        weights = (self.base.weight.t().contiguous(), self.out.weight.t().contiguous())
+        return *weights, self.gamma * factor, self.beta * factor
+
     def _project_token(
-        self, x: Tensor, position: Tensor, keys: Tensor, weight: Tensor | None
+        self, x: Tensor, position: Tensor, total: Tensor, weight: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """As `project`, of one token per sequence, with the scale and weights; a query sees this many keys."""
-        query, key, value, gate = self.project(x, position)
-        query = query / keys[:, None] if self.grows and self.function.by_keys else query * self.scale
+        """As `project`, of one token per sequence after `total` active ones, with the scale and weights."""
+        if type(self.base) is type(self.out) is nn.Linear and not torch.compiler.is_compiling():
+            own = chain(
+                self._parameters.values(), self.base._parameters.values(), self.out._parameters.values()
+            )
+            base, _, gamma, beta = self._kept.get(own, self._turned)
+            z, gate, value = F.silu(torch.addmm(self.base.bias, x, base), inplace=True).split(
+                [self.d_z, self.d_v, self.d_v], dim=1
+            )
+            pair = torch.addcmul(beta, z[:, None], gamma)
+            if self.config.positions in ROTATES:
+                pair = rotate(pair, turns(position, self.d_z, pair.dtype)[:, None])
+            query, key = pair.unbind(1)
+        else:
+            query, key, value, gate = self.project(x, position)
+            query = query if self.grows and self.function.by_keys else query * self.scale
+        if self.grows and self.function.by_keys:
+            query = query / (total + 1)[:, None]
         if weight is not None:
             query, key, value = weigh_keys(query, key, value, weight, self.config.attention)
         return query, key, value, gate
@@ -346,23 +371,24 @@ class GAU(PackedModule):
         self, x: Tensor, rows: list[int], position: Tensor, state: WorkingMemory, weight: Tensor | None
     ) -> Tensor:
         """As `step`, of few active sequences: each attends to the places that it has filled."""
-        everyone = len(rows) == len(x)
+        everyone, seen = len(rows) == len(x), position.tolist()
         index = None if everyone else torch.tensor(rows)
         tokens, keys = x, state.total
         if index is not None:
             tokens, position, keys = x[index], position[index], keys[index]
             weight = None if weight is None else weight[index]
         totals = keys.tolist()
-        query, key, value, gate = self._project_token(tokens, position, keys + 1, weight)
-        size, chunk, attended = state.keys.shape[1], self.config.span == "chunk", []
+        query, key, value, gate = self._project_token(tokens, position, keys, weight)
+        size, chunk, weigh = state.keys.shape[1], self.config.span == "chunk", self.function.weights
+        attended = []
         for i, row in enumerate(rows):
             slot = totals[i]
             place = slot % size
             count = place + 1 if chunk else min(slot + 1, size)
             memory_keys, memory_values = state.keys[row], state.values[row]
-            memory_keys[place] = key[i]
-            memory_values[place] = value[i]
-            state.positions[row, place] = position[i]
+            memory_keys[place].copy_(key[i])
+            memory_values[place].copy_(value[i])
+            state.positions[row, place] = seen[row]
             scores = torch.mv(memory_keys[:count], query[i])
             if self.bias is not None:
                 if self.config.positions in BY_POSITION:
@@ -370,8 +396,12 @@ class GAU(PackedModule):
                 else:
                     distance = -((place - torch.arange(count)) % size)
                 scores = scores + self.bias(distance)
-            attended.append(torch.mm(self.function.weights(scores)[None], memory_values[:count]))
-        out = self.out(gate * (attended[0] if len(rows) == 1 else torch.cat(attended)))
+            attended.append(torch.mm(weigh(scores)[None], memory_values[:count]))
+        gated = gate.mul_(attended[0] if len(rows) == 1 else torch.cat(attended))
+        if type(self.out) is nn.Linear and type(self.base) is nn.Linear:
+            out = torch.addmm(self.out.bias, gated, self._kept.value[1])
+        else:
+            out = self.out(gated)
         if index is None:
             state.total.add_(1)
             return out

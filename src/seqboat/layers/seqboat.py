@@ -10,6 +10,7 @@ attention, causal ones to the sum of both branches.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -244,27 +245,31 @@ class SeqBoat(Mixer):
         self._kept.forget()
         return SeqBoatState(self.ssm.init_state(batch), self.sma.init_state(batch))
 
-    @torch.no_grad()
     def step(self, x: Tensor, state: SeqBoatState) -> MixerOutput:
-        prenorm, router = self.config.prenorm, self.sma.router
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.step(x, state)
+        prenorm, linear, sma, logits = self.config.prenorm, self.linear, self.sma, None
+        router = sma.router
         branch = self.norm(x).to(x.dtype) if prenorm else x
         hidden = F.silu(self.ssm.step(branch, state.ssm).y, inplace=True)
-        logits = None
-        if type(router) is TemperedSoftmax and type(self.linear) is nn.Linear and self.sma.alone:
+        if type(router) is TemperedSoftmax and type(linear) is nn.Linear and sma.alone:
             # the router is one more row of the dense product
-            weights = *self.linear._parameters.values(), *router.parameters()
+            logged = router.logits._parameters.values()
+            weights = chain(linear._parameters.values(), logged, router._parameters.values())
             weight, bias = self._kept.get(weights, self._join_router)
-            both = F.linear(hidden, weight, bias)
-            base, logits = both[:, : self.d_model], both[:, self.d_model :]
-            base = base + x
+            base, logits = torch.addmm(bias, hidden, weight).split([self.d_model, len(sma.names)], dim=1)
+            base.add_(x)
         else:
-            base = self.linear(hidden) + x
-        summed, _, routing = self.sma.step(hidden, state.sma, base, logits)
+            base = linear(hidden) + x
+        summed, _, routing = sma.step(hidden, state.sma, base, logits)
         y = F.silu(summed, inplace=True)
         return MixerOutput((y if prenorm else self.norm(y)).to(x.dtype), state, routing)
 
     def _join_router(self) -> tuple[Tensor, Tensor]:
+        """Turned, as single tokens are multiplied fastest; in the type of the weights."""
         router = self.sma.router
         assert isinstance(router, TemperedSoftmax)
         weight, bias = router.folded(self.linear.weight.dtype)
-        return torch.cat([self.linear.weight, weight]), torch.cat([self.linear.bias, bias])
+        weight = torch.cat([self.linear.weight, weight]).t().contiguous()
+        return weight, torch.cat([self.linear.bias, bias])

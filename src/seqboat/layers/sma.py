@@ -512,7 +512,7 @@ class SparseModularActivation(Mixer):
             everyone = not torch.compiler.is_compiling() and len(packed.flat) == len(flat)
             if not everyone:
                 tokens, weight = flat.index_select(0, packed.flat), weight.index_select(0, packed.flat)
-            if self.training and len(flat) and not torch.compiler.is_compiling():
+            if self.training and not torch.compiler.is_compiling() and len(flat):
                 self._watch(i, len(packed.flat))
             if self.form == "gated":
                 packed = packed._replace(weight=weight)
@@ -568,7 +568,6 @@ class SparseModularActivation(Mixer):
         spent = torch.zeros(batch, len(units), dtype=torch.int64, device=device)
         return SMAState(tuple(units), seen, spent)
 
-    @torch.no_grad()
     def step(
         self, x: Tensor, state: SMAState, base: Tensor | None = None, logits: Tensor | None = None
     ) -> MixerOutput:
@@ -580,6 +579,9 @@ class SparseModularActivation(Mixer):
             base: what outputs are added to, which is overwritten too; zeros by default.
             logits: (batch, modules), the router's log-odds, if they are known and nothing else decides.
         """
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.step(x, state, base, logits)
         if logits is None:
             active, probs = self.decide(x[:, None], WHOLE, state)
             routing = Routing(active[:, 0], probs[:, 0])
@@ -590,9 +592,9 @@ class SparseModularActivation(Mixer):
         weights = self.weights(routing)
         # where looking costs nothing, a module that no token activates costs nothing
         looks = x.device.type == "cpu" and not torch.compiler.is_compiling()
-        chosen = active.tolist() if looks else None
-        for i, unit in enumerate(self.units.values()):
-            if chosen is not None and not any(row[i] for row in chosen):
+        chosen = list(zip(*active.tolist(), strict=True)) if looks and len(x) else None
+        for i, unit in enumerate(self.units._modules.values()):
+            if chosen is not None and True not in chosen[i]:
                 continue
             weight = weights[:, i]
             if isinstance(unit, PackedModule):
@@ -600,8 +602,8 @@ class SparseModularActivation(Mixer):
                 out = unit.step(x, active[:, i], state.seen, state.modules[i], counts)
             else:
                 out = unit(x)
-            if chosen is not None and all(row[i] for row in chosen):
-                y.addcmul_(out, weight[:, None].to(out.dtype))
+            if chosen is not None and False not in chosen[i]:
+                y.addcmul_(out, weights[:, i : i + 1].to(out.dtype))
             else:
                 y += torch.where(active[:, i : i + 1], out * weight[:, None].to(out.dtype), 0)
         state.seen.add_(1)

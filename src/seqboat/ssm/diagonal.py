@@ -189,7 +189,7 @@ class DiagonalSSM(StateSpace):
             tables = block_tables(log_decay, drive, read, skip, size)
             parts = documents.offsets, documents.number, documents.position, documents.bound
             return scan_documents(x, tables, not self.causal, *parts), None
-        short = start is None and 0 < time <= 2 * self.block and not torch.compiler.is_compiling()
+        short = not torch.compiler.is_compiling() and start is None and 0 < time <= 2 * self.block
         tables = block_tables(log_decay, drive, read, skip, time if short else block_for(time, self.block))
         y, states = scan_short(x, tables) if short else scan(x, tables, not self.causal, start)
         if not self.causal:
@@ -223,15 +223,18 @@ class DiagonalSSM(StateSpace):
             return TruncatedState(self.zeros(batch, self.truncation - 1, self.d_model))
         return SSMState(self.zeros(batch, self.d_model, self.d_state))
 
-    @torch.no_grad()
     def step(self, x: Tensor, state: Any) -> MixerOutput:
-        if type(state) is not SSMState or x.dtype != state.states.dtype:
+        if torch.is_grad_enabled() or type(state) is not SSMState or x.dtype != state.states.dtype:
             return super().step(x, state)
         decay, drive, read = self._kept.get(self._parameters.values(), self.step_coefficients)
-        states = as_states(state.states, decay, view=True)
-        states.mul_(decay).addcmul_(drive, x[..., None].to(decay.dtype))
-        y = torch.sum(read * states, dim=-1)
-        return MixerOutput(torch.addcmul(y.real if y.is_complex() else y, self.skip, x), state)
+        if not decay.is_complex():
+            states = state.states.mul_(decay).addcmul_(drive, x[..., None])
+            y = torch.sum(read * states, dim=-1)
+        else:
+            states = as_states(state.states, decay, view=True)
+            states.mul_(decay).addcmul_(drive, x[..., None].to(decay.dtype))
+            y = torch.sum(read * states, dim=-1).real
+        return MixerOutput(torch.addcmul(y, self._parameters["skip"], x), state)  # type: ignore[arg-type]
 
     def read_token(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
         if isinstance(state, TruncatedState):
