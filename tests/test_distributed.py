@@ -520,15 +520,19 @@ def hosts() -> Iterator[None]:
             subprocess.run(["ip", "netns", "del", host], capture_output=True)
 
 
-def host_config(slow: float = 0.0) -> RunConfig:
-    return run_config(task=ToyConfig(slow=slow), **sharded("hybrid", save_every=4, workers=0, device="cpu"))
+def host_config() -> RunConfig:
+    return run_config(**sharded("hybrid", save_every=4, workers=0, device="cpu"))
 
 
 def play_host(folder: Path) -> None:
     """What each rank of each host does."""
     TASKS["toy"] = ToyConfig
     quick_watch()
-    train(host_config(float(os.environ["SLOW"])), folder, resume=True, display=Spy())
+
+    def slow(done: int, model: torch.nn.Module) -> None:
+        time.sleep(float(os.environ["SLOW"]))
+
+    train(host_config(), folder, resume=True, display=Spy(), on_step=slow)
 
 
 def on_hosts(folder: Path, ranks: int, slow: float) -> list[subprocess.Popen[str]]:
@@ -566,7 +570,7 @@ def test_a_host_is_lost_and_comes_back(tmp_path: Path, hosts: None, monkeypatch:
     train(host_config(), tmp_path / "alone", display=Spy())
     whole = values(tmp_path / "alone", "loss")
     folder = tmp_path / "run"
-    running = on_hosts(folder, 4, slow=0.1)
+    running = on_hosts(folder, 4, slow=1.0)
     try:
         ends = time.monotonic() + 300
         while not (folder / "step-4").exists() and time.monotonic() < ends:
