@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import csv
+import glob
 import io
 import itertools
 import json
 import math
+import re
+import shlex
 import struct
+import warnings
 import wave
 from collections import Counter
 from collections.abc import Callable
@@ -472,3 +476,30 @@ def test_numbers_that_cannot_be_learned_are_refused() -> None:
     nan = in_memory(["a b"] * 20, ["x", "y"] * 9 + ["x", math.nan], strict=True)
     with pytest.raises(ValueError, match=r"X, X\[19\]: empty label \(NaN\)"):
         nan.dataset("train")
+
+
+TUTORIAL = Path(__file__).parents[1] / "docs" / "your-data.md"
+
+
+def test_the_page_on_your_own_data_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    text = TUTORIAL.read_text(encoding="utf-8")
+    for language, block in re.findall(r"^```(\w+)\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        if language == "python":
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ResourceWarning)
+                exec(compile(block, str(TUTORIAL), "exec"), names)
+            continue
+        for line in block.splitlines():
+            arguments = shlex.split(line.removeprefix("$ seqboat "))
+            # the shell would expand patterns
+            expanded = [path for word in arguments for path in sorted(glob.glob(word)) or [word]]
+            assert main(expanded) == 0, line
+    with open("answers.csv", newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert rows[7]["id"] == "7" and rows[7]["predicted_label"] in ("open first", "close first")
+    said = capsys.readouterr()
+    assert "regress: column 'wear' holds" in said.err and said.out.count("attention: ") == 4

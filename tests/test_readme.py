@@ -74,7 +74,7 @@ ELSEWHERE = {
     "README.md": "test_python_blocks_run",
     "language-models.md": "test_text.py",
     "training.md": "test_plugins.py",
-    "your-data.md": "test_tasks.py",
+    "your-data.md": "test_own.py",
 }
 """Documents whose blocks other tests run."""
 

@@ -13,7 +13,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -42,6 +42,11 @@ SCORED = 2_000
 """Validation rows that are scored at most while training."""
 AVERAGED = 0.99
 """Decay of the average of the weights, which is what is scored and kept."""
+BY_HEART = 1.5
+"""Ratio of the losses of validation and training from which on rows are learned by heart."""
+TRIAL = (0.25, 0.8, 0.12)
+"""Shares of the time after and before which a network of numbers is tried with dropout, and for how long."""
+DROPOUT = 0.1
 CHUNK = 20
 """Batches that are drawn at random together and then sorted by length."""
 
@@ -178,16 +183,9 @@ class _Fitting:
         self.baseline = self._fit_baseline(config) if settings.baseline else None
         if self.baseline is not None:
             config = config.replace(model={"head_init": "zero"})
-        self.config = config
-        # the number of classes is known, and the baseline is added by hand
-        self.model = config.build_model(task)
         self.share = nn.Parameter(torch.ones(()))
-        self.optimizer = build_optimizer(self.model, config.optimizer)
-        if self.baseline is not None:
-            self.optimizer.add_param_group(
-                {"params": [("share", self.share)], "weight_decay": 0.0, "scale": 1.0}
-            )
-        self.parameters: list[Tensor] = [*self.model.parameters(), self.share]
+        self.parameters: list[Tensor] = []
+        self._build(config)
         self.average = [parameter.detach().clone() for parameter in self.parameters]
         self.random = np.random.default_rng(config.seed)
         self.queue: list[NDArray[np.int64]] = []
@@ -199,6 +197,52 @@ class _Fitting:
         self.last: Scores | None = None
         self.losses: list[float] = []
         self.evaluation_cost = 0.0
+        numbers = task.vocab is None and config.model.dropout == 0 and hasattr(config.model.mixer, "dropout")
+        self.trial: Any = None if numbers else ()
+        """what to go back to while dropout is tried; () if it is not"""
+
+    def _build(self, config: RunConfig) -> None:
+        """Make the network and its optimizer."""
+        self.config = config
+        self.model = config.build_model(self.task)
+        self.optimizer = build_optimizer(self.model, config.optimizer)
+        if self.baseline is not None:
+            self.optimizer.add_param_group({"params": [("share", self.share)], "weight_decay": 0.0, "scale": 1.0})
+        self.parameters = [*self.model.parameters(), self.share]
+
+    def _rebuild(self, config: RunConfig, weights: dict[str, Tensor], moments: dict[str, Any]) -> None:
+        """Go on with another configuration of the same shape."""
+        self._build(config)
+        self.model.load_state_dict(weights)
+        self.optimizer.load_state_dict(moments)
+        self.model.train()
+
+    def _try_dropout(self, share: float) -> None:
+        """Try a network of numbers with dropout for a while once it learns its rows by heart; validation decides.
+
+        Dropout makes noise, which hurts where an exact number is wanted, and helps where rows are few.
+        """
+        if self.trial is None:
+            assert self.best is not None
+            if not TRIAL[0] <= share < TRIAL[1] or self.best[0] < BY_HEART * float(np.mean(self.losses[-50:])):
+                return
+            weights = copy.deepcopy(self.model.state_dict())
+            moments = copy.deepcopy(self.optimizer.state_dict())
+            average = [part.clone() for part in self.average]
+            part = float(self.share.detach())
+            self.trial = (share + TRIAL[2], self.best[0], self.config, weights, moments, average, part)
+            mixer = replace(self.config.model.mixer, dropout=DROPOUT)  # type: ignore[type-var]
+            config = self.config.replace(model={"dropout": DROPOUT, "mixer": mixer})
+            self._rebuild(config, weights, moments)
+        elif self.trial and share >= self.trial[0]:
+            _, before, config, weights, moments, average, part = self.trial
+            self.trial = ()
+            kept = self.best is not None and self.best[0] < before
+            self.record["dropout"] = DROPOUT if kept else 0.0
+            if not kept:
+                self._rebuild(config, weights, moments)
+                self.average = average
+                self.share.data.fill_(part)
 
     # the simple thing
 
@@ -398,6 +442,8 @@ class _Fitting:
                         break
                     if settings.early_stopping and cooling_from is None and share - improved > PATIENCE:
                         cooling_from, finish = share, min(1.0, share * (1 + COOLING))
+                if self.trial != () and self.best is not None and (steps is None or steps > 50):
+                    self._try_dropout(share)
                 self._report(share, begun, left)
         except KeyboardInterrupt:
             interrupted = True
