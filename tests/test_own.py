@@ -502,4 +502,4 @@ def test_the_page_on_your_own_data_runs(
         rows = list(csv.DictReader(file))
     assert rows[7]["id"] == "7" and rows[7]["predicted_label"] in ("open first", "close first")
     said = capsys.readouterr()
-    assert "regress: column 'wear' holds" in said.err and said.out.count("attention: ") == 4
+    assert "regress: column 'wear' holds" in said.err and said.out.count("attention: ") == 5

@@ -207,7 +207,9 @@ class _Fitting:
         self.model = config.build_model(self.task)
         self.optimizer = build_optimizer(self.model, config.optimizer)
         if self.baseline is not None:
-            self.optimizer.add_param_group({"params": [("share", self.share)], "weight_decay": 0.0, "scale": 1.0})
+            self.optimizer.add_param_group(
+                {"params": [("share", self.share)], "weight_decay": 0.0, "scale": 1.0}
+            )
         self.parameters = [*self.model.parameters(), self.share]
 
     def _rebuild(self, config: RunConfig, weights: dict[str, Tensor], moments: dict[str, Any]) -> None:
@@ -224,7 +226,9 @@ class _Fitting:
         """
         if self.trial is None:
             assert self.best is not None
-            if not TRIAL[0] <= share < TRIAL[1] or self.best[0] < BY_HEART * float(np.mean(self.losses[-50:])):
+            if not TRIAL[0] <= share < TRIAL[1] or self.best[0] < BY_HEART * float(
+                np.mean(self.losses[-50:])
+            ):
                 return
             weights = copy.deepcopy(self.model.state_dict())
             moments = copy.deepcopy(self.optimizer.state_dict())

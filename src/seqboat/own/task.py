@@ -318,11 +318,13 @@ class OwnTask(Task):
 
     @property
     def vocab(self) -> int | None:  # type: ignore[override]
-        return self.source.vocab(self.facts)
+        facts = self.facts
+        return self.source.vocab(facts)
 
     @property
     def channels(self) -> int:  # type: ignore[override]
-        return self.source.channels(self.facts)
+        facts = self.facts
+        return self.source.channels(facts)
 
     @property
     def facts(self) -> Facts:
