@@ -181,7 +181,9 @@ class _Fitting:
             ]
         self.record: dict[str, Any] = {"data": summary.as_record()}
         self.baseline = self._fit_baseline(config) if settings.baseline else None
-        if self.baseline is not None:
+        # of numbers, what statistics leave is harder to learn than the whole: there the two only compete
+        self.adds = self.baseline is not None and task.vocab is not None
+        if self.adds:
             config = config.replace(model={"head_init": "zero"})
         self.share = nn.Parameter(torch.ones(()))
         self.parameters: list[Tensor] = []
@@ -206,7 +208,7 @@ class _Fitting:
         self.config = config
         self.model = config.build_model(self.task)
         self.optimizer = build_optimizer(self.model, config.optimizer)
-        if self.baseline is not None:
+        if self.adds:
             self.optimizer.add_param_group(
                 {"params": [("share", self.share)], "weight_decay": 0.0, "scale": 1.0}
             )
@@ -319,7 +321,7 @@ class _Fitting:
 
         with contextlib.nullcontext() if attention else override_activation(model, active=False):
             logits = _apply(run, self.task, self.val, 64)
-        if self.baseline is not None:
+        if self.adds:
             logits = [one + self.share.detach() * two for one, two in zip(logits, self.beside, strict=True)]
         model.train()
         return self._score(logits, counts[0] / counts[1] if counts[1] else None)
@@ -342,7 +344,7 @@ class _Fitting:
         if patch > 1 and not self.task.fixed_length:
             rows = [row._replace(inputs=_shifted(row.inputs, patch, self.random)) for row in rows]
         batch = self.task.collate(rows)
-        if self.baseline is None:
+        if self.baseline is None or not self.adds:
             return batch, None
         unseen = [torch.from_numpy(np.asarray(self.baseline.unseen[i])) for i in numbers]
         return batch, _stack(unseen, batch.inputs.shape[1])
@@ -491,13 +493,16 @@ class _Fitting:
         }
         record["score"] = {"split": "val", "metric": task.metric, **scores.metrics}
         if self.baseline is not None:
-            offset = Offset(copy.deepcopy(self.baseline.module))
+            offset: Offset | None = Offset(copy.deepcopy(self.baseline.module))
+            assert offset is not None
             beside = self._score(self.beside)
             gain, error = _difference(beside.losses - scores.losses)
             record["gain"] = {"loss": gain, "error": error}
-            if gain > error:
+            if gain > error and self.adds:
                 record["kept"] = "network and baseline"
                 offset.share.data.fill_(share)
+            elif gain > error:
+                offset = None
             else:
                 record["kept"] = "baseline"
                 record["score"] = {"split": "val", "metric": task.metric, **beside.metrics}
@@ -505,9 +510,12 @@ class _Fitting:
                     if part is not None:
                         nn.init.zeros_(part)  # type: ignore[arg-type]
                 switch_off(model)
-            model.offset = offset
+            model.offset = offset  # type: ignore[assignment]
             record["baselines"]["kept"] = self.baseline.name
-            task.facts = {**task.facts, "baseline": self.baseline.about}
+            if offset is not None:
+                task.facts = {**task.facts, "baseline": self.baseline.about}
+            else:
+                task.facts = {name: value for name, value in task.facts.items() if name != "baseline"}
         if not quick and record["kept"] != "baseline" and routers_of(model):
             record["attention"] = self._attention(model, share)
         return Result(model.eval(), self.config, step, record)

@@ -297,12 +297,12 @@ def closing_lines(record: Mapping[str, Any]) -> list[str]:
     if kept == "baseline":
         why = "the network adds nothing to it that can be told from chance"
         lines.append(heading("kept", f"the baseline alone ({beside['kept'] if beside else ''}): {why}"))
-    elif kept == "network and baseline":
+    elif "gain" in record:
         gain = record["gain"]
         lines.append(
             heading(
                 "kept",
-                f"network and baseline: validation loss better by {gain['loss']:.3g} +- {gain['error']:.1g}",
+                f"{kept}: validation loss better by {gain['loss']:.3g} +- {gain['error']:.1g}",
             )
         )
     minutes = f", {record['seconds']:.0f} s" if "seconds" in record else ""
