@@ -86,7 +86,7 @@ SETTINGS = {
     "recall-128": Setting("recall", 128, 4, 8, 16, 800),
     "recall-256": Setting("recall", 256, 6, 16, 16, 800),
     "recall-1024": Setting("recall", 1024, 6, 16, 8, 800),
-    "recall-4096": Setting("recall", 4096, 6, 16, 4, 1200, lengths=(512, 1024, 2048)),
+    "recall-4096": Setting("recall", 4096, 6, 16, 4, 2400, lengths=(512, 1024, 2048)),
     "layers-128": Setting("recall", 128, 4, 8, 16, 800, layers=2),
     "sym-256": Setting("sym", 256, 6, 16, 16, 800),
     "mqar-128": Setting("mqar", 128, 4, 16, 16, 1600),
