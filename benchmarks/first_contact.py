@@ -1,8 +1,7 @@
 """Five small tables that a first user might bring, and what this package and its rivals make of them.
 
-    python benchmarks/first_contact.py make FOLDER                      tables and tests as files
-    python benchmarks/first_contact.py run [NAME ...] [--seeds 3]       the table of docs/your-data.md
-    python benchmarks/first_contact.py reviews IMDB_TRAIN.jsonl.xz IMDB_TEST.jsonl.xz
+    python benchmarks/first_contact.py                       all five, seed 0, processor seconds as below
+    python benchmarks/first_contact.py events --seeds 3      one of them, three seeds
 
 events      which of two rare events came first, in logs of 120 to 260 events, at least 40 events apart
 documents   which of two phrases came first, in texts of 3 to 6 kB, at least 1,000 bytes apart
@@ -13,6 +12,8 @@ topics      one of four subjects, told by word frequencies only
 
 from __future__ import annotations
 
+import argparse
+import time
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -132,3 +133,71 @@ def topics(seed: int = 0, rows: int = 3_000, test: int = 1_000) -> Table:
 
 
 TABLES = {"events": events, "documents": documents, "sensors": sensors, "adding": adding, "topics": topics}
+SECONDS = {"events": 60, "documents": 150, "sensors": 60, "adding": 60, "topics": 60}
+"""Of processor time, for each rival."""
+
+
+def score(name: str, said: Any, wanted: Any) -> float:
+    """RMSE of numbers, or the share of right answers."""
+    if name in ("sensors", "adding"):
+        return float(np.sqrt(np.mean((np.asarray(said, float) - np.asarray(wanted, float)) ** 2)))
+    return float(np.mean(np.asarray(said) == np.asarray(wanted)))
+
+
+def ours(name: str, table: Table, seed: int) -> float:
+    """The estimator with its defaults."""
+    from seqboat import SequenceClassifier, SequenceRegressor
+
+    kind = SequenceRegressor if name in ("sensors", "adding") else SequenceClassifier
+    settings = {"clock": "processor"}
+    model = kind(minutes=SECONDS[name] / 60, verbose=1, random_state=seed, settings=settings)
+    model.fit(table.inputs, table.targets)
+    return score(name, model.predict(table.test_inputs), table.test_targets)
+
+
+def simple(name: str, table: Table, seed: int) -> float:
+    """TF-IDF with logistic regression, or boosting on a few statistics of each channel."""
+    from sklearn.ensemble import HistGradientBoostingRegressor
+    from sklearn.feature_extraction.text import TfidfVectorizer
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+
+    if name in ("sensors", "adding"):
+
+        def summed(rows: list[Any]) -> Any:
+            parts = (np.nanmean, np.nanstd, np.nanmin, np.nanmax)
+            return np.stack([np.concatenate([part(row, axis=0) for part in parts]) for row in rows])
+
+        boosted = HistGradientBoostingRegressor(random_state=seed).fit(summed(table.inputs), table.targets)
+        return score(name, boosted.predict(summed(table.test_inputs)), table.test_targets)
+    texts = [
+        [row if isinstance(row, str) else " ".join(row) for row in rows]
+        for rows in (table.inputs, table.test_inputs)
+    ]
+    vectors = TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True, min_df=2)
+    model = make_pipeline(vectors, LogisticRegression(C=10, max_iter=300)).fit(texts[0], table.targets)
+    return score(name, model.predict(texts[1]), table.test_targets)
+
+
+def main() -> None:
+    """Print a line for every table, seed and rival."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(TABLES))
+    parser.add_argument("--seeds", type=int, default=1)
+    options = parser.parse_args()
+    for name in options.names or TABLES:
+        for seed in range(options.seeds):
+            table = TABLES[name](seed)
+            for rival in (simple, ours):
+                begun = time.process_time()
+                found = rival(name, table, seed)
+                print(
+                    f"{name} seed {seed} {rival.__name__:<7} {found:.4g} {time.process_time() - begun:.0f} s",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()
