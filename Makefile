@@ -45,13 +45,13 @@ bench: $(READY)
 # fails on a missing test; a skipped one, as where a package is missing, fails here.
 PEERS := .venv-peers
 COMPARISONS := \
-	tests/test_s5.py::test_equals_another_implementation \
-	tests/test_mega.py::test_equals_another_implementation \
-	tests/test_performer.py::test_agrees_with_performer_pytorch \
-	tests/test_linformer.py::test_agrees_with_the_package_linformer \
-	tests/test_transformer_xl.py::test_agrees_with_x_transformers_where_the_equations_meet \
-	tests/test_bigbird.py::test_agrees_with_transformers \
-	tests/test_reformer.py::test_agrees_with_transformers
+	tests/test_ssm.py::test_s5_equals_another_implementation \
+	tests/test_mixers.py::test_mega_equals_another_implementation \
+	tests/test_mixers.py::test_agrees_with_performer_pytorch \
+	tests/test_mixers.py::test_agrees_with_the_package_linformer \
+	tests/test_mixers.py::test_agrees_with_x_transformers_where_the_equations_meet \
+	tests/test_mixers.py::test_bigbird_agrees_with_transformers \
+	tests/test_mixers.py::test_reformer_agrees_with_transformers
 test-peers: $(PEERS)/.ready
 	OMP_NUM_THREADS=1 $(PEERS)/$(SCRIPTS)/pytest -rs --junit-xml=$(PEERS)/comparisons.xml $(COMPARISONS)
 	@! grep --quiet "<skipped" $(PEERS)/comparisons.xml || { echo "comparisons were skipped"; exit 1; }
