@@ -106,7 +106,7 @@ def test_a_line_per_run_and_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.slow
 def test_a_router_finds_the_tokens_that_matter() -> None:
     torch.set_flush_denormal(True)
-    row = train("recall-128", "gated", 10, 0.06, steps=300, every=300)
+    row = train("recall-128", "gated", 10, 0.06, steps=500, every=500)
     assert row["score"] > 0.9 and row["rate"][0] < 0.1
     assert row["precision"][0] > 0.7 and row["recall"][0] > 0.95
     assert row["controls"]["never"] < 0.2
