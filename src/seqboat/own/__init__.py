@@ -1,10 +1,10 @@
 """Your own data: any of the inputs with any of the targets.
 
-    inputs     text, symbols, tokens of a tokenizer, series of numbers, folders of sounds, images or texts
+    inputs     words or bytes of texts, lists of events, series of numbers, folders of sounds, images or texts
     targets    a class, several labels, a number, a tag for each token
 
-`inputs` turns records into sequences, `targets` into what is learned and back into answers, `prepare` copies files to
-arrays in bounded memory, and `task` joins them behind the contract of a task.
+`tables` and `records` read, `inputs` and `targets` turn records into numbers and back, `task` joins them behind the
+contract of a task, `baselines` has the simple thing, `fit` learns in the minutes given, `session` serves shell and Python.
 """
 
 import seqboat.tasks  # noqa: F401  (tables of tasks come first: they list these)
