@@ -4,7 +4,7 @@
     seqboat predict RUN new.csv --shard $n/$SLURM_ARRAY_TASK_COUNT --out part-$n.csv
     python -P examples/merge_answers.py answers.csv part-*.csv
 
-The column `row` of each part has the number of the row in the input.
+The column `input_row` of each part has the number of the row in the input.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from seqboat.data.files import replacing
+from seqboat.predict import NUMBER
 
 
 def merge(out: Path, parts: Sequence[Path]) -> int:
@@ -25,8 +26,8 @@ def merge(out: Path, parts: Sequence[Path]) -> int:
         tables = [csv.DictReader(stack.enter_context(open(p, newline="", encoding="utf-8"))) for p in parts]
         names = tables[0].fieldnames or []
         for path, table in zip(parts, tables, strict=True):
-            if table.fieldnames != names or "row" not in names:
-                raise ValueError(f"{path} must have the columns of {parts[0]}, and one called row")
+            if table.fieldnames != names or NUMBER not in names:
+                raise ValueError(f"{path} must have the columns of {parts[0]}, and one called {NUMBER}")
         stage = stack.enter_context(replacing(out, parts))
         writer = csv.DictWriter(
             stack.enter_context(open(stage, "w", newline="", encoding="utf-8")), names, lineterminator="\n"
@@ -34,9 +35,9 @@ def merge(out: Path, parts: Sequence[Path]) -> int:
         writer.writeheader()
         count = 0
         # each part is in order
-        for row in heapq.merge(*tables, key=lambda row: int(row["row"])):
-            if int(row["row"]) != count:
-                raise ValueError(f"row {count} is in none of the parts, or row {row['row']} in two")
+        for row in heapq.merge(*tables, key=lambda row: int(row[NUMBER])):
+            if int(row[NUMBER]) != count:
+                raise ValueError(f"row {count} is in none of the parts, or row {row[NUMBER]} in two")
             writer.writerow(row)
             count += 1
     return count

@@ -37,7 +37,7 @@ def recipe(name: str) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray[data]")
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs ray[data] and pandas")
 @pytest.mark.filterwarnings("ignore")
 def test_two_workers_answer_as_one_process(tmp_path: Path, cluster: None) -> None:
     rows = "".join(f"text {number},{'ab'[number % 2]}\n" for number in range(24))
@@ -63,13 +63,13 @@ def test_parts_are_put_together_in_the_order_of_the_input(tmp_path: Path) -> Non
     rows = [f'{number},"a\ntext {number}",good\n' for number in range(11)]
     parts = [tmp_path / f"part-{place}.csv" for place in range(3)]
     for place, path in enumerate(parts):
-        path.write_text("row,text,label\n" + "".join(rows[place::3]))
+        path.write_text("input_row,text,label\n" + "".join(rows[place::3]))
     assert merge(tmp_path / "answers.csv", parts) == 11
-    assert (tmp_path / "answers.csv").read_text() == "row,text,label\n" + "".join(rows)
+    assert (tmp_path / "answers.csv").read_text() == "input_row,text,label\n" + "".join(rows)
     with pytest.raises(ValueError, match="row 1 is in none of the parts"):
         merge(tmp_path / "fewer.csv", [parts[0], parts[2]])
     with pytest.raises(ValueError, match="or row 0 in two"):
         merge(tmp_path / "twice.csv", [*parts, parts[0]])
     with pytest.raises(ValueError, match="is the input itself"):
         merge(parts[0], parts)
-    assert not (tmp_path / "fewer.csv").exists() and parts[0].read_text().startswith("row,text,label")
+    assert not (tmp_path / "fewer.csv").exists() and parts[0].read_text().startswith("input_row,text,label")

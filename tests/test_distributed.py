@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import types
 from collections.abc import Callable, Iterator
@@ -193,6 +194,19 @@ def play_frozen(folder: Path) -> None:
         raise SystemExit(1) from error
 
 
+def test_a_watch_that_ended_has_left_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that is in there when the process exits aborts it."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    before = set(threading.enumerate())
+    watch = parallel.Watch(0, 2)
+    started = set(threading.enumerate()) - before
+    assert len(started) == 2 and watch.lost(60.0) == []
+    watch.end()
+    assert not any(thread.is_alive() for thread in started)
+
+
 @pytest.mark.parametrize(
     ("number", "lost"), [("SIGSTOP", 1), pytest.param("SIGSTOP", 0, marks=pytest.mark.slow), ("SIGKILL", 1)]
 )
@@ -300,6 +314,18 @@ def test_every_rank_takes_its_gpu_before_anything_else(
         ValueError, match="there are 4 GPUs, and this is process 5 here: torchrun --nproc-per-node 4"
     ):
         choose_device("cuda", 4)
+
+
+def test_objects_travel_over_gloo_beside_gpus() -> None:
+    """With a backend for each kind of device, objects take that of the CPU: there is no GPU here to take."""
+    dist.init_process_group("cpu:gloo,cuda:gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        world = parallel.World(0, 2, torch.device("cpu"))
+        assert world.broadcast({"a": 1}) == {"a": 1} and world.gather(["b"]) == ["b"]
+        with pytest.raises(KeyError, match="c"):
+            world.agree(KeyError("c"))
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

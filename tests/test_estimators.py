@@ -55,6 +55,14 @@ def test_checks_of_scikit_learn(kind: Any) -> None:
     assert not failed, "\n".join(f"{name}: {why[:300]}" for name, why in failed.items())
 
 
+def test_a_column_of_pandas_is_a_list(tmp_path: Path) -> None:
+    pd = pytest.importorskip("pandas")
+    # the index is not in order
+    frame = pd.DataFrame({"text": X, "label": Y}, index=range(59, -1, -1))
+    model = quick().fit(frame["text"], frame["label"])
+    assert model.predict_proba(frame["text"][:9]).tolist() == quick().fit(X, Y).predict_proba(X[:9]).tolist()
+
+
 def test_clone_pickle_save_and_load(tmp_path: Path) -> None:
     model = quick().fit(X, Y)
     again = quick().fit(X, Y)

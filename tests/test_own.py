@@ -431,15 +431,36 @@ def test_bad_rows_keep_their_place_and_formulas_are_text(classifier: Path, tmp_p
     assert main(["predict", str(classifier), str(table), f"--out={table}"]) == 2
 
 
-def test_parts_of_a_table_merge_back(classifier: Path, tmp_path: Path) -> None:
-    table = write_csv(tmp_path / "new.csv", ["review"], [[f"good film {i}"] for i in range(7)])
+def test_parts_of_a_table_merge_back(
+    classifier: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = write_csv(
+        tmp_path / "new.csv", ["row", "review"], [[str(70 - i), f"good film {i}"] for i in range(7)]
+    )
     rows: list[dict[str, Any]] = []
     for part in range(3):
         out = tmp_path / f"{part}.jsonl"
         assert main(["predict", str(classifier), str(table), f"--out={out}", f"--shard={part}/3"]) == 0
         rows += [json.loads(line) for line in out.read_text().splitlines()]
-    rows.sort(key=lambda row: row["row"])
+    rows.sort(key=lambda row: row["input_row"])
+    # a column of its own that is called row stays
+    assert [row["row"] for row in rows] == [str(70 - i) for i in range(7)]
     assert [row["review"] for row in rows] == [f"good film {i}" for i in range(7)]
+    table = write_csv(tmp_path / "own.csv", ["input_row", "review"], [["9", "good film"]])
+    assert main(["predict", str(classifier), str(table), "--shard=0/3"]) == 2
+    assert "own.csv has a column input_row, which --shard adds: rename it" in capsys.readouterr().err
+
+
+def test_a_column_that_is_gone_is_one_line(
+    classifier: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = write_csv(tmp_path / "new.csv", ["body"], [["good film"]])
+    assert main(["predict", str(classifier), str(table)]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "new.csv has no column 'review'" in said and "it has body" in said
+    assert "--data.text_column names another" in said
+    assert main(["predict", str(classifier), str(table), "--data.text_column=body"]) == 0
 
 
 def test_answers_do_not_depend_on_the_batch(classifier: Path) -> None:

@@ -26,6 +26,9 @@ CHUNK_BATCHES = 32
 CHUNK_TOKENS = 1 << 22
 """Tokens after which a chunk ends, however few its records are."""
 
+NUMBER = "input_row"
+"""Column of answers in parts: the number of the row in the input, from 0."""
+
 
 class _Waiting(NamedTuple):
     """A record that waits for its answer: an input, or what is wrong with it."""
@@ -111,13 +114,14 @@ class Predictor:
         Args:
             path: of the table or folder.
             activation: as in `predict`.
-            shard: which of how many equal parts to answer: every n-th record, counted from 0.
+            shard: which of how many equal parts to answer: every n-th record, counted from 0, with its number in
+                the column `input_row`.
         """
         records = self._records(Path(path))
         if shard is not None:
             part, parts = shard
             records = (
-                record._replace(values={"row": number, **record.values})
+                _numbered(record, number, path)
                 for number, record in enumerate(records)
                 if number % parts == part
             )
@@ -203,6 +207,12 @@ class Predictor:
             for number, row in zip(numbers, scores, strict=True):
                 found[number] = row[: len(queries[number].inputs)] if self.task.kind == "tag" else row
         return found
+
+
+def _numbered(record: _Waiting, number: int, path: Path | str) -> _Waiting:
+    """A record with its number, by which parts are merged; its own columns keep their names."""
+    require(NUMBER not in record.values, f"{path} has a column {NUMBER}, which --shard adds: rename it")
+    return record._replace(values={NUMBER: number, **record.values})
 
 
 def _plain(value: Any) -> Any:

@@ -47,7 +47,7 @@ Every column of the input comes back, then the answer. Rows that cannot be read 
     parser.add_argument(
         "--shard",
         metavar="I/N",
-        help="answer every N-th row, from row I on (0/4, 1/4, ...); adds a column row",
+        help="answer every N-th row, from row I on (0/4, 1/4, ...); adds a column input_row",
     )
     parser.add_argument(
         "--which", choices=("best", "latest"), default="best", help="which checkpoint (default: best)"

@@ -56,6 +56,15 @@ class Reader(Protocol):
         """A hash of the content."""
 
 
+IN_RUNS = {
+    "--text": "--data.text_column",
+    "--channels": "--data.channels",
+    "--series": "--data.series_column",
+    "--set file_column=NAME": "--data.file_column",
+}
+"""Flags of training that name columns, as the commands on a trained model call them."""
+
+
 def open_reader(path: Path, source: Input, config: OwnTaskConfig) -> Reader:
     """The reader of a table or of a folder."""
     known = ", ".join(SUFFIXES)
@@ -86,6 +95,9 @@ class Table:
         """All rows, once the first one has been found to have the columns."""
         config = self.config
         wanted = {**self.source.columns, **({} if label is None else {label: "--target"})}
+        if label is None:
+            # new inputs of a trained model: the command has the run's own flags
+            wanted = {column: IN_RUNS.get(flag, flag) for column, flag in wanted.items()}
         rows = read_table(self.path, skips, config.encoding, config.delimiter)
         for number, row in enumerate(rows):
             if number == 0:

@@ -212,11 +212,15 @@ class Watch:
         self.launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         """the process of torchrun, without which nobody would end this one"""
         self._ended = threading.Event()
-        for loop in (self._listen, self._judge):
-            threading.Thread(target=loop, daemon=True).start()
+        self._threads = [threading.Thread(target=loop, daemon=True) for loop in (self._listen, self._judge)]
+        for thread in self._threads:
+            thread.start()
 
     def end(self) -> None:
+        """Leave the store: a thread that is still in there when the process exits takes it down."""
         self._ended.set()
+        for thread in self._threads:
+            thread.join(10.0)
 
     def _listen(self) -> None:
         signs: dict[int, bytes] = {}
