@@ -83,12 +83,6 @@ def check_one_graph(causal: bool, span: str, fixed: bool = False, **settings: An
     assert counter.frame_count <= 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
-def test_a_layer_is_one_graph(causal: bool) -> None:
-    check_one_graph(causal, "memory")
-
-
 SIZES = [(2 + (7 * i) % 5, 3 + 41 * i % 300) for i in range(20)]
 """Twenty different shapes of a batch."""
 
@@ -166,7 +160,7 @@ def test_export_of_a_step(settings: dict[str, Any]) -> None:
     layer = make_layer(True, **settings).eval()
     first = layer.init_state(3)
     program = torch.export.export(Outputs(layer), (torch.randn(3, 16), first)).module()
-    exported = general = first
+    exported, general = layer.init_state(3), layer.init_state(3)
     active = 0
     for token in torch.randn(30, 3, 16):
         y, exported = program(token, exported)
@@ -177,51 +171,10 @@ def test_export_of_a_step(settings: dict[str, Any]) -> None:
     assert 0 < active < 90 * (1 + ("ffn" in settings)), "some tokens should be active, some not"
 
 
-class Steps(torch.nn.Module):
-    """A language model as a function from a token and a state to scores and a state, for export."""
-
-    def __init__(self, model: LanguageModel) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, tokens: Tensor, state: Any) -> Any:
-        return self.model.step(tokens, state)[:2]
-
-
-class Scores(Steps):
-    """A language model as a function from whole sequences to scores, for export."""
-
-    def forward(self, tokens: Tensor) -> Any:  # type: ignore[override]
-        return self.model(tokens).logits
-
-
-@pytest.mark.slow
-@torch.no_grad()
-def test_export_of_a_language_model_in_both_forms() -> None:
-    torch.manual_seed(0)
-    gau = GAUConfig(d_z=8, window=5, positions="rotary")
-    mixer = SeqBoatConfig(init="paper", causal=True, prenorm=True, ssm=EMAConfig(d_state=4), gau=gau)
-    model = LanguageModel(BackboneConfig(mixer=mixer, d_model=16, num_layers=2, vocab=11)).eval()
-    sizes = {0: torch.export.Dim("batch", min=2, max=1024), 1: torch.export.Dim("time", min=2, max=1 << 20)}
-    ids = torch.randint(0, 11, (3, 40))
-    whole = torch.export.export(Scores(model), (ids,), dynamic_shapes={"tokens": sizes}).module()
-    for batch, time in SIZES[:4]:
-        ids = torch.randint(0, 11, (batch, time))
-        torch.testing.assert_close(whole(ids), model(ids).logits, rtol=1e-5, atol=1e-5)
-    ids, state = torch.randint(0, 11, (3, 40)), model.init_state(3)
-    step = torch.export.export(Steps(model), (ids[:, 0], state)).module()
-    out = model(ids)
-    active = torch.stack([routing.active for routing in out.routings if routing is not None])
-    assert 0 < int(active.sum()) < active.numel(), "some tokens should be active, some not"
-    for time, token in enumerate(ids.unbind(1)):
-        logits, state = step(token, state)
-        torch.testing.assert_close(logits, out.logits[:, time], rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True], ids=["bidirectional", "causal"])
-@pytest.mark.parametrize("span", ["full", "chunk"])
-def test_other_spans_are_one_graph(causal: bool, span: str) -> None:
+@pytest.mark.parametrize("span", ["memory", "full", "chunk"])
+def test_every_span_is_one_graph(causal: bool, span: str) -> None:
     check_one_graph(causal, span)
 
 

@@ -402,14 +402,6 @@ def test_every_length(kind: str, time: int) -> None:
     assert_gradients_everywhere(make_layer(case), make_batch(case)[0])
 
 
-@pytest.mark.parametrize("time", [63, 64, 65])
-def test_lengths_around_the_default_block(time: int) -> None:
-    config = SeqBoatConfig(
-        init="paper", ssm=EMAConfig(d_state=2), gau=GAUConfig(d_z=2, window=8), causal=True
-    )
-    compare(Case(config, d_model=3, lengths=(time,), seed=time))
-
-
 def paper_router(layer: SeqBoat) -> TemperedSoftmax:
     assert isinstance(layer.sma.router, TemperedSoftmax)
     return layer.sma.router

@@ -67,12 +67,6 @@ def test_tempered_softmax_of_several_modules() -> None:
     assert active.equal(best.argmax(dim=-1) == 1)
 
 
-@pytest.mark.parametrize(("d_model", "scale"), [(64, 1.0), (100, 0.3)])
-def test_temperature_starts_at_scale_times_root_of_the_width(d_model: int, scale: float) -> None:
-    router = TemperedSoftmax(d_model, temperature_scale=scale)
-    torch.testing.assert_close(router.temperature, torch.tensor([scale * math.sqrt(d_model)]))
-
-
 def test_sigmoid_by_hand() -> None:
     router = SigmoidRouter(1)
     set_linear(router.logits, [[2.0]], [-1.0])
@@ -153,17 +147,6 @@ def test_xmoe_by_hand() -> None:
     active, probs = router(x)
     torch.testing.assert_close(probs, torch.softmax(cosines / 0.5, dim=-1)[:, 1:])
     assert active.tolist() == [[False, False], [True, False], [False, True], [True, False]]
-
-
-def test_xmoe_activates_at_most_one_module() -> None:
-    torch.manual_seed(0)
-    router = XMoE(6, modules=4)
-    nn.init.normal_(router.project.weight)
-    active, probs = router(torch.randn(50, 20, 6))
-    counts = active.sum(dim=-1)
-    assert set(counts.unique().tolist()) == {0, 1}
-    chosen = probs.masked_fill(~active, 0).amax(dim=-1)
-    assert (chosen >= probs.amax(dim=-1)).equal(counts == 1)
 
 
 def best_of_row(score: Tensor, allowed: Tensor, share: float) -> list[int]:
@@ -275,19 +258,6 @@ def test_a_token_that_is_not_finite_activates_nothing(config: Any, poison: float
     assert not active[::2].any() and active[1::2].equal(clean[1::2])
 
 
-@every_router
-def test_tokens_are_routed_alone(config: Any) -> None:
-    torch.manual_seed(0)
-    router: Router = config().build(6, 2).double().eval()
-    x = torch.randn(3, 5, 6, dtype=torch.float64)
-    whole = router(x)
-    for row in range(3):
-        for t in range(5):
-            single = router(x[row, t])
-            torch.testing.assert_close(single.probs, whole.probs[row, t], rtol=0, atol=1e-12)
-            assert single.active.equal(whole.active[row, t])
-
-
 @pytest.mark.parametrize("config", [config for name, config in ROUTERS.items() if name != "always-active"])
 def test_gradient_of_the_confidence_skips_inactive_tokens(config: Any) -> None:
     torch.manual_seed(0)
@@ -316,27 +286,6 @@ def test_statistics_by_hand() -> None:
     torch.testing.assert_close(masked.per_row, torch.tensor([[0.5, 0.0], [1.0, 0.0]]))
 
 
-def test_statistics_of_nothing() -> None:
-    nothing = activation(Routing(torch.zeros(2, 0, 1, dtype=torch.bool), torch.zeros(2, 0, 1)))
-    assert nothing.rate.tolist() == [0.0] and nothing.confidence.tolist() == [0.0]
-    assert nothing.per_row.tolist() == [[0.0], [0.0]]
-
-
-def test_statistics_refuse_a_mask_of_another_shape() -> None:
-    routing = Routing(torch.ones(2, 3, 1, dtype=torch.bool), torch.ones(2, 3, 1))
-    with pytest.raises(ValueError, match=r"mask must have shape \(batch, time\) = \(2, 3\), got \(1, 3\)"):
-        activation(routing, torch.ones(1, 3, dtype=torch.bool))
-
-
-def test_padding_is_never_active() -> None:
-    torch.manual_seed(0)
-    for config in ROUTERS.values():
-        layer = SeqBoat(4, SeqBoatConfig(init="paper", router=config()))
-        mask = torch.rand(3, 12) < 0.5
-        routing = layer(torch.randn(3, 12, 4), mask).routing
-        assert not routing.active[~mask].any() and not routing.probs[~mask].any()
-
-
 @pytest.mark.parametrize(
     ("build", "message"),
     [
@@ -352,13 +301,6 @@ def test_padding_is_never_active() -> None:
 def test_errors(build: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build()
-
-
-@every_router
-def test_input_of_another_width(config: Any) -> None:
-    router: Router = config().build(6)
-    with pytest.raises(ValueError, match=r"x must have shape \(\.\.\., 6\), got \(2, 5\)"):
-        router(torch.randn(2, 5))
 
 
 def test_confidence_reaches_the_output() -> None:

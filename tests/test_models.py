@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from closeness import assert_same_numbers
 from mixer_cases import SMALL_EMA, SMALL_GAU, assert_near, balance, directions, enliven, mask_rows
@@ -18,7 +18,6 @@ from seqboat.layers.seqboat import SeqBoatConfig
 from seqboat.mixers import MIXERS
 from seqboat.models.backbone import Backbone, BackboneConfig
 from seqboat.models.heads import Classifier, LanguageModel, Matcher
-from seqboat.ssm.ema import EMA
 
 ENCODER = SeqBoatConfig(init="paper", ssm=SMALL_EMA, gau=SMALL_GAU)
 DECODER = replace(ENCODER, causal=True)
@@ -44,10 +43,9 @@ def make(model: Any, inputs: Tensor) -> Any:
 
 
 @pytest.mark.parametrize("mixer", MODELS.values(), ids=MODELS.keys())
-@pytest.mark.parametrize("positions", [False, True], ids=["plain", "positions"])
-def test_classifier(mixer: Any, positions: bool) -> None:
+def test_classifier(mixer: Any) -> None:
     torch.manual_seed(0)
-    config = replace(TOKENS, mixer=mixer, absolute_positions=positions)
+    config = replace(TOKENS, mixer=mixer, absolute_positions=True)
     model = make(Classifier(config, 4), ids(3, 20))
     mask = mask_rows()
     inputs = ids(*mask.shape)
@@ -164,15 +162,6 @@ def test_scaled_embedding() -> None:
     assert_near(scaled(ids(2, 9)).y, plain(ids(2, 9)).y, 1e-12)
 
 
-def test_language_model_does_not_see_the_future() -> None:
-    torch.manual_seed(0)
-    model = make(LanguageModel(LANGUAGE), ids(4, 30))
-    tokens = ids(2, 20)
-    changed = tokens.clone()
-    changed[:, 12:] = (changed[:, 12:] + 1) % 11
-    assert_near(model(changed).logits[:, :12], model(tokens).logits[:, :12], 1e-12)
-
-
 @pytest.mark.parametrize("masked", [False, True], ids=["all", "masked"])
 def test_checkpointing_changes_no_number(masked: bool) -> None:
     torch.manual_seed(0)
@@ -257,68 +246,6 @@ def test_real_values(causal: bool) -> None:
             assert_near(out.y, whole[:, t], 1e-10)
             assert out.state is not None
             state = out.state
-
-
-@pytest.mark.parametrize("inputs", ["tokens", "values"])
-def test_models_in_autocast(inputs: str) -> None:
-    torch.manual_seed(0)
-    config = LANGUAGE if inputs == "tokens" else replace(VALUES, mixer=DECODER)
-    backbone = Backbone(config)
-    x = ids(2, 12) if inputs == "tokens" else torch.randn(2, 12)
-    with torch.autocast("cpu", torch.bfloat16):
-        whole = backbone(x)
-        first = backbone(x[:, :7])
-        second = backbone(x[:, 7:], state=first.state)
-        backbone.step(x[:, 0], second.state)
-    assert whole.y.dtype == torch.float32
-    assert_near(torch.cat([first.y, second.y], dim=1), whole.y, 2e-2)
-
-
-@pytest.mark.parametrize("prenorm", [False, True])
-@pytest.mark.parametrize("norm", ["layer", "batch", "scale", "rms"])
-def test_norms_of_a_stack(prenorm: bool, norm: Any) -> None:
-    torch.manual_seed(0)
-    model = Backbone(replace(TOKENS, mixer=replace(ENCODER, prenorm=prenorm, norm=norm)))
-    # only a pre-norm stack ends with one more norm
-    assert (model.norm is not None) == prenorm
-    model.train()
-    mask = mask_rows()
-    out = model(ids(6, 22), mask)
-    assert not out.y[~mask].any() and out.y.isfinite().all()
-    out.y.square().sum().backward()
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None and parameter.grad.isfinite().all(), name
-
-
-def test_padding_does_not_enter_the_statistics_of_batch_norm() -> None:
-    torch.manual_seed(0)
-    config = replace(TOKENS, mixer=replace(ENCODER, norm="batch", prenorm=True))
-    one, two = Backbone(config).double().train(), Backbone(config).double().train()
-    two.load_state_dict(one.state_dict())
-    tokens = ids(2, 9)
-    y = one(tokens).y
-    longer = torch.cat([ids(2, 6), tokens], dim=1)
-    mask = torch.tensor([False] * 6 + [True] * 9).expand(2, -1)
-    assert_near(two(longer, mask).y[:, 6:], y, 1e-10)
-    for (name, a), (_, b) in zip(one.named_buffers(), two.named_buffers(), strict=True):
-        assert_near(a, b, 1e-12, name)
-
-
-@pytest.mark.parametrize("value", [-30.0, 30.0, 1e3, -1e3])
-@pytest.mark.parametrize("parameter", ["delta", "alpha"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_extreme_decays(value: float, parameter: str, dtype: torch.dtype) -> None:
-    """Averages that forget at once, and averages that never do."""
-    torch.manual_seed(0)
-    model = LanguageModel(LANGUAGE).to(dtype)
-    for part in model.modules():
-        if isinstance(part, EMA):
-            nn.init.constant_(getattr(part, parameter), value)
-    out = model(ids(2, 300))
-    assert out.logits.isfinite().all()
-    out.logits.square().sum().backward()
-    for name, weight in model.named_parameters():
-        assert weight.grad is not None and weight.grad.isfinite().all(), name
 
 
 def test_dropout_only_in_training() -> None:
