@@ -186,28 +186,6 @@ def test_extras_are_those_of_the_package() -> None:
         assert any(line.startswith(library) for line in extras[extra]), extra
 
 
-@pytest.mark.parametrize(
-    ("arguments", "library", "extra"),
-    [
-        (["bench", "--length", "8"], "rich", "lab"),
-    ],
-)
-def test_commands_say_which_extra_they_need(
-    arguments: list[str],
-    library: str,
-    extra: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    for name in [name for name in sys.modules if name.partition(".")[0] == library]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, library, None)
-    assert main(arguments) == 2
-    captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.endswith(f"pip install 'seqboat[{extra}]'\n")
-    assert captured.err.count("\n") == 1
-
-
 @pytest.mark.parametrize("error", [UsageError("a"), ValueError("b"), OSError("c")], ids=repr)
 def test_debug_shows_where(error: Exception, install: Callable[..., None]) -> None:
     install(raises(error))

@@ -14,10 +14,10 @@ import os
 import platform
 import re
 import socket
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
@@ -26,17 +26,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from seqboat import reference
+from seqboat.bench.measure import quartiles, time_rounds
 from seqboat.core.layout import Layout
 from seqboat.layers.gau import GAUConfig
 from seqboat.layers.seqboat import SeqBoat, SeqBoatConfig
 from seqboat.mixers import MIXERS
 from seqboat.models.backbone import BackboneConfig
 from seqboat.models.heads import LanguageModel
-from seqboat.ops.attention import FUNCTIONS, Neighbors, banded
+from seqboat.ops.attention import FUNCTIONS, AttentionName, Neighbors, banded
 from seqboat.ops.kernels import CHOSEN, DISABLED, RAN, REFUSED, kernels, using_kernels
-from seqboat.ssm.diagonal import DiagonalSSM
-from seqboat.ssm.ema import EMA, EMAConfig
-from seqboat.ssm.s4d import S4D, S4DConfig
+from seqboat.ssm.diagonal import DiagonalSSM, SSMConfig
+from seqboat.ssm.ema import EMAConfig
+from seqboat.ssm.s4d import S4DConfig
 from seqboat.training.record import device_name, probe_bf16, processor_name, versions
 
 BOUNDS = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
@@ -148,11 +150,8 @@ def _scans() -> Iterator[Case]:
         draw = _Random(number)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(number)
-            made: DiagonalSSM = (
-                EMA(5, EMAConfig(d_state=states), causal=causal)
-                if kind == "ema"
-                else S4D(5, S4DConfig(d_state=states), causal=causal)
-            )
+            config: Any = {"ema": EMAConfig, "s4d": S4DConfig}[kind](d_state=states)
+            made: DiagonalSSM = config.build(5, causal=causal)
         inputs = {"x": draw(3, length, 5)}
         inputs |= {name: p.detach().double() for name, p in made.named_parameters()}
         if padded:
@@ -160,7 +159,7 @@ def _scans() -> Iterator[Case]:
         direction = "causal" if causal else "bidirectional"
         name = f"{kind}, {length} tokens, {states} states, {direction}{', padded' if padded else ''}"
         weights = tuple(name for name, _ in made.named_parameters())
-        yield Case("scan", name, inputs, _scan(made), _obvious_scan(made), weights)
+        yield Case("scan", name, inputs, _scan(made), _obvious_scan(config, causal), weights)
 
 
 def _scan(made: DiagonalSSM) -> Call:
@@ -172,45 +171,22 @@ def _scan(made: DiagonalSSM) -> Call:
     return run
 
 
-def _obvious_scan(made: DiagonalSSM) -> Call:
-    """s_t = q * s_{t-1} + drive * x_t, y_t = Re(read . s_t) + skip * x_t, token by token."""
+def _obvious_scan(config: SSMConfig, causal: bool) -> Call:
+    """The loop of the reference over the real tokens of every sequence."""
 
     def run(x: Tensor, mask: Tensor | None = None, **weights: Tensor) -> tuple[Tensor, ...]:
-        log_decay, drive, read = _coefficients(made, weights)
-        real = torch.ones(x.shape[:2], dtype=torch.bool) if mask is None else mask
-        outputs = weights["skip"] * x
-        final = None
-        for direction in range(len(log_decay)):
-            order = range(x.shape[1]) if direction == 0 else range(x.shape[1] - 1, -1, -1)
-            state = torch.zeros(x.shape[0], *log_decay.shape[1:], dtype=drive.dtype)
-            columns: dict[int, Tensor] = {}
-            for t in order:
-                now = torch.exp(log_decay[direction]) * state + drive[direction] * x[:, t, :, None]
-                state = torch.where(real[:, t, None, None], now, state)
-                y = (read[direction] * state).sum(dim=-1)
-                columns[t] = y.real if y.is_complex() else y
-            if columns:
-                outputs = outputs + torch.stack([columns[t] for t in sorted(columns)], dim=1)
-            final = state
-        y = torch.where(real[..., None], outputs, 0.0)
-        if not made.causal:
-            return (y,)
-        assert final is not None
-        return y, torch.view_as_real(final).flatten(-2) if final.is_complex() else final
+        outputs, states = [], []
+        for row in range(len(x)):
+            real = torch.arange(x.shape[1]) if mask is None else mask[row].nonzero()[:, 0]
+            y, state = reference.ssm(x[row, real], weights, config)
+            outputs.append(torch.zeros_like(x[row]).index_put((real,), y))
+            states.append(state)
+        if not causal:
+            return (torch.stack(outputs),)
+        final = torch.stack(states)
+        return torch.stack(outputs), torch.view_as_real(final).flatten(-2) if final.is_complex() else final
 
     return run
-
-
-def _coefficients(made: DiagonalSSM, weights: dict[str, Tensor]) -> Any:
-    class Coefficients(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.made = made
-
-        def forward(self) -> Any:
-            return self.made.coefficients()
-
-    return torch.func.functional_call(Coefficients(), {f"made.{k}": v for k, v in weights.items()}, ())
 
 
 # attention
@@ -230,12 +206,8 @@ def _attentions() -> Iterator[Case]:
     for number, (lengths, left, right, attention, bias, d_z, d_v) in enumerate(ATTENTION_CASES):
         draw, tokens = _Random(100 + number), sum(lengths)
         group = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths, dtype=torch.int64))
-        fixed = (
-            left,
-            right,
-            attention,
-            (1 / (left + right + 1) if FUNCTIONS[attention].by_keys else d_z**-0.5),
-        )
+        scale = 1 / (left + right + 1) if FUNCTIONS[attention].by_keys else d_z**-0.5
+        fixed: Any = {"left": left, "right": right, "attention": attention, "scale": scale}
         inputs = {"q": draw(tokens, d_z), "k": draw(tokens, d_z), "v": draw(tokens, d_v), "group": group}
         if bias != "none":
             inputs["table"] = draw(2 * 12 + 1)
@@ -243,59 +215,52 @@ def _attentions() -> Iterator[Case]:
             inputs["position"] = torch.cumsum(torch.arange(tokens) % 3 + 1, 0)
         sizes = f"{len(lengths)} sequences, {tokens} tokens, -{left}..+{right}, d_z {d_z}, d_v {d_v}"
         name = f"{attention}, {sizes}, bias {bias}"
-        yield Case("attention", name, inputs, _banded(fixed), _obvious_attention(fixed), ("table",))
+        run, obvious = partial(_banded, **fixed), partial(_obvious_attention, **fixed)
+        yield Case("attention", name, inputs, run, obvious, ("table",))
 
 
-Fixed = tuple[int, int, str, float]
+def _banded(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: Tensor,
+    table: Tensor | None = None,
+    position: Tensor | None = None,
+    *,
+    left: int,
+    right: int,
+    attention: AttentionName,
+    scale: float,
+) -> tuple[Tensor, ...]:
+    near = Neighbors(group, position, table, left, right, len(q), attention)
+    return (banded(q * scale, k, v, *near, 0.0, 0),)
 
 
-def _banded(fixed: Fixed) -> Call:
-    left, right, attention, scale = fixed
-
-    def run(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        group: Tensor,
-        table: Tensor | None = None,
-        position: Tensor | None = None,
-    ) -> tuple[Tensor, ...]:
-        near = Neighbors(group, position, table, left, right, len(q), attention)
-        return (banded(q * scale, k, v, *near, 0.0, 0),)
-
-    return run
-
-
-def _obvious_attention(fixed: Fixed) -> Call:
-    """All scores of all tokens, with those that a query does not see left out."""
-    left, right, attention, scale = fixed
-
-    def run(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        group: Tensor,
-        table: Tensor | None = None,
-        position: Tensor | None = None,
-    ) -> tuple[Tensor, ...]:
-        place = torch.arange(len(q))
-        step = place - place[:, None]
-        seen = (step >= -left) & (step <= right) & (group == group[:, None])
-        scores = q @ k.T * scale
+def _obvious_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: Tensor,
+    table: Tensor | None = None,
+    position: Tensor | None = None,
+    *,
+    left: int,
+    right: int,
+    attention: AttentionName,
+    scale: float,
+) -> tuple[Tensor, ...]:
+    """Query by query, over the keys that it sees, with the functions of the reference."""
+    function, _ = reference.ATTENTION_FUNCTIONS[attention]
+    where = torch.arange(len(q)) if position is None else position
+    outputs = []
+    for t in range(len(q)):
+        seen = [s for s in range(max(t - left, 0), min(t + right + 1, len(q))) if group[s] == group[t]]
+        scores = k[seen] @ q[t] * scale
         if table is not None:
-            where = place if position is None else position
             furthest = len(table) // 2
-            scores = scores + table[(where - where[:, None] + furthest).clamp(0, 2 * furthest)]
-        if attention == "softmax":
-            weights = torch.softmax(torch.where(seen, scores, -torch.inf), dim=1)
-        elif attention == "relu2":
-            weights = torch.where(seen, torch.relu(scores) ** 2, 0.0)
-        else:
-            mu, sigma = math.sqrt(0.5), math.sqrt(0.25 / math.pi)
-            weights = torch.where(seen, (1 + torch.erf((scores - mu) / (sigma * math.sqrt(2)))) / 2, 0.0)
-        return (weights @ v,)
-
-    return run
+            scores = scores + table[(where[seen] - where[t] + furthest).clamp(0, 2 * furthest)]
+        outputs.append(function(scores) @ v[seen])
+    return (torch.stack(outputs) if outputs else v,)
 
 
 # the examination
@@ -494,12 +459,16 @@ def bench(device: torch.device, length: int, width: int = 128) -> dict[str, floa
 
         return run
 
-    found = {"tokens": float(batch * length), "seqboat": seconds(step(layer), device)}
-    if CHOSEN:
+    def plain() -> None:
         with using_kernels("torch"):
-            found["seqboat, plain torch"] = seconds(step(layer), device)
-    found["transformer"] = seconds(step(transformer), device)
-    return found
+            step(layer)()
+
+    jobs = {"seqboat": step(layer)}
+    if CHOSEN:
+        jobs["seqboat, plain torch"] = plain
+    jobs["transformer"] = step(transformer)
+    times = time_rounds(jobs, 5, 1, str(device))
+    return {"tokens": float(batch * length), **{name: quartiles(t).median for name, t in times.items()}}
 
 
 # the machine
@@ -532,23 +501,6 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
-
-
-def seconds(call: Callable[[], Any], device: torch.device, least: float = 0.2) -> float:
-    """The mean time of a call, after one that is not timed."""
-
-    def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    call()
-    wait()
-    count, began = 0, time.perf_counter()
-    while count < 2 or time.perf_counter() - began < least:
-        call()
-        wait()
-        count += 1
-    return (time.perf_counter() - began) / count
 
 
 def anonymous(content: Any) -> Any:

@@ -18,7 +18,7 @@ import re
 import sys
 import typing
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, NamedTuple
@@ -54,7 +54,7 @@ TABLES = {
 
 
 class Plugin(NamedTuple):
-    """A plug-in that was loaded."""
+    """A plug-in that was loaded, or that should have been."""
 
     module: str
     package: str | None
@@ -62,6 +62,8 @@ class Plugin(NamedTuple):
     version: str | None
     parts: Mapping[str, tuple[str, ...]]
     """names that it added, by table"""
+    problem: str | None = None
+    """why it could not be loaded"""
 
     @property
     def title(self) -> str:
@@ -78,9 +80,7 @@ class _State:
 
     def __init__(self) -> None:
         self.looked = False
-        self.loaded: dict[str, Plugin] = {}
-        self.failed: dict[str, str] = {}
-        """why entry points could not be loaded, by module"""
+        self.found: dict[str, Plugin] = {}
         self.owners: dict[Any, Plugin] = {}
         """the plug-in of each added class or function"""
 
@@ -116,7 +116,7 @@ def _load_entry(entry: EntryPoint) -> None:
             raise ValueError(f"its entry point must name a module, got {entry.value}")
         _load(entry.module, package, version)
     except ValueError as error:
-        _state.failed[entry.module] = str(error)
+        _state.found[entry.module] = Plugin(entry.module, package, version, {}, str(error))
         warnings.warn(f"the plug-in {entry.module} of {package} is skipped: {error}", stacklevel=3)
 
 
@@ -131,21 +131,7 @@ def load_plugin(module: str) -> Plugin:
 
     Raises:
         ValueError: saying what is wrong with the module; nothing of it is added then.
-
-    >>> import sys, types
-    >>> from seqboat import EMAConfig, load_plugin
-    >>> module = types.ModuleType("my_kernels")             # usually a file, my_kernels.py
-    >>> class SlowConfig(EMAConfig): "A slow average."
-    >>> module.SSMS = {"slow": SlowConfig}
-    >>> sys.modules["my_kernels"] = module
-    >>> load_plugin("my_kernels").parts
-    {'SSMS': ('slow',)}
-    >>> from seqboat import SSMS
-    >>> SSMS.pop("slow").__doc__
-    'A slow average.'
     """
-    if module in _state.loaded:
-        return _state.loaded[module]
     if module.endswith(".py") or os.sep in module:
         stem = os.path.basename(module).removesuffix(".py")
         raise ValueError(
@@ -159,8 +145,9 @@ def load_plugin(module: str) -> Plugin:
 
 
 def _load(module: str, package: str | None = None, version: str | None = None) -> Plugin:
-    if module in _state.loaded:
-        return _state.loaded[module]
+    known = _state.found.get(module)
+    if known is not None and known.problem is None:
+        return known
     try:
         found = import_module(module)
     except (Exception, SystemExit) as error:
@@ -181,8 +168,7 @@ def _load(module: str, package: str | None = None, version: str | None = None) -
     for name, table in parts.items():
         _registry(name).update(table)
         _state.owners.update(dict.fromkeys(table.values(), plugin))
-    _state.loaded[module] = plugin
-    _state.failed.pop(module, None)
+    _state.found[module] = plugin
     return plugin
 
 
@@ -238,14 +224,9 @@ def _check_class(where: str, name: str, value: Any) -> None:
         ) from error
 
 
-def loaded_plugins() -> list[Plugin]:
-    """The plug-ins of this process, in the order in which they were loaded."""
-    return list(_state.loaded.values())
-
-
-def failed_plugins() -> dict[str, str]:
-    """Plug-ins of installed packages that were left out: the reason by module."""
-    return dict(_state.failed)
+def found_plugins() -> list[Plugin]:
+    """The plug-ins of this process in the order in which they were found, also those that have a problem."""
+    return list(_state.found.values())
 
 
 def plugin_of(part: Any) -> Plugin | None:
@@ -253,41 +234,29 @@ def plugin_of(part: Any) -> Plugin | None:
     return _state.owners.get(part)
 
 
-def record_of(part: Any) -> Iterator[tuple[str, dict[str, str]]]:
-    """What a saved configuration says about the origin of a part: nothing, or an entry `plugin`."""
-    plugin = plugin_of(part)
-    if plugin is not None:
-        yield (
-            "plugin",
-            {"module": plugin.module, **({"package": plugin.package} if plugin.package else {})},
-        )
-
-
-def check_record(record: Any, what: str, part: Any = None) -> None:
+def check_record(module: Any, what: str, part: Any = None) -> None:
     """Compare the recorded origin of a part with what is loaded under its name.
 
     Args:
-        record: as from `record_of`; may come from a file of someone else.
+        module: of its plug-in; may come from a file of someone else.
         what: the part in words, such as "model.mixer 'running-mean'".
         part: what is loaded under the name; None if nothing is.
 
     Raises:
         MissingPlugin: if the part comes from a plug-in that is not loaded.
     """
-    if not isinstance(record, Mapping) or not isinstance(record.get("module"), str):
-        raise ValueError(f"{what}: plugin must be a dictionary with the name of a module")
-    module, package = record["module"][:200], record.get("package")
-    package = package[:200] if isinstance(package, str) else None
-    owner = plugin_of(part)
-    if owner is not None and (owner.module == module or (package and owner.package == package)):
+    if not isinstance(module, str):
+        raise ValueError(f"{what}: plugin must be the name of a module")
+    owner, found, module = plugin_of(part), _state.found.get(module), module[:200]
+    if owner is not None and owner.module == module:
         return
     lead = f"{what} comes from the plug-in {module}"
-    if module in _state.failed:
-        raise MissingPlugin(f"{lead}, which cannot be loaded: {_state.failed[module]}")
-    if module in _state.loaded:
+    if found is not None and found.problem is not None:
+        raise MissingPlugin(f"{lead}, which cannot be loaded: {found.problem}")
+    if found is not None:
         raise MissingPlugin(f"{lead}, which no longer has it")
     if owner is not None:
         raise MissingPlugin(f"{lead}, not from {owner.title}, which has the same name")
-    if package is not None:
-        raise MissingPlugin(f"{lead}: install the package {package}, or add --import {module}")
-    raise MissingPlugin(f"{lead}: add --import {module} (in Python, seqboat.load_plugin({module!r}))")
+    raise MissingPlugin(
+        f"{lead}: install its package, or add --import {module} (in Python, seqboat.load_plugin({module!r}))"
+    )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,14 +21,12 @@ from seqboat.bench.layers import (
     quartiles_text,
     ratio_text,
 )
-from seqboat.bench.measure import Quartiles, available_memory, human_bytes, quartiles, time_rounds
+from seqboat.bench.measure import Quartiles, available_memory, quartiles, time_rounds
 from seqboat.bench.setting import LOWER_BOUND, PUBLISHED, Candidate, LayerSetting, build
+from seqboat.console import format_bytes
 from seqboat.core.checks import require
 from seqboat.core.state import map_state, state_bytes
 from seqboat.mixers import Mixer
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 PREFILL = 1024
 """Tokens per chunk of the prefill."""
@@ -61,15 +59,15 @@ COLUMNS = (
     Column("tokens/s", lambda row: f"{row.tokens_per_second:.1f}"),
     Column("ratio", lambda row: ratio_text(row.ratio)),
     Column("growth", lambda row: ratio_text(row.growth)),
-    Column("state", lambda row: human_bytes(row.state_bytes)),
+    Column("state", lambda row: format_bytes(row.state_bytes)),
 )
 """Columns of the table."""
 
 
-def print_decode(console: Console, rows: Sequence[DecodeRow], what: str) -> None:
+def print_decode(rows: Sequence[DecodeRow]) -> None:
     """One table of all candidates and contexts."""
-    print_machine(console)
-    print_table(console, f"decoding, {what}", COLUMNS, rows)
+    print_machine()
+    print_table("decoding, one layer", COLUMNS, rows)
 
 
 class Decoder(NamedTuple):
@@ -127,8 +125,8 @@ def _refuse_cache(setting: LayerSetting) -> None:
     free = available_memory(setting.device)
     require(
         need <= free,
-        f"decoding after {setting.length} tokens would need about {human_bytes(need)} for keys and values, "
-        f"{human_bytes(free)} are available",
+        f"decoding after {setting.length} tokens would need about {format_bytes(need)} for keys and values, "
+        f"{format_bytes(free)} are available",
     )
 
 

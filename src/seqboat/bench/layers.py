@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from seqboat.bench.measure import (
     Quartiles,
     available_memory,
     extra_peak,
-    human_bytes,
     human_seconds,
     in_child,
     machine,
@@ -30,12 +29,9 @@ from seqboat.bench.measure import (
     time_rounds,
 )
 from seqboat.bench.setting import LOWER_BOUND, MODES, OURS, Candidate, LayerSetting, Mode, build, own_setting
+from seqboat.console import format_bytes
 from seqboat.layers.routers import AlwaysActive
 from seqboat.mixers import SeqBoat
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
 
 SHORTEST = 32
 """Tokens of the sequences on which candidates are tried before minutes of measuring."""
@@ -201,7 +197,7 @@ def run_layers(
     least = 4 * setting.tokens * setting.d_model * setting.torch_dtype.itemsize
     if least > free:
         raise ValueError(
-            f"{setting.where} need at least {human_bytes(least)}, {human_bytes(free)} are available"
+            f"{setting.where} need at least {format_bytes(least)}, {format_bytes(free)} are available"
         )
     for candidate in candidates:
         if candidate.name != LOWER_BOUND:
@@ -294,53 +290,22 @@ class Column(NamedTuple):
     cell: Callable[[Any], str]
 
 
-def make_table(title: str, columns: Sequence[Column], rows: Sequence[Any]) -> Table:
-    """Make a table: the first column names the rows, the others hold numbers."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    cells = [[column.cell(row) for row in rows] for column in columns]
-    shown = [i for i, values in enumerate(cells) if i == 0 or any(values)]
-    for i in shown:
-        table.add_column(columns[i].head, justify="right" if i else "left", no_wrap=True)
-    for line in zip(*(cells[i] for i in shown), strict=True):
-        table.add_row(*line)
-    return table
+def print_table(title: str, columns: Sequence[Column], rows: Sequence[Any]) -> None:
+    """Print a table: the first column names the rows, the others hold numbers."""
+    cells = [[column.head, *(column.cell(row) for row in rows)] for column in columns]
+    shown = [column for i, column in enumerate(cells) if i == 0 or any(column[1:])]
+    print(f"\n{title}")
+    for line in zip(*shown, strict=True):
+        widths = [max(map(len, column)) for column in shown]
+        numbers = (f"{cell:>{width}}" for cell, width in zip(line[1:], widths[1:], strict=True))
+        print("  ".join((f"{line[0]:<{widths[0]}}", *numbers)))
 
 
-def print_table(console: Console, title: str, columns: Sequence[Column], rows: Sequence[Any]) -> None:
-    """Print a table; no cell is ever wrapped or cut.
-
-    Files get one wide table. In a terminal that is too narrow for it, further columns follow below, beside the
-    names of the rows again: a terminal breaks long lines wherever they reach its edge.
-    """
-    from rich.console import Console
-
-    def width(shown: Sequence[Column]) -> int:
-        table = make_table("", shown, rows)
-        return console.measure(table, options=console.options.update(max_width=10_000)).maximum
-
-    left = [column for column in columns[1:] if any(column.cell(row) for row in rows)]
-    while True:
-        count = len(left)
-        while console.is_terminal and count > 1 and width([columns[0], *left[:count]]) > console.width:
-            count -= 1
-        shown, left = [columns[0], *left[:count]], left[count:]
-        needed = width(shown)
-        wide = console if needed <= console.width else Console(file=console.file, width=needed)
-        wide.print(make_table(title, shown, rows))
-        if not left:
-            return
-        title = ""
-
-
-def print_machine(console: Console) -> None:
+def print_machine() -> None:
     """Print the hardware and software in one line."""
     found = machine()
     where = found["cuda"] or found["cpu"] or "unknown CPU"
-    line = f"{where}, {found['threads']} of {found['cores']} cores, torch {found['torch']}"
-    console.print(line, highlight=False)
+    print(f"{where}, {found['threads']} of {found['cores']} cores, torch {found['torch']}")
 
 
 def median_text(seconds: Quartiles | None) -> str:
@@ -372,19 +337,19 @@ COLUMNS = (
     Column("quartiles", lambda row: quartiles_text(row.seconds)),
     Column("ratio", lambda row: ratio_text(row.ratio)),
     Column("x lower bound", lambda row: ratio_text(row.lower_bound_ratio)),
-    Column("memory", lambda row: "" if row.memory is None else human_bytes(row.memory)),
+    Column("memory", lambda row: "" if row.memory is None else format_bytes(row.memory)),
     Column("ratio", lambda row: ratio_text(row.memory_ratio)),
 )
 """Columns of the tables."""
 
 
-def print_layers(console: Console, rows: Sequence[LayerRow], setting: LayerSetting) -> None:
+def print_layers(rows: Sequence[LayerRow], setting: LayerSetting) -> None:
     """Print one table per mode, and what was left out."""
-    print_machine(console)
+    print_machine()
     rate = "natural rate" if setting.rate is None else f"rate {setting.rate:g}"
     for mode in dict.fromkeys(row.mode for row in rows):
         what = "training step" if mode == "training" else mode
         title = f"{what}, {setting.where}, window {setting.window}, {rate}"
-        print_table(console, title, COLUMNS, [row for row in rows if row.mode == mode])
+        print_table(title, COLUMNS, [row for row in rows if row.mode == mode])
     for note in dict.fromkeys(row.note for row in rows if row.note):
-        console.print(f"left out: {note}", highlight=False, soft_wrap=True)
+        print(f"left out: {note}")

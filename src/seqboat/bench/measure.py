@@ -7,7 +7,6 @@ returns freed memory at once; on CUDA it is the peak that the allocator reports.
 from __future__ import annotations
 
 import gc
-import math
 import multiprocessing
 import os
 import statistics
@@ -225,17 +224,6 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "_asdict"):
         return {name: _plain(part) for name, part in value._asdict().items()}
     return [_plain(part) for part in value] if isinstance(value, list) else value
-
-
-def human_bytes(count: float) -> str:
-    """A size with its unit.
-
-    >>> human_bytes(1536), human_bytes(3 * 2**30)
-    ('1.5 KiB', '3.0 GiB')
-    """
-    units = ("B", "KiB", "MiB", "GiB", "TiB")
-    power = min(int(math.log(max(count, 1), 1024)), len(units) - 1)
-    return f"{count / 1024**power:.{1 if power else 0}f} {units[power]}"
 
 
 def human_seconds(seconds: float) -> str:

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from seqboat.cli.main import UsageError
 from seqboat.cli.parser import Count, Size
-from seqboat.core.extras import check_installed
-
-if TYPE_CHECKING:
-    from seqboat.bench.setting import Candidate, LayerSetting
 
 LAYERS = (
     "seqboat",
@@ -81,13 +77,14 @@ def run(
     if what == "layer" and (context or steps):
         raise UsageError("--context and --steps need 'decode'")
     active = _rate(rate)
-    check_installed("rich", "this command")
     from dataclasses import replace
 
     import torch
 
+    from seqboat.bench.decode import print_decode, run_decode
+    from seqboat.bench.layers import print_layers, run_layers
     from seqboat.bench.measure import as_record
-    from seqboat.bench.setting import PRESETS, parse_candidate
+    from seqboat.bench.setting import MODES, PRESETS, parse_candidate
     from seqboat.data.files import write_json
 
     if device.startswith("cuda") and not torch.cuda.is_available():
@@ -112,12 +109,20 @@ def run(
     candidates = [parse_candidate(text) for text in names]
     if len({candidate.label for candidate in candidates}) < len(candidates):
         raise UsageError("--mixers: the same candidate is given twice")
+    turns: Any = {"rounds": rounds, "warmup": warmup, "progress": _show_step}
+    found: Sequence[Any]
     if what == "decode":
-        rows = _decode(candidates, setting, context or (1024, 8192, 32768), steps or 64, rounds, warmup)
+        contexts = context or (1024, 8192, 32768)
+        found = tokens = run_decode(candidates, setting, contexts, steps=steps or 64, **turns)
+        _show_step("")
+        print_decode(tokens)
     else:
-        rows = _layers(candidates, setting, modes, rounds, warmup, not no_memory)
+        chosen = tuple(mode for mode in MODES if mode in (modes or MODES))
+        found = layers = run_layers(candidates, setting, chosen, memory=not no_memory, **turns)
+        _show_step("")
+        print_layers(layers, setting)
     if json is not None:
-        write_json(json, as_record(rows, setting, what=what, rounds=rounds))
+        write_json(json, as_record(found, setting, what=what, rounds=rounds))
         print(f"wrote {json}")
     return 0
 
@@ -144,53 +149,7 @@ def _default_layers() -> Sequence[str]:
     return tuple(name for name in LAYERS if name != setting.PUBLISHED)
 
 
-def _layers(
-    candidates: Sequence[Candidate],
-    setting: LayerSetting,
-    modes: Sequence[str],
-    rounds: int,
-    warmup: int,
-    memory: bool,
-) -> list[Any]:
-    from rich.console import Console
-
-    from seqboat.bench.layers import print_layers, run_layers
-    from seqboat.bench.setting import MODES
-
-    chosen = tuple(mode for mode in MODES if mode in (modes or MODES))
-    rows = _with_progress(
-        lambda progress: run_layers(
-            candidates, setting, chosen, rounds=rounds, warmup=warmup, memory=memory, progress=progress
-        )
-    )
-    print_layers(Console(), rows, setting)
-    return rows
-
-
-def _decode(
-    candidates: Sequence[Candidate],
-    setting: LayerSetting,
-    contexts: Sequence[int],
-    steps: int,
-    rounds: int,
-    warmup: int,
-) -> list[Any]:
-    from rich.console import Console
-
-    from seqboat.bench.decode import print_decode, run_decode
-
-    rows = _with_progress(
-        lambda progress: run_decode(
-            candidates, setting, list(contexts), steps=steps, rounds=rounds, warmup=warmup, progress=progress
-        )
-    )
-    print_decode(Console(), rows, "one layer")
-    return rows
-
-
-def _with_progress(job: Callable[[Callable[[str], None]], list[Any]]) -> list[Any]:
-    """Run a job and show its messages on a status line."""
-    from rich.console import Console
-
-    with Console(stderr=True).status("starting") as status:
-        return job(lambda message: status.update(message))
+def _show_step(message: str) -> None:
+    """What is being measured, on one line of the terminal."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{message}", end="", file=sys.stderr, flush=True)

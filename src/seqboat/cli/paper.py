@@ -51,14 +51,16 @@ def list_names(what: What) -> int:
 
 def _plugins() -> int:
     """What is loaded from where, and what is not."""
-    from seqboat.plugins import GROUP, failed_plugins, loaded_plugins
+    from seqboat.plugins import GROUP, found_plugins
 
-    for plugin in loaded_plugins():
+    for plugin in found_plugins():
         parts = "; ".join(f"{table.lower()}: {', '.join(names)}" for table, names in plugin.parts.items())
-        print(f"{plugin.title}  {parts}")
-    for module, reason in failed_plugins().items():
-        print(f"{module}  skipped: {reason}")
-    if not loaded_plugins() and not failed_plugins():
+        print(
+            f"{plugin.title}  {parts}"
+            if plugin.problem is None
+            else f"{plugin.module}  skipped: {plugin.problem}"
+        )
+    if not found_plugins():
         print(
             f"no plug-ins: no installed package has an entry point in the group {GROUP}, and --import was not given"
         )

@@ -18,7 +18,7 @@ import safetensors
 import torch
 
 from seqboat.data.files import read_json, write_text
-from seqboat.plugins import loaded_plugins
+from seqboat.plugins import found_plugins
 from seqboat.training.checkpoint import CheckpointStore
 from seqboat.version import __version__
 
@@ -146,7 +146,7 @@ def remove_unused(folder: Path, made: Sequence[Path] = ()) -> None:
 
 def versions() -> dict[str, str]:
     """Versions of the libraries that compute, and of the packages of plug-ins."""
-    plugins = {plugin.package: plugin.version or "" for plugin in loaded_plugins() if plugin.package}
+    plugins = {plugin.package: plugin.version or "" for plugin in found_plugins() if plugin.package}
     return {
         **plugins,
         "seqboat": __version__,

@@ -26,7 +26,7 @@ from seqboat.core.settings import FAMILIES, check_type, field_texts, spell, type
 from seqboat.data.files import open_regular
 from seqboat.mixers.carry import carry_over
 from seqboat.models.backbone import MixerConfig
-from seqboat.plugins import RESERVED, check_record, load_plugins, record_of
+from seqboat.plugins import RESERVED, check_record, load_plugins, plugin_of
 from seqboat.tasks import TASKS as TASKS  # fills the table of tasks
 from seqboat.training.config import FREE_TO_CHANGE, RunConfig
 
@@ -43,7 +43,9 @@ Report = Callable[[str], object]
 def to_dict(config: Any, hint: Any = None) -> Any:
     """A configuration as plain dictionaries, lists, numbers and words."""
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
-        head = {"name": name_of(hint, config), **dict(record_of(type(config)))} if hint in FAMILIES else {}
+        head = {"name": name_of(hint, config)} if hint in FAMILIES else {}
+        if hint in FAMILIES and (plugin := plugin_of(type(config))) is not None:
+            head["plugin"] = plugin.module
         fields = types_of(type(config))
         return head | {name: to_dict(getattr(config, name), fields[name]) for name in fields}
     if isinstance(config, tuple | list):
