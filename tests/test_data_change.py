@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,7 @@ def test_a_score_is_of_the_data_of_the_run(folder: Path, capsys: pytest.CaptureF
     run = folder / "run"
     assert Run(run).evaluate("test")["examples"] == 10
     write_table(folder / "test.csv", rows=9)
-    message = r"the data of the split test are not those of the run: test.csv has 9 rows, it had 10"
+    message = r"the data of the split test are not those of .*step-1: test.csv has 9 rows, it had 10"
     with pytest.raises(ValueError, match=message):
         Run(run).evaluate("test")
     with pytest.raises(ValueError, match=message):
@@ -109,7 +110,7 @@ def test_a_score_is_of_the_data_of_the_run(folder: Path, capsys: pytest.CaptureF
     assert main(["eval", str(run), "--split", "test", f"--data.test={folder / 'test.csv'}"]) == 0
     # held-out rows of a table that changed may have been trained on
     shorter(folder)
-    with pytest.raises(ValueError, match=r"the split val are not those of the run: train.csv has 23 rows"):
+    with pytest.raises(ValueError, match=r"the split val are not those of .*step-1: train.csv has 23 rows"):
         Run(run).evaluate("val")
 
 
@@ -147,6 +148,25 @@ def test_a_reader_beside_a_writer_looks_again(folder: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(ck, "load_file", race)
     assert Run(run).step == 7 and Run(run).weights.keys() == tensors[MODEL].keys()
+
+
+def test_a_run_outlives_the_files_that_it_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cleaner empties the temporary folder while the run trains, and takes the table too."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    monkeypatch.setenv("TMPDIR", str(scratch))
+    write_table(tmp_path / "train.csv")
+    write_table(tmp_path / "test.csv", rows=10)
+
+    def clean(done: int, model: object) -> None:
+        if done == 1:
+            shutil.rmtree(scratch)
+            (tmp_path / "train.csv").unlink()
+
+    assert train(config_of(tmp_path, 3), tmp_path / "run", display=Spy(), on_step=clean).step == 3
+    found = CheckpointStore(tmp_path / "run").newest()
+    assert found is not None and found.step == 3
 
 
 def test_reading_writes_nothing(tmp_path: Path) -> None:

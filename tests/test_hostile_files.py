@@ -134,6 +134,20 @@ def test_nested_and_irregular_files_are_named(exported: Path) -> None:
 
 
 @pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
+def test_code_in_an_exported_folder_is_not_run(exported: Path) -> None:
+    from seqboat.hf import SeqBoatForCausalLM
+
+    path = exported / "config.json"
+    names = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "auto_map": names}))
+    mark = exported / "EXECUTED"
+    (exported / "evil.py").write_text(f"open({str(mark)!r}, 'w')\n")
+    # not even where it is asked for
+    assert SeqBoatForCausalLM.from_pretrained(exported, trust_remote_code=True).config.auto_map
+    assert not mark.exists()
+
+
+@pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
 def test_the_configuration_has_a_name_of_its_own() -> None:
     import seqboat
     from seqboat import hf

@@ -499,6 +499,18 @@ def test_numbers_that_cannot_be_learned_are_refused() -> None:
         nan.dataset("train")
 
 
+@pytest.mark.parametrize("kind", [RegressTaskConfig, ClassifyTaskConfig])
+def test_labels_of_json_that_are_no_numbers(kind: type[Any], tmp_path: Path) -> None:
+    labels = [str(number % 2) for number in range(20)] + ["NaN", "1" + "0" * 400]
+    rows = [f'{{"text": "text {number}", "label": {label}}}\n' for number, label in enumerate(labels)]
+    (tmp_path / "a.jsonl").write_text("".join(rows), encoding="utf-8")
+    task = kind(train=str(tmp_path / "a.jsonl"), max_length=16).build()
+    task.dataset("train")
+    # as a class, the long one has a name like any other
+    assert task.skips.count == (2 if kind is RegressTaskConfig else 1)
+    assert "a.jsonl, line 21: " in task.skips.first and "nan" in task.skips.first.lower()
+
+
 TUTORIAL = Path(__file__).parents[1] / "docs" / "your-data.md"
 
 

@@ -228,7 +228,7 @@ class Run:
         with naming(self.checkpoint.path / STATE):
             task = override(self.config, self.fields).build_task()
         # other data that was named on purpose may differ
-        task.expected = None if self.fields else state.get("data")
+        task.expected, task.trained = None if self.fields else state.get("data"), str(self.checkpoint.path)
         if facts := state.get("facts"):
             task.facts = SavedFacts(facts, self.checkpoint.path / STATE)
         elif labels := state.get("labels"):

@@ -202,6 +202,8 @@ class Task(ABC):
     """Whether all examples have max_length tokens, so that bucketing and padding are unnecessary."""
     expected: Mapping[str, Any] | None = None
     """Fingerprints of the data that a model was trained with, by split; None takes any data."""
+    trained: str = "the run"
+    """The checkpoint that has them, for messages."""
     skips: Skips | None = None
     """Skipped records, for tasks that read the user's files."""
     token_names: tuple[str, ...] | None = None
@@ -240,8 +242,8 @@ class Task(ABC):
         known = (self.expected or {}).get(split)
         if known is not None and (change := data_change(known, self.fingerprint(split))):
             raise ValueError(
-                f"the data of the split {split} are not those of the run: {change}; restore them, or name others "
-                "to use (--data.FIELD)"
+                f"the data of the split {split} are not those of {self.trained}: {change}; restore them, or name "
+                "others to use (--data.FIELD)"
             )
 
     def summary(self, split: Split) -> DataSummary | None:
