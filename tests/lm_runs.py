@@ -11,7 +11,7 @@ from seqboat.layers.gau import GAUConfig
 from seqboat.layers.seqboat import SeqBoatConfig
 from seqboat.models.backbone import BackboneConfig
 from seqboat.own.text import LMTextTaskConfig
-from seqboat.ssm.ema import EMAConfig
+from seqboat.ssm.diagonal import EMAConfig
 from seqboat.tasks.task import TaskConfig
 from seqboat.training.checkpoint import MODEL, CheckpointStore, model_tensors
 from seqboat.training.config import RunConfig

@@ -38,9 +38,8 @@ from seqboat.models.backbone import StackConfig
 from seqboat.ops.attention import rotate, turns
 from seqboat.ssm import SSMS, SSMConfig
 from seqboat.ssm.conv import EMAConvConfig
-from seqboat.ssm.ema import EMAConfig
+from seqboat.ssm.diagonal import EMAConfig, S4DConfig
 from seqboat.ssm.liquid_s4 import LiquidS4Config
-from seqboat.ssm.s4d import S4DConfig
 
 D_MODEL = 8
 

@@ -28,7 +28,7 @@ from seqboat.layers.gau import GAU, ROTATES
 from seqboat.layers.seqboat import SeqBoat, SeqBoatConfig, SeqBoatState
 from seqboat.layers.sma import compress, extract
 from seqboat.ops.attention import HIDDEN, rotate, turns
-from seqboat.ssm.ema import EMA
+from seqboat.ssm.diagonal import EMA
 
 
 class Published(SeqBoat):

@@ -18,7 +18,7 @@ from seqboat.mixers.carry import carry_over
 from seqboat.mixers.mega import MegaConfig
 from seqboat.recipes import ABLATIONS, find_recipe
 from seqboat.recipes.base import with_mixer
-from seqboat.ssm.s4d import S4DConfig
+from seqboat.ssm.diagonal import S4DConfig
 from seqboat.training.settings_io import from_dict, to_dict
 
 # what each row changes, by the dotted name of the field

@@ -31,7 +31,7 @@ from seqboat.layers.seqboat import SeqBoat, SeqBoatConfig
 from seqboat.layers.sma import SparseModularActivation, override_activation, sparse_layers
 from seqboat.models.backbone import BackboneConfig
 from seqboat.models.heads import Classifier, LanguageModel, Matcher
-from seqboat.ssm.ema import EMAConfig
+from seqboat.ssm.diagonal import EMAConfig
 
 WIDTH = 6
 LENGTHS = torch.tensor([23, 9, 1, 0])

@@ -19,7 +19,7 @@ from seqboat.mixers.mega import MegaChunkConfig, MegaConfig
 from seqboat.mixers.transformer import TransformerConfig
 from seqboat.recipes import lra
 from seqboat.recipes.base import with_mixer
-from seqboat.ssm.ema import EMAConfig
+from seqboat.ssm.diagonal import EMAConfig
 from seqboat.training.settings_io import override, read_config
 
 BOAT = SeqBoatConfig(

@@ -15,7 +15,7 @@ from seqboat import compat
 from seqboat.compat.models import gradients_to_published
 from seqboat.layers.seqboat import SeqBoatConfig
 from seqboat.models.heads import Classifier, LanguageModel
-from seqboat.ssm.s4d import S4DConfig
+from seqboat.ssm.diagonal import S4DConfig
 
 
 @pytest.fixture(params=NAMES)

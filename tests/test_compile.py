@@ -26,7 +26,7 @@ from seqboat.mixers import MIXERS
 from seqboat.models.backbone import BackboneConfig
 from seqboat.models.compile import compile_model
 from seqboat.models.heads import Classifier, LanguageModel
-from seqboat.ssm.ema import EMAConfig
+from seqboat.ssm.diagonal import EMAConfig
 
 CAPTURE: dict[str, Any] = {"capture_dynamic_output_shape_ops": True, "capture_scalar_outputs": True}
 

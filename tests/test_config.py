@@ -16,7 +16,7 @@ from seqboat.mixers import MIXERS
 from seqboat.models.heads import Classifier, LanguageModel, Matcher
 from seqboat.recipes import RECIPES
 from seqboat.ssm import SSMS
-from seqboat.ssm.s4d import S4DConfig
+from seqboat.ssm.diagonal import S4DConfig
 from seqboat.tasks import TASKS
 from seqboat.training.config import EvaluationConfig, RunConfig, TrainingConfig
 from seqboat.training.settings_io import (

@@ -38,7 +38,7 @@ from seqboat.core.state import copy_state, select_rows, tensors
 from seqboat.mixers import MIXERS
 from seqboat.models.backbone import Backbone, BackboneConfig
 from seqboat.models.heads import LanguageModel
-from seqboat.ssm.ema import EMAConfig
+from seqboat.ssm.diagonal import EMAConfig
 from small_runs import same_tensors
 
 TIME = len(MASKS["full"])

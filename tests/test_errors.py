@@ -18,8 +18,7 @@ from seqboat.layers.seqboat import SeqBoatConfig
 from seqboat.layers.sma import SparseModularActivation
 from seqboat.models.backbone import BackboneConfig
 from seqboat.models.heads import Classifier, LanguageModel, Matcher
-from seqboat.ssm.ema import EMA, EMAConfig
-from seqboat.ssm.s4d import S4D, S4DConfig
+from seqboat.ssm.diagonal import EMA, S4D, EMAConfig, S4DConfig
 
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 every_recurrent_case = pytest.mark.parametrize("case", RECURRENT_CASES, ids=str)

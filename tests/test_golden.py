@@ -17,7 +17,7 @@ from torch import Tensor
 
 from seqboat import compat, reference
 from seqboat.layers.seqboat import SeqBoat
-from seqboat.ssm.ema import EMA, EMAConfig
+from seqboat.ssm.diagonal import EMA, EMAConfig
 
 NAMES = [
     "ema_bidirectional",

@@ -54,7 +54,7 @@ from seqboat.layers.seqboat import SeqBoatConfig as LayerConfig
 from seqboat.mixers import MIXERS
 from seqboat.models.backbone import BackboneConfig
 from seqboat.models.heads import Classifier, LanguageModel, Tagger
-from seqboat.ssm.s4d import S4DConfig
+from seqboat.ssm.diagonal import S4DConfig
 
 WINDOW = 4
 LAYER = LayerConfig(

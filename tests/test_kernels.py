@@ -19,9 +19,7 @@ from seqboat.layers.seqboat import SeqBoat, SeqBoatConfig
 from seqboat.ops import attention, kernels
 from seqboat.ops.attention import Neighbors
 from seqboat.ops.scan import block_tables, final_state, scan
-from seqboat.ssm.diagonal import SSMConfig
-from seqboat.ssm.ema import EMAConfig
-from seqboat.ssm.s4d import S4DConfig
+from seqboat.ssm.diagonal import EMAConfig, S4DConfig, SSMConfig
 
 Inputs = tuple[Tensor, Tensor, Tensor, Neighbors]
 

@@ -64,9 +64,7 @@ from seqboat.ops.matrix_state import (
     gated_sum,
     gated_sum_step,
 )
-from seqboat.ssm.diagonal import as_complex
-from seqboat.ssm.ema import EMAConfig
-from seqboat.ssm.s4d import S4DConfig
+from seqboat.ssm.diagonal import EMAConfig, S4DConfig, as_complex
 from seqboat.training.step import add_auxiliary_gradients
 
 

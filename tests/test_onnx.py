@@ -22,8 +22,7 @@ from seqboat.models.heads import Classifier, LanguageModel, Matcher, Tagger
 from seqboat.ops.attention import FAR, Neighbors, banded
 from seqboat.ops.scan import block_tables, scan
 from seqboat.ssm.conv import EMAConvConfig
-from seqboat.ssm.ema import EMAConfig
-from seqboat.ssm.s4d import S4DConfig
+from seqboat.ssm.diagonal import EMAConfig, S4DConfig
 
 pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 pytest.importorskip("onnxscript", reason="onnxscript is not installed")

@@ -14,7 +14,7 @@ from seqboat.layers.seqboat import SeqBoatConfig
 from seqboat.mixers import MIXERS
 from seqboat.models.backbone import BackboneConfig
 from seqboat.models.heads import Classifier
-from seqboat.ssm.s4d import S4DConfig
+from seqboat.ssm.diagonal import S4DConfig
 from seqboat.training.optim import (
     OptimizerConfig,
     ScheduleConfig,

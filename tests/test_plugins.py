@@ -202,7 +202,7 @@ def layer_config() -> Any:
 MINE = """
 from dataclasses import dataclass
 from seqboat.layers.routers import RouterConfig, SigmoidRouter
-from seqboat.ssm.ema import EMA, EMAConfig
+from seqboat.ssm.diagonal import EMA, EMAConfig
 
 class EverySecond(SigmoidRouter):
     pass

@@ -28,8 +28,7 @@ from seqboat.layers.routers import (
 from seqboat.layers.seqboat import SeqBoat, SeqBoatConfig, SeqBoatState
 from seqboat.layers.sma import compress, extract
 from seqboat.ssm import SSMS
-from seqboat.ssm.ema import EMA, EMAConfig
-from seqboat.ssm.s4d import S4DConfig
+from seqboat.ssm.diagonal import EMA, EMAConfig, S4DConfig
 
 TOLERANCE = 1e-9
 

@@ -12,7 +12,7 @@ from closeness import assert_same_numbers
 from mixer_cases import turned
 from seqboat.core.nn import fft_convolve
 from seqboat.ops.scan import block_tables, final_state, scan, toeplitz
-from seqboat.ssm.ema import log_decay
+from seqboat.ssm.diagonal import log_decay
 
 real_or_complex = pytest.mark.parametrize("complex_states", [False, True], ids=["real", "complex"])
 directions = pytest.mark.parametrize("bidirectional", [False, True], ids=["causal", "bidirectional"])

@@ -21,12 +21,10 @@ from seqboat.mixers.ssm import LiquidS4LayerConfig, S4DLayerConfig, S4LayerConfi
 from seqboat.recipes import find_recipe
 from seqboat.reference import KERNELS
 from seqboat.ssm.conv import EMAConv, EMAConvConfig
-from seqboat.ssm.diagonal import as_complex
-from seqboat.ssm.ema import EMAConfig
+from seqboat.ssm.diagonal import EMAConfig, S4DConfig, as_complex, initial_poles
 from seqboat.ssm.hippo import legs, legs_modes
 from seqboat.ssm.liquid_s4 import LiquidS4Config
 from seqboat.ssm.s4 import PIECE, S4, S4Config
-from seqboat.ssm.s4d import S4DConfig, initial_poles
 from seqboat.ssm.s5 import S5Config, parallel_scan
 from seqboat.training.settings_io import override, read_config, to_json
 

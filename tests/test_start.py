@@ -20,8 +20,7 @@ from seqboat.mixers import MIXERS
 from seqboat.recipes import RECIPES
 from seqboat.recipes.own import classify, lm
 from seqboat.ssm import SSMS
-from seqboat.ssm.ema import EMA
-from seqboat.ssm.s4d import S4D
+from seqboat.ssm.diagonal import EMA, S4D
 from seqboat.ssm.s5 import S5
 from seqboat.training.settings_io import override
 

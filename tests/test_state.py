@@ -30,8 +30,7 @@ from seqboat.core.state import (
 )
 from seqboat.layers.gau import GAUConfig
 from seqboat.layers.seqboat import SeqBoatConfig
-from seqboat.ssm.ema import EMAConfig
-from seqboat.ssm.s4d import S4DConfig
+from seqboat.ssm.diagonal import EMAConfig, S4DConfig
 
 every_recurrent_case = pytest.mark.parametrize("case", RECURRENT_CASES, ids=str)
 

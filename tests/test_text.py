@@ -31,7 +31,7 @@ from seqboat.mixers import MegaConfig, SeqBoatConfig, TransformerConfig
 from seqboat.models.backbone import BackboneConfig, BackboneState
 from seqboat.models.heads import LanguageModel, LanguageModelOutput
 from seqboat.run import Run
-from seqboat.ssm.ema import EMAConfig
+from seqboat.ssm.diagonal import EMAConfig
 from seqboat.tasks.diagnostics import RecallTaskConfig
 from seqboat.tasks.listops import ListOpsTaskConfig
 from seqboat.text.generate import (

@@ -48,18 +48,17 @@ if TYPE_CHECKING:
     from seqboat.plugins import load_plugin
     from seqboat.retrofitting.model import RateSchedule, Retrofit, load_retrofit, retrofit
     from seqboat.ssm import SSMS
-    from seqboat.ssm.ema import EMA, EMAConfig
+    from seqboat.ssm.diagonal import EMA, S4D, EMAConfig, S4DConfig
     from seqboat.ssm.liquid_s4 import LiquidS4Config
     from seqboat.ssm.s4 import S4Config
-    from seqboat.ssm.s4d import S4D, S4DConfig
     from seqboat.ssm.s5 import S5Config
 
 _HOMES = {
-    "EMA": "ssm.ema",
+    "EMA": "ssm.diagonal",
     "GAU": "layers.gau",
     "MIXERS": "mixers",
     "ROUTERS": "layers.routers",
-    "S4D": "ssm.s4d",
+    "S4D": "ssm.diagonal",
     "AlwaysActiveConfig": "layers.routers",
     "AsTensor": "core.mixer",
     "AttentionPrice": "layers.price",
@@ -67,7 +66,7 @@ _HOMES = {
     "BackboneConfig": "models.backbone",
     "BudgetConfig": "layers.budget",
     "Classifier": "models.heads",
-    "EMAConfig": "ssm.ema",
+    "EMAConfig": "ssm.diagonal",
     "GAUConfig": "layers.gau",
     "GumbelConfig": "layers.routers",
     "LanguageModel": "models.heads",
@@ -81,7 +80,7 @@ _HOMES = {
     "RateSchedule": "retrofitting.model",
     "Retrofit": "retrofitting.model",
     "Routing": "core.mixer",
-    "S4DConfig": "ssm.s4d",
+    "S4DConfig": "ssm.diagonal",
     "SeqBoat": "layers.seqboat",
     "SeqBoatConfig": "layers.seqboat",
     "SigmoidConfig": "layers.routers",

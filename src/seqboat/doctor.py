@@ -36,9 +36,7 @@ from seqboat.models.backbone import BackboneConfig
 from seqboat.models.heads import LanguageModel
 from seqboat.ops.attention import FUNCTIONS, AttentionName, Neighbors, banded
 from seqboat.ops.kernels import CHOSEN, DISABLED, RAN, REFUSED, kernels, using_kernels
-from seqboat.ssm.diagonal import DiagonalSSM, SSMConfig
-from seqboat.ssm.ema import EMAConfig
-from seqboat.ssm.s4d import S4DConfig
+from seqboat.ssm.diagonal import DiagonalSSM, EMAConfig, S4DConfig, SSMConfig
 from seqboat.training.record import device_name, probe_bf16, processor_name, versions
 
 BOUNDS = {torch.float64: 1e-10, torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}

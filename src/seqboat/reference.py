@@ -35,9 +35,7 @@ from seqboat.layers.routers import (
     XMoEConfig,
 )
 from seqboat.layers.seqboat import SeqBoatConfig
-from seqboat.ssm.diagonal import SSMConfig
-from seqboat.ssm.ema import EMAConfig
-from seqboat.ssm.s4d import S4DConfig
+from seqboat.ssm.diagonal import EMAConfig, S4DConfig, SSMConfig
 
 Params = Mapping[str, Tensor]
 

@@ -17,7 +17,7 @@ from seqboat.core.nn import BatchNorm, NormName
 from seqboat.layers.gau import GAUConfig
 from seqboat.layers.routers import TemperedSoftmaxConfig
 from seqboat.layers.seqboat import SeqBoat, SeqBoatConfig
-from seqboat.ssm.ema import EMA, EMAConfig
+from seqboat.ssm.diagonal import EMA, EMAConfig
 
 TRACKED = "num_batches_tracked"
 """A count that published batch norms keep and never use."""
@@ -116,19 +116,10 @@ def layer_config(config: Mapping[str, Any]) -> SeqBoatConfig:
 
 def published_config(d_model: int, config: SeqBoatConfig) -> dict[str, Any]:
     """The published constructor arguments of a layer; a ValueError names what the published code does not have."""
-    fixed = SeqBoatConfig(
-        form="paper",
-        ssm=config.ssm,
-        router=config.router,
-        gau=config.gau,
-        causal=config.causal,
-        norm=config.norm,
-        prenorm=config.prenorm,
-        dropout=config.dropout,
-    )
+    usual = SeqBoatConfig(form="paper")
     for field in ("form", "ffn", "d_ff", "budget"):
         require(
-            getattr(config, field) == getattr(fixed, field),
+            getattr(config, field) == getattr(usual, field),
             f"the published layer has no {field}, got {getattr(config, field)}",
         )
     ssm, router, gau = config.ssm, config.router, config.gau
@@ -185,9 +176,8 @@ def _table_slice(config: Mapping[str, Any], size: int) -> slice:
     one block before it, so distance 0 is at `window_size + max_positions - 1`, its max_positions being three blocks.
     """
     side = config["window_size"]
-    reach = side
     center = side + (size + 1) // 2 - 1
-    return slice(center - reach, center + reach + 1)
+    return slice(center - side, center + side + 1)
 
 
 def layer_parameters(params: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -322,15 +312,5 @@ def check_published(
 
 def load(module: torch.nn.Module, params: Mapping[str, Tensor]) -> None:
     """Copy parameters into a module; every one must be there and fit."""
-    own = module.state_dict()
-    missing, unknown = sorted(own.keys() - params.keys()), sorted(params.keys() - own.keys())
-    require(
-        not missing and not unknown,
-        f"published parameters do not fit: missing {missing or 'none'}, unknown {unknown or 'none'}",
-    )
-    for name, value in params.items():
-        require(
-            own[name].shape == value.shape,
-            f"{name} must have shape {tuple(own[name].shape)}, got {tuple(value.shape)}",
-        )
+    check_published(params, module.state_dict())
     module.load_state_dict(dict(params))

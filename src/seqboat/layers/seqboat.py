@@ -26,8 +26,7 @@ from seqboat.layers.budget import BudgetConfig
 from seqboat.layers.gau import GAU, GAUConfig
 from seqboat.layers.routers import RouterConfig, TemperedSoftmax, TemperedSoftmaxConfig
 from seqboat.layers.sma import Form, SparseModularActivation
-from seqboat.ssm.diagonal import SSMConfig
-from seqboat.ssm.ema import EMA, EMAConfig
+from seqboat.ssm.diagonal import EMA, EMAConfig, SSMConfig
 
 InitName = Literal["scaled", "paper"]
 GATED_MEMORY, GATED_DRIVE = 256, 0.2

@@ -23,8 +23,7 @@ from seqboat.core.nn import FeedForward, Norm, init_linear, make_norm
 from seqboat.layers.gau import GAUConfig
 from seqboat.layers.routers import AlwaysActiveConfig, GumbelConfig, RouterConfig, SigmoidConfig, XMoEConfig
 from seqboat.layers.seqboat import SeqBoat, SeqBoatConfig, SeqBoatState
-from seqboat.ssm.diagonal import SSMConfig
-from seqboat.ssm.s4d import S4DConfig
+from seqboat.ssm.diagonal import S4DConfig, SSMConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,7 @@
-"""Sequence layers behind one contract: one architecture, one file, one line in MIXERS."""
+"""Sequence layers behind one contract: one architecture, one file, one line in MIXERS.
+
+A layer is made from the width of the tokens and a configuration, or settings by name: `Mega(64, chunk=32)`.
+"""
 
 from seqboat.core.mixer import Mixer, MixerOutput
 from seqboat.layers.seqboat import SeqBoat, SeqBoatConfig, SeqBoatFFNConfig

@@ -90,13 +90,7 @@ class _Bounded(torch.autograd.Function):
 
 
 class AdaptiveSpan(Mixer):
-    """One layer with adaptive spans on (batch, time, d_model): attention with a learned span per head.
-
-    Args:
-        d_model: width of the tokens.
-        config: settings; the defaults if not given.
-        options: individual settings as keywords, fields of `AdaptiveSpanConfig`.
-    """
+    """One layer with adaptive spans on (batch, time, d_model): attention with a learned span per head."""
 
     def __init__(self, d_model: int, config: AdaptiveSpanConfig | None = None, **options: Any) -> None:
         super().__init__()

@@ -70,13 +70,7 @@ class Seen(NamedTuple):
 
 
 class BigBird(Mixer):
-    """One BigBird layer on (batch, time, d_model): block-sparse attention with global and random blocks.
-
-    Args:
-        d_model: width of the tokens.
-        config: settings; the defaults if not given.
-        options: individual settings as keywords, fields of `BigBirdConfig`.
-    """
+    """One BigBird layer on (batch, time, d_model): block-sparse attention with global and random blocks."""
 
     causal = False
     wants_positions = True
@@ -91,10 +85,6 @@ class BigBird(Mixer):
         self.block = Block(d_model, config)
         self.qkv = nn.Linear(d_model, 3 * d_model)
         self.register_buffer("seeds", torch.randint(0, 1 << 31, (self.heads,)))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Weights N(0, 0.02), truncated at two standard deviations, biases 0."""
         init_linear(self)
 
     def closing_norm(self) -> nn.Module | None:

@@ -54,14 +54,6 @@ class Carried(NamedTuple):
 def carry_over(old: Any, new: str | type) -> Carried:
     """Configure another mixer with the settings of the one before.
 
-    >>> from seqboat import GAUConfig, SeqBoatConfig
-    >>> boat = SeqBoatConfig(gau=GAUConfig(d_z=16, attention="relu2", window=32), norm="batch")
-    >>> mega = carry_over(boat, "mega-chunk").mixer
-    >>> mega.d_z, mega.attention, mega.chunk, mega.norm
-    (16, 'relu2', 32, 'batch')
-    >>> carry_over(boat, "s4").report()
-    'seqboat -> s4: not carried over: d_z=16, attention=relu2, window=32'
-
     Args:
         old: configuration of a mixer.
         new: name in MIXERS, or a configuration class.

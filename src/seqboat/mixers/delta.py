@@ -51,11 +51,6 @@ class GatedDeltaNet(MatrixStateLayer):
     """One Gated DeltaNet layer on (batch, time, d_model): a memory per head in which tokens overwrite values.
 
     Its inputs are projected in at least float32: scaled to unit length, a short key would magnify rounding errors.
-
-    Args:
-        d_model: width of the tokens.
-        config: settings; the defaults if not given.
-        options: individual settings as keywords, fields of `GatedDeltaNetConfig`.
     """
 
     narrow = False

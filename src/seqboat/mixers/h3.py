@@ -28,6 +28,7 @@ from seqboat.core.settings import Settings, fill_in
 from seqboat.core.state import overwrite
 from seqboat.mixers.transformer import TransformerConfig
 from seqboat.ssm.diagonal import (
+    S4DConfig,
     SSMState,
     StateSpace,
     TruncatedState,
@@ -35,7 +36,6 @@ from seqboat.ssm.diagonal import (
     joined_with,
     latest,
 )
-from seqboat.ssm.s4d import S4DConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,13 +160,7 @@ class H3State(NamedTuple):
 
 
 class H3(Mixer):
-    """One H3 layer on (batch, time, d_model): two state-space layers with products between them.
-
-    Args:
-        d_model: width of the tokens.
-        config: settings; the defaults if not given.
-        options: individual settings as keywords, fields of `H3Config`.
-    """
+    """One H3 layer on (batch, time, d_model): two state-space layers with products between them."""
 
     def __init__(self, d_model: int, config: H3Config | None = None, **options: Any) -> None:
         super().__init__()

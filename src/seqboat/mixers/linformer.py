@@ -54,13 +54,7 @@ class LinformerConfig(BlockConfig):
 
 
 class Linformer(Mixer):
-    """One Linformer layer on (batch, time, d_model): attention to a fixed number of projected keys.
-
-    Args:
-        d_model: width of the tokens.
-        config: settings; the defaults if not given.
-        options: individual settings as keywords, fields of `LinformerConfig`.
-    """
+    """One Linformer layer on (batch, time, d_model): attention to a fixed number of projected keys."""
 
     causal = False
     wants_positions = True

@@ -48,13 +48,7 @@ class LunaConfig(BlockConfig):
 
 
 class Luna(Mixer):
-    """One Luna layer on (batch, time, d_model): attention through a short second sequence.
-
-    Args:
-        d_model: width of the tokens.
-        config: settings; the defaults if not given.
-        options: individual settings as keywords, fields of `LunaConfig`.
-    """
+    """One Luna layer on (batch, time, d_model): attention through a short second sequence."""
 
     wants_positions = True
 

@@ -49,13 +49,7 @@ class Mamba2Config(MatrixStateConfig):
 
 
 class Mamba2(MatrixStateLayer):
-    """One Mamba-2 layer on (batch, time, d_model): a gated state-space layer whose decays depend on the token.
-
-    Args:
-        d_model: width of the tokens.
-        config: settings; the defaults if not given.
-        options: individual settings as keywords, fields of `Mamba2Config`.
-    """
+    """One Mamba-2 layer on (batch, time, d_model): a gated state-space layer whose decays depend on the token."""
 
     def __init__(self, d_model: int, config: Mamba2Config | None = None, **options: Any) -> None:
         config = fill_in(Mamba2Config, config, options, self, d_model)

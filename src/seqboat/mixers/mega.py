@@ -40,8 +40,7 @@ from seqboat.ops.attention import (
     frequencies,
     widen,
 )
-from seqboat.ssm.diagonal import SSMState, TruncatedState
-from seqboat.ssm.ema import EMAConfig
+from seqboat.ssm.diagonal import EMAConfig, SSMState, TruncatedState
 
 MegaPositions = Literal["relative", "rotary"]
 MEGA_POSITIONS = ("relative", "rotary")
@@ -150,13 +149,7 @@ class MegaState(NamedTuple):
 
 
 class Mega(Mixer):
-    """One MEGA layer on (batch, time, d_model): a moving average and single-head gated attention.
-
-    Args:
-        d_model: width of the tokens.
-        config: settings; the defaults if not given.
-        options: individual settings as keywords, fields of `MegaConfig`.
-    """
+    """One MEGA layer on (batch, time, d_model): a moving average and single-head gated attention."""
 
     def __init__(self, d_model: int, config: MegaConfig | None = None, **options: Any) -> None:
         super().__init__()

@@ -117,13 +117,7 @@ class RandomFeatures(nn.Module):
 
 
 class Performer(Mixer):
-    """One Performer layer on (batch, time, d_model): linear attention with random features.
-
-    Args:
-        d_model: width of the tokens.
-        config: settings; the defaults if not given.
-        options: individual settings as keywords, fields of `PerformerConfig`.
-    """
+    """One Performer layer on (batch, time, d_model): linear attention with random features."""
 
     wants_positions = True
 
@@ -135,10 +129,6 @@ class Performer(Mixer):
         self.block = Block(d_model, config)
         self.qkv = nn.Linear(d_model, 3 * d_model)
         self.features = RandomFeatures(config.features, self.d_head, config.kernel, config.redraw)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Weights N(0, 0.02), truncated at two standard deviations, biases 0."""
         init_linear(self)
 
     def closing_norm(self) -> nn.Module | None:

@@ -61,13 +61,7 @@ class ReformerConfig(BlockConfig):
 
 
 class Reformer(Mixer):
-    """One Reformer layer on (batch, time, d_model): attention within hash buckets.
-
-    Args:
-        d_model: width of the tokens.
-        config: settings; the defaults if not given.
-        options: individual settings as keywords, fields of `ReformerConfig`.
-    """
+    """One Reformer layer on (batch, time, d_model): attention within hash buckets."""
 
     wants_positions = True
     rotations: Tensor
@@ -82,10 +76,6 @@ class Reformer(Mixer):
         self.value = nn.Linear(d_model, d_model, bias=False)
         shape = self.heads, self.d_head, config.hashes, config.buckets // 2
         self.register_buffer("rotations", torch.randn(shape))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Weights N(0, 0.02), truncated at two standard deviations, biases 0."""
         init_linear(self)
 
     def closing_norm(self) -> nn.Module | None:

@@ -22,9 +22,9 @@ from seqboat.core.layout import Layout, clear
 from seqboat.core.mixer import Mixer, MixerOutput
 from seqboat.core.nn import NORMS, Norm, NormName, make_norm
 from seqboat.core.settings import Settings
+from seqboat.ssm.diagonal import S4DConfig
 from seqboat.ssm.liquid_s4 import LiquidS4Config
 from seqboat.ssm.s4 import S4Config
-from seqboat.ssm.s4d import S4DConfig
 from seqboat.ssm.s5 import S5Config
 
 Gate = Literal["glu", "sigmoid"]

@@ -50,13 +50,7 @@ class TransformerConfig(BlockConfig):
 
 
 class Transformer(Mixer):
-    """One Transformer layer on (batch, time, d_model): full attention and a feed-forward block.
-
-    Args:
-        d_model: width of the tokens.
-        config: settings; the defaults if not given.
-        options: individual settings as keywords, fields of `TransformerConfig`.
-    """
+    """One Transformer layer on (batch, time, d_model): full attention and a feed-forward block."""
 
     def __init__(self, d_model: int, config: TransformerConfig | None = None, **options: Any) -> None:
         super().__init__()

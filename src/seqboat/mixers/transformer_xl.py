@@ -53,13 +53,7 @@ class TransformerXLConfig(BlockConfig):
 
 
 class TransformerXL(Mixer):
-    """One Transformer-XL layer on (batch, time, d_model): causal attention with a memory of earlier segments.
-
-    Args:
-        d_model: width of the tokens.
-        config: settings; the defaults if not given.
-        options: individual settings as keywords, fields of `TransformerXLConfig`.
-    """
+    """One Transformer-XL layer on (batch, time, d_model): causal attention with a memory of earlier segments."""
 
     def __init__(self, d_model: int, config: TransformerXLConfig | None = None, **options: Any) -> None:
         super().__init__()

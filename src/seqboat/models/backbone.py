@@ -174,17 +174,10 @@ class Backbone(nn.Module):
 
     Args:
         config: every setting as one `BackboneConfig`.
-        options: settings by name, instead of a configuration or on top of it: fields of `BackboneConfig`, and fields
-            of the mixer with other names. `mixer` may be a name in MIXERS; SeqBoat layers by default.
+        options: settings by name: fields of `BackboneConfig` and of the mixer, which may be a name in MIXERS.
 
     Calling it with token ids (batch, time), or real values (batch, time) or (batch, time, channels), returns a
     `BackboneOutput` whose y is (batch, time, d_model).
-
-    >>> import torch
-    >>> from seqboat import Backbone
-    >>> stack = Backbone(channels=3, d_model=16, num_layers=2, window=32)
-    >>> stack(torch.randn(2, 100, 3)).y.shape
-    torch.Size([2, 100, 16])
     """
 
     def __init__(self, config: BackboneConfig | None = None, **options: Any) -> None:

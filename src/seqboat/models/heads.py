@@ -93,17 +93,9 @@ class Classifier(nn.Module):
     Args:
         config: every setting as one `BackboneConfig`.
         classes: number of classes.
-        options: settings by name, instead of a configuration or on top of it: fields of `BackboneConfig`, and fields
-            of the mixer with other names. `mixer` may be a name in MIXERS; SeqBoat layers by default.
+        options: settings by name: fields of `BackboneConfig` and of the mixer, which may be a name in MIXERS.
 
     Calling it with token ids or real values returns a `ClassifierOutput` with logits of shape (batch, classes).
-
-    >>> import torch
-    >>> from seqboat import Classifier
-    >>> model = Classifier(classes=3, vocab=256, d_model=16, num_layers=2)
-    >>> tokens, mask = torch.randint(0, 256, (2, 100)), torch.ones(2, 100, dtype=torch.bool)
-    >>> model(tokens, mask).logits.shape
-    torch.Size([2, 3])
     """
 
     def __init__(self, config: BackboneConfig | None = None, classes: int = 2, **options: Any) -> None:
@@ -137,15 +129,9 @@ class Tagger(nn.Module):
     Args:
         config: every setting as one `BackboneConfig`.
         classes: number of classes.
-        options: settings by name, instead of a configuration or on top of it: fields of `BackboneConfig`, and fields
-            of the mixer with other names. `mixer` may be a name in MIXERS; SeqBoat layers by default.
+        options: settings by name: fields of `BackboneConfig` and of the mixer, which may be a name in MIXERS.
 
     Calling it with token ids or real values returns a `ClassifierOutput` with logits of shape (batch, time, classes).
-
-    >>> import torch
-    >>> from seqboat.models.heads import Tagger
-    >>> Tagger(classes=3, vocab=256, d_model=16, num_layers=2)(torch.randint(0, 256, (2, 100))).logits.shape
-    torch.Size([2, 100, 3])
     """
 
     def __init__(self, config: BackboneConfig | None = None, classes: int = 2, **options: Any) -> None:
@@ -170,16 +156,9 @@ class Matcher(nn.Module):
     Args:
         config: every setting as one `BackboneConfig`.
         classes: number of classes.
-        options: settings by name, instead of a configuration or on top of it: fields of `BackboneConfig`, and fields
-            of the mixer with other names. `mixer` may be a name in MIXERS; SeqBoat layers by default.
+        options: settings by name: fields of `BackboneConfig` and of the mixer, which may be a name in MIXERS.
 
     Calling it with two batches of sequences returns a `ClassifierOutput` with logits of shape (batch, classes).
-
-    >>> import torch
-    >>> from seqboat import Matcher
-    >>> model = Matcher(vocab=256, d_model=16, num_layers=2)
-    >>> model(torch.randint(0, 256, (2, 100)), torch.randint(0, 256, (2, 80))).logits.shape
-    torch.Size([2, 2])
     """
 
     def __init__(self, config: BackboneConfig | None = None, classes: int = 2, **options: Any) -> None:
@@ -223,8 +202,7 @@ class LanguageModel(nn.Module):
 
     Args:
         config: every setting as one `BackboneConfig`.
-        options: settings by name, instead of a configuration or on top of it: fields of `BackboneConfig`, and fields
-            of the mixer with other names. `mixer` may be a name in MIXERS; SeqBoat layers by default.
+        options: settings by name: fields of `BackboneConfig` and of the mixer, which may be a name in MIXERS.
 
     Calling it with token ids (batch, time) returns a `LanguageModelOutput` with logits of shape (batch, time, vocab)
     and the state after the last token; `step` takes one token per sequence.

@@ -31,7 +31,7 @@ from seqboat.layers.price import AttentionPrice
 from seqboat.layers.routers import TemperedSoftmaxConfig, TopKConfig
 from seqboat.layers.seqboat import SeqBoat, SeqBoatConfig
 from seqboat.layers.sma import override_activation
-from seqboat.ssm.ema import EMAConfig
+from seqboat.ssm.diagonal import EMAConfig
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -33,7 +33,7 @@ from seqboat.mixers.carry import carry_over
 from seqboat.mixers.mega import MegaConfig
 from seqboat.recipes import lra
 from seqboat.recipes.base import Recipe
-from seqboat.ssm.s4d import S4DConfig
+from seqboat.ssm.diagonal import S4DConfig
 from seqboat.training.config import RunConfig
 
 FULL_ROWS: dict[str, type[SeqBoatConfig]] = {

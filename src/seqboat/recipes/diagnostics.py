@@ -6,7 +6,7 @@ from seqboat.layers.gau import GAUConfig
 from seqboat.layers.routers import TemperedSoftmaxConfig
 from seqboat.layers.seqboat import SeqBoatConfig
 from seqboat.models.backbone import BackboneConfig
-from seqboat.ssm.ema import EMAConfig
+from seqboat.ssm.diagonal import EMAConfig
 from seqboat.tasks.diagnostics import CopyTaskConfig, NeedleTaskConfig, RecallTaskConfig
 from seqboat.tasks.listops import ShortListOpsTaskConfig
 from seqboat.tasks.task import TaskConfig

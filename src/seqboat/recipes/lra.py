@@ -15,8 +15,7 @@ from seqboat.layers.gau import GAUConfig
 from seqboat.layers.routers import TemperedSoftmaxConfig
 from seqboat.layers.seqboat import SeqBoatConfig
 from seqboat.models.backbone import BackboneConfig
-from seqboat.ssm.ema import EMAConfig
-from seqboat.ssm.s4d import S4DConfig
+from seqboat.ssm.diagonal import EMAConfig, S4DConfig
 from seqboat.tasks.image import ImageTaskConfig
 from seqboat.tasks.listops import ListOpsTaskConfig
 from seqboat.tasks.pathfinder import PathfinderTaskConfig, PathXTaskConfig

@@ -12,7 +12,7 @@ from seqboat.layers.seqboat import SeqBoatConfig
 from seqboat.models.backbone import BackboneConfig
 from seqboat.own.task import ClassifyTaskConfig, OwnTaskConfig, RegressTaskConfig, TagTaskConfig
 from seqboat.own.text import LMTextTaskConfig
-from seqboat.ssm.ema import EMAConfig
+from seqboat.ssm.diagonal import EMAConfig
 from seqboat.training.config import EvaluationConfig, RunConfig, TrainingConfig
 from seqboat.training.optim import OptimizerConfig, ScheduleConfig
 

@@ -1,14 +1,12 @@
-"""State-space kernels and the layers around them: one kernel, one file, one line in SSMS."""
+"""State-space kernels, each with one line in SSMS."""
 
 from typing import Any
 
 from seqboat.core.settings import FAMILIES
 from seqboat.ssm.conv import EMAConvConfig
-from seqboat.ssm.diagonal import SSMConfig
-from seqboat.ssm.ema import EMAConfig
+from seqboat.ssm.diagonal import EMAConfig, S4DConfig, SSMConfig
 from seqboat.ssm.liquid_s4 import LiquidS4Config
 from seqboat.ssm.s4 import S4Config
-from seqboat.ssm.s4d import S4DConfig
 from seqboat.ssm.s5 import S5Config
 
 SSMS: dict[str, Any] = {

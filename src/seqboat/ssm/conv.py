@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from seqboat.core.checks import require
 from seqboat.core.layout import Layout
 from seqboat.core.settings import fill_in
-from seqboat.ssm.diagonal import SSMState, TruncatedState, joined_with, latest
-from seqboat.ssm.ema import EMA, EMAConfig
+from seqboat.ssm.diagonal import EMA, EMAConfig, SSMState, TruncatedState, joined_with, latest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,14 +46,7 @@ class EMAConvState(NamedTuple):
 
 
 class EMAConv(EMA):
-    """The moving average of the paper and a short convolution, on every token.
-
-    Args:
-        d_model: channels.
-        config: settings; the defaults if not given.
-        causal: one direction, or else two whose outputs are added.
-        options: individual settings as keywords, fields of `EMAConvConfig`.
-    """
+    """The moving average of the paper and a short convolution, on every token."""
 
     def __init__(
         self, d_model: int, config: EMAConvConfig | None = None, *, causal: bool, **options: Any

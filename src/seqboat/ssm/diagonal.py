@@ -7,19 +7,20 @@ sequence, carries the state, takes single steps.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from seqboat.core.checks import check_positive, require
+from seqboat.core.checks import check_choice, check_positive, check_steps, require
 from seqboat.core.layout import Layout, clear
 from seqboat.core.mixer import Mixer, MixerOutput, check_width
 from seqboat.core.nn import Kept, fft_convolve
-from seqboat.core.settings import Settings
+from seqboat.core.settings import Settings, fill_in
 from seqboat.ops.kernels import CHOSEN, attempt
 from seqboat.ops.scan import (
     BLOCK,
@@ -32,7 +33,12 @@ from seqboat.ops.scan import (
     scan_documents,
     scan_short,
 )
+from seqboat.ssm.hippo import legs_modes
 
+Init = Literal["legs", "lin", "inv", "inv-lin"]
+INITS = ("legs", "lin", "inv", "inv-lin")
+Rule = Literal["zoh", "bilinear"]
+RULES = ("zoh", "bilinear")
 Roles = Mapping[str, str]
 """Names of parameters and what optimizers may treat them as."""
 
@@ -245,6 +251,235 @@ class DiagonalSSM(StateSpace):
         now = torch.addcmul(drive * x[..., None], decay, as_states(state.states, decay))
         y = (read * now).sum(dim=-1)
         return y.real if y.is_complex() else y, SSMState(as_pairs(now))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EMAConfig(SSMConfig):
+    """The multi-dimensional damped moving average, the paper's state-space layer."""
+
+    d_state: int = 16
+    """Averages per channel (the paper's h)."""
+    memory: int | None = None
+    """Longest time constant at the start: time constants from 2 to this many tokens, and a drive under which a rare
+    event keeps its size. None: the paper's initial values, which forget after about four tokens;
+    in a SeqBoat layer of the gated form, 256."""
+    truncation: int | None = None
+    """Number of taps after which the kernel is cut."""
+    block: int = BLOCK
+    """Tokens per block of the scan."""
+
+    def build(self, d_model: int, causal: bool) -> EMA:
+        return EMA(d_model, self, causal=causal)
+
+
+class EMA(DiagonalSSM):
+    """The multi-dimensional damped moving average (MD-EMA), appendix A.3 of the paper, on every token.
+
+    Each channel is spread over `d_state` averages with different rates, which are read back:
+
+        p = sigmoid(delta),  q = 1 - p * sigmoid(alpha)
+        z_t = p * beta * x_t + q * z_{t-1},   y_t = sum(gamma / sqrt(d_state) * z_t) + skip * x_t
+
+    Args:
+        d_model: channels.
+        config: settings; the defaults if not given.
+        causal: one direction, or else two whose outputs are added.
+        options: individual settings as keywords, fields of `EMAConfig`.
+    """
+
+    def __init__(
+        self, d_model: int, config: EMAConfig | None = None, *, causal: bool, **options: Any
+    ) -> None:
+        config = fill_in(EMAConfig, config, options, self, d_model)
+        super().__init__(d_model, config.d_state, causal, config.truncation, config.block)
+        self.memory = config.memory
+        shape = (self.directions, d_model, config.d_state)
+        self.delta = nn.Parameter(torch.empty(shape))
+        self.alpha = nn.Parameter(torch.empty(shape))
+        self.beta = nn.Parameter(torch.empty(shape))
+        self.gamma = nn.Parameter(torch.empty(shape))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initial values, all truncated at two standard deviations.
+
+        delta, alpha   N(0, 0.2)
+        beta           +1, -1, +1, ... over the states, plus N(0, 0.02)
+        gamma, skip    N(0, 1)
+
+        With a memory, time constants are spread evenly in their logarithm over the states, from 2 tokens to the
+        memory, and drive = +-sqrt(1 - q^2), so that each average of white noise has a variance of 1.
+        """
+        for parameter in (self.delta, self.alpha):
+            nn.init.trunc_normal_(parameter, std=0.2, a=-0.4, b=0.4)
+        nn.init.trunc_normal_(self.beta, std=0.02, a=-0.04, b=0.04)
+        with torch.no_grad():
+            self.beta[..., 0::2] += 1
+            self.beta[..., 1::2] -= 1
+        for parameter in (self.gamma, self.skip):
+            nn.init.trunc_normal_(parameter, std=1.0, a=-2.0, b=2.0)
+        if self.memory is not None:
+            self.spread(self.memory)
+
+    @torch.no_grad()
+    def spread(self, memory: int) -> None:
+        """Start with time constants from 2 tokens to the memory."""
+        exponent = torch.linspace(math.log(2), math.log(max(memory, 2)), self.d_state, dtype=torch.float64)
+        decay = torch.exp(-torch.exp(-exponent))
+        rate = torch.sqrt(1 - decay)  # of the two factors whose product is 1 - q
+        for parameter in (self.delta, self.alpha):
+            parameter.copy_(torch.logit(rate).expand_as(parameter))
+        self.beta.copy_((torch.sqrt(1 - decay**2) / rate) * torch.sign(self.beta))
+
+    def coefficients(self) -> Coefficients:
+        delta, alpha, beta, gamma = self._wide_parameters()
+        return Coefficients(
+            log_decay(delta, alpha), torch.sigmoid(delta) * beta, gamma * (1 / math.sqrt(self.d_state))
+        )
+
+    def step_coefficients(self) -> tuple[Tensor, Tensor, Tensor]:
+        delta, alpha, beta, gamma = (part[0] for part in self._wide_parameters())
+        rate = torch.sigmoid(delta)
+        decay = torch.addcmul(torch.sigmoid(-delta), rate, torch.sigmoid(-alpha))
+        return decay, rate * beta, gamma * (1 / math.sqrt(self.d_state))
+
+    def _wide_parameters(self) -> list[Tensor]:
+        parameters = (self.delta, self.alpha, self.beta, self.gamma)
+        return [part if part.dtype == torch.float64 else part.float() for part in parameters]
+
+
+def log_decay(delta: Tensor, alpha: Tensor) -> Tensor:
+    """log(1 - sigmoid(delta) * sigmoid(alpha)), accurate near 0 and near minus infinity.
+
+    1 - p * a is close to 1 for slow averages (log1p keeps the digits) and close to 0 for fast ones, where it is
+    the sum of two small positive numbers: (1 - p) + p * (1 - a).
+    """
+    p = torch.sigmoid(delta)
+    taken = p * torch.sigmoid(alpha)
+    slow = taken < 0.5
+    left = torch.sigmoid(-delta) + p * torch.sigmoid(-alpha)
+    tiny = torch.finfo(left.dtype).tiny
+    # each branch sees harmless numbers where the other one is used: no NaN can reach a gradient
+    return torch.where(
+        slow,
+        torch.log1p(-torch.where(slow, taken, torch.zeros_like(taken))),
+        torch.log(torch.where(slow, torch.ones_like(left), left).clamp(min=tiny)),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class S4DConfig(SSMConfig):
+    """A diagonal state-space layer with complex states."""
+
+    d_state: int = 64
+    """Real states per channel: d_state / 2 conjugate pairs."""
+    init: Init = "legs"
+    """Initial A: the diagonal part of HiPPO-LegS, linear or inverse frequencies, or half inverse and half linear."""
+    rule: Rule = "zoh"
+    """Discretization: zero-order hold, or bilinear."""
+    dt_min: float = 0.001
+    """Smallest initial step."""
+    dt_max: float = 0.1
+    """Largest initial step."""
+    truncation: int | None = None
+    """Number of taps after which the kernel is cut."""
+    block: int = BLOCK
+    """Tokens per block of the scan."""
+
+    def build(self, d_model: int, causal: bool) -> S4D:
+        return S4D(d_model, self, causal=causal)
+
+
+class S4D(DiagonalSSM):
+    """S4D (Gu et al., 2022), a diagonal state-space kernel with complex states, on every token.
+
+    x'(t) = A x(t) + B u(t), y = Re(C x), with A = -exp(log_real) + i imag, B = 1, and a learned step dt per channel:
+
+        q = exp(dt A),   kernel[l] = 2 Re sum_n C_n (q_n - 1) / A_n q_n^l
+
+    with a zero-order hold, or by the bilinear rule q = (1 + dt/2 A) / (1 - dt/2 A) with dt / (1 - dt/2 A) in place of
+    (q - 1) / A. Half of the states are kept; their conjugates give the factor 2.
+
+    Args:
+        d_model: channels.
+        config: settings; the defaults if not given.
+        causal: one direction, or else two whose outputs are added.
+        options: individual settings as keywords, fields of `S4DConfig`.
+    """
+
+    parameter_roles: ClassVar[Roles] = {"log_dt": "dt", "log_real": "ssm", "imag": "ssm"}
+
+    def __init__(
+        self, d_model: int, config: S4DConfig | None = None, *, causal: bool, **options: Any
+    ) -> None:
+        config = fill_in(S4DConfig, config, options, self, d_model)
+        super().__init__(d_model, config.d_state, causal, config.truncation, config.block)
+        check_states_even(config.d_state, "S4D")
+        check_choice("init", config.init, INITS)
+        check_choice("rule", config.rule, RULES)
+        check_steps(config.dt_min, config.dt_max)
+        self.config = config
+        pairs = config.d_state // 2
+        shape = (self.directions, d_model, pairs)
+        self.log_dt = nn.Parameter(torch.empty(self.directions, d_model))
+        self.log_real = nn.Parameter(torch.empty(shape))
+        self.imag = nn.Parameter(torch.empty(shape))
+        self.c = nn.Parameter(torch.empty(*shape, 2))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initial values.
+
+        log_dt    uniform in [log dt_min, log dt_max]
+        A         by `init`, the same for every channel; "inv-lin": for every channel of each half. The halves of a
+                  bidirectional layer are its directions.
+        c         N(0, 1/2) in its real and imaginary part
+        skip      N(0, 1)
+        """
+        low, high = math.log(self.config.dt_min), math.log(self.config.dt_max)
+        nn.init.uniform_(self.log_dt, low, high)
+        names: tuple[Init, ...] = ("inv", "lin") if self.config.init == "inv-lin" else (self.config.init,)
+        poles = torch.stack([initial_poles(name, self.config.d_state) for name in names])
+        # the kernels of both directions in a row, as in the published code
+        count = self.directions * self.d_model
+        poles = poles[torch.arange(count, device=poles.device) * len(names) // count].view(self.imag.shape)
+        with torch.no_grad():
+            self.log_real.copy_(torch.log(-poles.real))
+            self.imag.copy_(poles.imag)
+        nn.init.normal_(self.c, std=math.sqrt(0.5))
+        nn.init.normal_(self.skip)
+
+    def coefficients(self) -> Coefficients:
+        log_dt, log_real, imag, c = (
+            part if part.dtype == torch.float64 else part.float()
+            for part in (self.log_dt, self.log_real, self.imag, self.c)
+        )
+        poles = torch.complex(-torch.exp(log_real), imag)
+        dt = torch.exp(log_dt)[..., None]
+        log_q = poles * dt
+        if self.config.rule == "zoh":
+            read = 2 * as_complex(c) * torch.expm1(log_q) / poles
+        else:
+            behind = 1 - log_q / 2
+            read = 2 * as_complex(c) * dt / behind
+            log_q = torch.log((1 + log_q / 2) / behind)
+        return Coefficients(log_q, torch.ones_like(read), read)
+
+
+def initial_poles(init: Init, d_state: int) -> Tensor:
+    """The d_state / 2 poles with positive imaginary part, in complex128.
+
+    lin:  A_n = -1/2 + i pi n
+    inv:  A_n = -1/2 + i N/pi (N / (2n + 1) - 1)
+    legs: eigenvalues of the normal part of the HiPPO-LegS matrix
+    """
+    pairs = d_state // 2
+    n = torch.arange(pairs, dtype=torch.float64)
+    if init == "lin":
+        return torch.complex(torch.full_like(n, -0.5), math.pi * n)
+    if init == "inv":
+        return torch.complex(torch.full_like(n, -0.5), d_state / math.pi * (d_state / (2 * n + 1) - 1))
+    return legs_modes(d_state).poles
 
 
 def convolve_with_history(

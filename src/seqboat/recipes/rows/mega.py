@@ -12,7 +12,7 @@ from typing import Any
 
 from seqboat.mixers.mega import MegaChunkConfig, MegaConfig
 from seqboat.recipes.rows.base import Settings
-from seqboat.ssm.ema import EMAConfig
+from seqboat.ssm.diagonal import EMAConfig
 from seqboat.training.optim import OptimizerConfig, ScheduleConfig
 
 CHUNK = 128

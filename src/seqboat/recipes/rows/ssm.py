@@ -20,9 +20,9 @@ from seqboat.mixers.h3 import H3Config
 from seqboat.mixers.ssm import LiquidS4LayerConfig, S4DLayerConfig, S4LayerConfig, S5LayerConfig
 from seqboat.models.backbone import MixerConfig
 from seqboat.recipes.rows.base import Settings
+from seqboat.ssm.diagonal import S4DConfig
 from seqboat.ssm.liquid_s4 import LiquidS4Config
 from seqboat.ssm.s4 import S4Config
-from seqboat.ssm.s4d import S4DConfig
 from seqboat.ssm.s5 import S5Config
 from seqboat.training.optim import OptimizerConfig, ScheduleConfig
 
