@@ -461,6 +461,12 @@ def test_a_column_that_is_gone_is_one_line(
     assert "new.csv has no column 'review'" in said and "it has body" in said
     assert "--data.text_column names another" in said
     assert main(["predict", str(classifier), str(table), "--data.text_column=body"]) == 0
+    # what the message says is what the command takes
+    table.write_text("id;review\n1;good film\n", encoding="utf-8")
+    assert main(["predict", str(classifier), str(table)]) == 2
+    assert "separated by ';': --set delimiter=';'" in capsys.readouterr().err
+    assert main(["predict", str(classifier), str(table), "--set", "delimiter=;"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].startswith("1,good film,")
 
 
 def test_answers_do_not_depend_on_the_batch(classifier: Path) -> None:

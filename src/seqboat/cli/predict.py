@@ -55,6 +55,13 @@ Every column of the input comes back, then the answer. Rows that cannot be read 
     parser.add_argument(
         "--batch-size", "--batch_size", metavar="N", type=int, help="inputs at a time (default: the run's)"
     )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a setting of the data, as in train (the same as --data.NAME=VALUE)",
+    )
     parser.add_argument("--device", default="auto", help="auto (default), cpu or cuda")
 
 
@@ -68,8 +75,9 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError("give a file, a folder or - to predict from, or --text")
     shard = None if options.shard is None else read_shard(options.shard)
     device = choose_device(options.device, what="--device")
+    fields = [*options.fields, *(f"--data.{setting}" for setting in options.set)]
     predictor = Predictor(
-        options.run, options.which, batch_size=options.batch_size, device=device, fields=options.fields
+        options.run, options.which, batch_size=options.batch_size, device=device, fields=fields
     )
     answers: Answers
     if options.text:

@@ -60,7 +60,6 @@ IN_RUNS = {
     "--text": "--data.text_column",
     "--channels": "--data.channels",
     "--series": "--data.series_column",
-    "--set file_column=NAME": "--data.file_column",
 }
 """Flags of training that name columns, as the commands on a trained model call them."""
 
