@@ -125,7 +125,7 @@ def test_candidates_follow_the_setting_and_their_own_fields() -> None:
     with pytest.raises(ValueError, match=r"causal must be True or False, got a dictionary"):
         configure(parse_candidate("seqboat:causal.x=3"), TINY)
     with pytest.raises(ValueError, match="lower-bound takes no fields"):
-        parse_candidate("floor:x=1")
+        parse_candidate("lower-bound:x=1")
     with pytest.raises(ValueError, match="rate must be between 0 and 1, got 2"):
         LayerSetting(rate=2)
     with pytest.raises(ValueError, match="dtype must be"):
@@ -215,7 +215,7 @@ def test_command_writes_table_and_json(
     # another test measures in a real child
     monkeypatch.setattr(layers, "in_child", lambda job, *arguments: job(*arguments))
     record = tmp_path / "out.json"
-    words = "--mixers seqboat floor --length 64 --batch 1 --rounds 1 --warmup 0 --rate 0.25"
+    words = "--mixers seqboat lower-bound --length 64 --batch 1 --rounds 1 --warmup 0 --rate 0.25"
     assert main(["bench", *words.split(), "--json", str(record)]) == 0
     printed = capsys.readouterr().out
     assert "training step, 1 x 64 tokens, window 256, rate 0.25" in printed
@@ -265,10 +265,6 @@ def test_tables_keep_names_whole(capsys: pytest.CaptureFixture[str]) -> None:
     assert "1.0 MB" in line and "x lower bound" not in printed
 
 
-def test_the_earlier_name_of_the_lower_bound() -> None:
-    assert parse_candidate("floor") == parse_candidate("lower-bound")
-
-
 def test_compiled_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = []
 
@@ -299,7 +295,7 @@ def test_decode_rows() -> None:
         assert row.tokens_per_second == 2 / row.seconds.median
         assert (row.growth == 1) == (row.context == 16)
     with pytest.raises(ValueError, match="lower-bound has no state"):
-        run_decode([parse_candidate("floor")], TINY, [8])
+        run_decode([parse_candidate("lower-bound")], TINY, [8])
 
 
 @pytest.mark.parametrize(

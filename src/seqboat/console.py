@@ -24,9 +24,6 @@ def printable(text: object, *, lines: bool = False, mark: str | None = None) -> 
         text: what to print.
         lines: keep line breaks and tabs.
         mark: printed instead of the escape of each such character.
-
-    >>> printable("\x1b[2Jgood\u202e")
-    '\\x1b[2Jgood\\u202e'
     """
     text = str(text)
     if text.isprintable():

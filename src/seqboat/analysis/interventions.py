@@ -29,7 +29,7 @@ from seqboat.core.checks import require
 from seqboat.plotting import Style, Theme, dress, legend, line_style, new_figure, style_of
 from seqboat.run import Run
 from seqboat.tasks.task import Batch, Split, Task
-from seqboat.training.evaluate import evaluate
+from seqboat.training.evaluate import Evaluation, evaluate
 from seqboat.training.parallel import World
 
 if TYPE_CHECKING:
@@ -188,24 +188,14 @@ def intervene(
     found = sites(model)
     settings = settings_of(found, thresholds)
     outcomes: list[InterventionResult] = []
-    examples = 0
     usual: NDArray[np.float64] | None = None
+    options = {
+        "batch_size": batch_size or config.evaluation.batch_size,
+        "limit": limit,
+        "carry_state": config.training.carry_state,
+    }
     for done, setting in enumerate(settings, start=1):
-        scores = ExampleScores(task)
-        with decided(found, setting):
-            result = evaluate(
-                model,
-                task,
-                split,
-                world,
-                batch_size=batch_size or config.evaluation.batch_size,
-                limit=limit,
-                carry_state=config.training.carry_state,
-                modules=[None if site is None else site.column for site in found],
-                observe=scores.add,
-            )
-        examples = result.examples
-        values = scores.without_each(task.metric)
+        result, values = scored(model, task, split, setting, world, **options)
         change = None if usual is None else standard_error(values - usual)
         usual = values if usual is None else usual
         outcomes.append(
@@ -213,7 +203,18 @@ def intervene(
         )
         if progress is not None:
             progress(outcomes[-1], done, len(settings))
-    return outcomes, task.metric, examples
+    return outcomes, task.metric, result.examples
+
+
+def scored(
+    model: nn.Module, task: Task, split: Split, setting: Intervention, world: World, **options: Any
+) -> tuple[Evaluation, NDArray[np.float64]]:
+    """The scores under one intervention, and the metric without each example; options are those of `evaluate`."""
+    found, scores = sites(model), ExampleScores(task)
+    modules = [None if site is None else site.column for site in found]
+    with decided(found, setting):
+        result = evaluate(model, task, split, world, modules=modules, observe=scores.add, **options)
+    return result, scores.without_each(task.metric)
 
 
 # what attention contributed, in one line
@@ -287,29 +288,15 @@ def contribution(
     if not any(site is not None for site in found):
         return None
     world = World(0, 1, device or next(model.parameters()).device)
-    modules = [None if site is None else site.column for site in found]
-    results, values = [], []
-    for forced in (None, False):
-        scores = ExampleScores(task)
-        with decided(found, Intervention("", (forced,) * len(found))):
-            results.append(
-                evaluate(
-                    model,
-                    task,
-                    split,
-                    world,
-                    batch_size=batch_size,
-                    limit=limit,
-                    carry_state=carry_state,
-                    modules=modules,
-                    observe=scores.add,
-                )
-            )
-        values.append(scores.without_each(task.metric))
-    rates = [rate for rate in results[0].activation if rate is not None]
-    on, off = (result.metrics[task.metric] for result in results)
+    options = {"batch_size": batch_size, "limit": limit, "carry_state": carry_state}
+    free, off = Intervention("", (None,) * len(found)), Intervention("", (False,) * len(found))
+    with_it, usual = scored(model, task, split, free, world, **options)
+    without, values = scored(model, task, split, off, world, **options)
+    rates = [rate for rate in with_it.activation if rate is not None]
     rate = sum(rates) / max(len(rates), 1)
-    return Contribution(rate, on, off, standard_error(values[1] - values[0]), task.metric)
+    metric = task.metric
+    error = standard_error(values - usual)
+    return Contribution(rate, with_it.metrics[metric], without.metrics[metric], error, metric)
 
 
 # the picture

@@ -8,7 +8,7 @@ Section 5 of the paper asks how much attention a task needs; the decisions of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +25,6 @@ from seqboat.analysis.attention import (
     watch,
     weighted_distance,
 )
-from seqboat.analysis.cost import CostCounter, LayerCost
 from seqboat.analysis.traces import (
     Examples,
     Flags,
@@ -38,6 +37,7 @@ from seqboat.analysis.traces import (
     sites,
     to_array,
 )
+from seqboat.bench.cost import forward_products, linear_flops
 from seqboat.core.checks import require
 from seqboat.run import Run
 from seqboat.tasks.task import IGNORE, Batch, Split, apply_model
@@ -88,6 +88,46 @@ class ActiveCount(NamedTuple):
     def rate(self) -> float | None:
         """The fraction; None without tokens."""
         return self.active / self.total if self.total else None
+
+
+class LayerCost(NamedTuple):
+    """FLOPs of a layer's matrix products in the forward pass, over all sequences."""
+
+    flops: float
+    """with the router's decisions"""
+    always: float
+    """with every token active"""
+
+    @property
+    def fraction(self) -> float:
+        """FLOPs relative to the layer with every token active."""
+        return self.flops / self.always if self.always else 0.0
+
+
+class CostCounter:
+    """Counts the FLOPs of a layer over sequences of any length."""
+
+    def __init__(self, site: Site) -> None:
+        self.site, self.flops, self.always = site, 0, 0
+
+    def add(self, layer: LayerTrace) -> None:
+        if self.site.layer is not None:
+            active = {part.module: int(part.active.sum()) for part in (layer, *layer.others)}
+            length = len(layer.active)
+            self.flops += self._count(length, active)
+            self.always += self._count(length, dict.fromkeys(active, length))
+
+    def _count(self, length: int, active: Mapping[str, int]) -> int:
+        assert self.site.layer is not None
+        products = forward_products(self.site.layer, 1, length, active[self.site.module])
+        total = sum(product.flops for product in products) + length * self.site.outside
+        for name, unit in self.site.sma.units.items():
+            if name != self.site.module:
+                total += active[name] * linear_flops(unit)
+        return total
+
+    def cost(self) -> LayerCost | None:
+        return None if self.site.layer is None else LayerCost(self.flops, self.always)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -322,11 +322,7 @@ def quartiles_text(seconds: Quartiles | None) -> str:
 
 
 def ratio_text(ratio: float | None) -> str:
-    """A ratio as text.
-
-    >>> ratio_text(1.5)
-    '1.50x'
-    """
+    """A ratio as text."""
     return "" if ratio is None else f"{ratio:.2f}x"
 
 

@@ -37,11 +37,7 @@ class Quartiles(NamedTuple):
 
 
 def quartiles(values: Sequence[float]) -> Quartiles:
-    """Median and quartiles.
-
-    >>> quartiles([3.0, 1.0, 2.0])
-    Quartiles(median=2.0, low=1.5, high=2.5)
-    """
+    """Median and quartiles."""
     if len(values) == 1:
         return Quartiles(values[0], values[0], values[0])
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
@@ -227,11 +223,7 @@ def _plain(value: Any) -> Any:
 
 
 def human_seconds(seconds: float) -> str:
-    """A duration with its unit.
-
-    >>> human_seconds(0.01234), human_seconds(2.5)
-    ('12.3 ms', '2.50 s')
-    """
+    """A duration with its unit."""
     if seconds >= 1:
         return f"{seconds:.2f} s"
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"

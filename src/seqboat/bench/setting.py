@@ -106,8 +106,6 @@ PRESETS = {
 
 LOWER_BOUND = "lower-bound"
 PUBLISHED = "published"
-ALIASES = {"floor": LOWER_BOUND}
-"""Earlier names that are still accepted."""
 
 
 class Candidate(NamedTuple):
@@ -124,13 +122,8 @@ OURS = Candidate("seqboat", "seqboat", {})
 
 
 def parse_candidate(text: str) -> Candidate:
-    """Read NAME or NAME:FIELD=VALUE,FIELD=VALUE; fields of parts are dotted.
-
-    >>> parse_candidate("seqboat:gau.window=32,causal=True").overrides
-    {'gau.window': 32, 'causal': True}
-    """
-    name, colon, rest = text.partition(":")
-    name = ALIASES.get(name, name)
+    """Read NAME or NAME:FIELD=VALUE,FIELD=VALUE; fields of parts are dotted."""
+    name, _, rest = text.partition(":")
     known = [*MIXERS, PUBLISHED, LOWER_BOUND]
     if name not in known:
         near = get_close_matches(name, known, 1)
@@ -149,15 +142,11 @@ def parse_candidate(text: str) -> Candidate:
     require(isinstance(width, int) and width >= 1, f"{text}: d_model must be an integer >= 1, got {width!r}")
     compiled = overrides.get("compiled", False)
     require(isinstance(compiled, bool), f"{text}: compiled must be True or False, got {compiled!r}")
-    return Candidate(name + colon + rest, name, overrides)
+    return Candidate(text, name, overrides)
 
 
 def own_setting(candidate: Candidate, setting: LayerSetting) -> LayerSetting:
-    """The setting, with the candidate's width if it has one.
-
-    >>> own_setting(parse_candidate("mega:d_model=96"), LayerSetting()).d_model
-    96
-    """
+    """The setting, with the candidate's width if it has one."""
     return replace(setting, d_model=candidate.overrides.get("d_model", setting.d_model))
 
 

@@ -3,7 +3,7 @@
     --off 1,3 --on 2      layers, counted from 1, or all
     --threshold 0.7       activate above this probability
     --cap 0.25            at most this fraction of the tokens of a sequence
-    --mask FILE           which positions attend, as .npy or JSON: (time,) for all layers or (layers, time)
+    --mask FILE           which positions attend, as .npy: (time,) for all layers or (layers, time)
 
 Overrides go to the attention of every layer they are meant for; other modules of a layer are left alone. In Python,
 `seqboat.override_activation` does the same and more.
@@ -12,7 +12,6 @@ Overrides go to the attention of every layer they are meant for; other modules o
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -68,7 +67,7 @@ class Control:
         on: every token attends in these layers.
         threshold: tokens attend above this probability.
         cap: at most this fraction of each sequence attends.
-        mask: file of positions that attend, .npy or JSON, (time,) or (layers, time).
+        mask: file of positions that attend, .npy, (time,) or (layers, time).
     """
 
     off: str | None = None
@@ -149,25 +148,17 @@ def read_mask(path: Path, layers: int) -> NDArray[np.bool_]:
     """(layers, time) bool: the decisions in a file."""
     import numpy as np
 
-    wanted = f"--mask must be a file of 0 and 1, (time,) or ({layers}, time)"
+    wanted = f"--mask must be a .npy file of 0 and 1, (time,) or ({layers}, time)"
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             if size > MAX_MASK:
                 raise ValueError(f"{wanted}; {path} is too large: {size:,} bytes")
-            if path.suffix == ".npy":
-                values = np.lib.format.read_array(file, allow_pickle=False)
-            else:
-                values = np.array(json.loads(file.read(size)))
+            values = np.lib.format.read_array(file, allow_pickle=False)
     except OSError as error:
         raise ValueError(f"--mask {path} cannot be read: {error.strerror or error}") from error
-    except (
-        ValueError,
-        RecursionError,
-        SyntaxError,
-        EOFError,
-        TokenError,
-    ) as error:  # of a broken header, too
+    except (ValueError, RecursionError, SyntaxError, EOFError, TokenError) as error:
+        # of a broken header, too
         reason = str(error) if str(error).startswith("--mask") else f"{wanted}; {path}: {error}"
         raise ValueError(reason) from error
     fits = values.ndim in (1, 2) and values.dtype.kind in "biuf" and bool(np.isin(values, (0, 1)).all())

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -67,39 +68,24 @@ def _plugins() -> int:
     return 0
 
 
+TABLES = {
+    "recipes": ("seqboat.recipes", "RECIPES"),
+    "rows": ("seqboat.recipes", "ROW_RECIPES"),
+    "ablations": ("seqboat.recipes", "ABLATIONS"),
+    "mixers": ("seqboat.mixers", "MIXERS"),
+    "tasks": ("seqboat.tasks", "TASKS"),
+    "routers": ("seqboat.layers.routers", "ROUTERS"),
+    "ssms": ("seqboat.ssm", "SSMS"),
+    "targets": ("seqboat.paper", "TARGETS"),
+}
+"""Where each registry is."""
+
+
 def table(what: str) -> Mapping[str, Any]:
     """All entries of a registry, by name."""
-    if what == "recipes":
-        from seqboat.recipes import RECIPES
-
-        return RECIPES
-    if what == "rows":
-        from seqboat.recipes import ROW_RECIPES
-
-        return ROW_RECIPES
-    if what == "ablations":
-        from seqboat.recipes import ABLATIONS
-
-        return ABLATIONS
-    if what == "mixers":
-        from seqboat.mixers import MIXERS
-
-        return MIXERS
-    if what == "routers":
-        from seqboat.layers.routers import ROUTERS
-
-        return ROUTERS
-    if what == "ssms":
-        from seqboat.ssm import SSMS
-
-        return SSMS
-    if what == "targets":
-        from seqboat.paper import TARGETS
-
-        return TARGETS
-    from seqboat.tasks import TASKS
-
-    return TASKS
+    module, name = TABLES[what]
+    found: Mapping[str, Any] = getattr(import_module(module), name)
+    return found
 
 
 def first_sentence(thing: Any) -> str:

@@ -125,11 +125,7 @@ class Point(NamedTuple):
 
 
 def pareto_front(points: Sequence[Point], faster: Literal["high", "low"] = "high") -> list[Point]:
-    """The points that no other one beats in both speed and score.
-
-    >>> [p.size for p in pareto_front([Point(16, 3, 0.5), Point(32, 2, 0.7), Point(64, 1, 0.6)])]
-    [16, 32]
-    """
+    """The points that no other one beats in both speed and score."""
     sign = 1 if faster == "high" else -1
     front: list[Point] = []
     for point in sorted(points, key=lambda p: (-sign * p.speed, -p.score)):

@@ -85,10 +85,6 @@ def configure(config: RunConfig, settings: Sequence[str], before: RunConfig | No
         config: of the experiment.
         settings: how it is carried out; tasks that generate their examples need no data folder.
         before: of the run so far, if it has begun: it keeps its precision and the like unless they are given.
-
-    >>> from seqboat.recipes import find_recipe
-    >>> configure(find_recipe("recall")(), ("--data.data_dir", "elsewhere", "--training.workers=2")).training.workers
-    2
     """
     if before is not None:
         config = config.replace(training={name: getattr(before.training, name) for name in KEPT})
