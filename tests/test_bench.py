@@ -39,7 +39,7 @@ from seqboat.bench.setting import (
 from seqboat.cli.main import main
 from seqboat.core.mixer import activation
 from seqboat.layers.routers import TemperedSoftmax
-from seqboat.mixers import SeqBoat
+from seqboat.layers.seqboat import SeqBoat
 
 TINY = LayerSetting(batch=2, length=48, d_model=16, d_z=8, d_v=12, d_state=4, window=8, heads=2)
 

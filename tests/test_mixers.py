@@ -24,36 +24,27 @@ from seqboat import set_training_step
 from seqboat.core.nn import EPS, sinusoids
 from seqboat.core.state import state_bytes
 from seqboat.layers.budget import extra_loss
-from seqboat.mixers import (
-    H3,
-    MIXERS,
-    AdaptiveSpan,
-    AdaptiveSpanConfig,
-    BigBird,
-    BigBirdConfig,
-    GatedDeltaNetConfig,
-    H3Config,
-    H3HybridConfig,
-    Linformer,
-    LinformerConfig,
-    Luna,
-    LunaConfig,
-    Mamba2Config,
-    Mega,
-    MegaConfig,
+from seqboat.mixers import MIXERS
+from seqboat.mixers.adaptive_span import AdaptiveSpan, AdaptiveSpanConfig
+from seqboat.mixers.bigbird import BigBird, BigBirdConfig
+from seqboat.mixers.delta import GatedDeltaNetConfig
+from seqboat.mixers.h3 import H3, H3Config, H3HybridConfig
+from seqboat.mixers.linformer import Linformer, LinformerConfig
+from seqboat.mixers.luna import Luna, LunaConfig
+from seqboat.mixers.mamba2 import Mamba2Config
+from seqboat.mixers.mega import Mega, MegaConfig, RotaryBias
+from seqboat.mixers.performer import (
+    RELU_EPSILON,
+    FeatureKernel,
     Performer,
     PerformerConfig,
-    Reformer,
-    ReformerConfig,
-    Transformer,
-    TransformerConfig,
-    TransformerXL,
-    TransformerXLConfig,
+    RandomFeatures,
+    draw_features,
 )
-from seqboat.mixers.mega import RotaryBias
-from seqboat.mixers.performer import RELU_EPSILON, FeatureKernel, RandomFeatures, draw_features
+from seqboat.mixers.reformer import Reformer, ReformerConfig
 from seqboat.mixers.samba import WindowAttentionConfig
-from seqboat.mixers.transformer import TransformerPositions
+from seqboat.mixers.transformer import Transformer, TransformerConfig, TransformerPositions
+from seqboat.mixers.transformer_xl import TransformerXL, TransformerXLConfig
 from seqboat.models.backbone import Backbone, BackboneConfig
 from seqboat.models.heads import Classifier, LanguageModel
 from seqboat.ops.attention import MU, SIGMA, AttentionName

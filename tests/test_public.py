@@ -27,15 +27,16 @@ from seqboat import (
     SeqBoat,
     SeqBoatConfig,
     SigmoidConfig,
-    mixers,
 )
 from seqboat.core.settings import field_texts, fill_in
-from seqboat.mixers import MIXERS, Mega, MegaConfig, Transformer, TransformerConfig
+from seqboat.mixers import MIXERS
+from seqboat.mixers.mega import Mega, MegaConfig
+from seqboat.mixers.transformer import Transformer, TransformerConfig
 from seqboat.models.heads import Tagger
 from seqboat.training.config import RunConfig
 
 NAMES = {f"seqboat.{name}": getattr(seqboat, name) for name in seqboat.__all__ if name != "__version__"} | {
-    f"seqboat.mixers.{name}": getattr(mixers, name) for name in mixers.__all__ if name not in seqboat.__all__
+    f"seqboat.mixers.{name}": config for name, config in MIXERS.items()
 }
 TABLES = {name: thing for name, thing in NAMES.items() if isinstance(thing, dict)}
 OTHERS = {name: thing for name, thing in NAMES.items() if name not in TABLES}

@@ -26,8 +26,10 @@ from lm_runs import TEXT, lm_config, with_task, write_lm_run, write_run
 from seqboat.cli.main import main
 from seqboat.core.state import state_bytes, tensors
 from seqboat.layers.gau import GAUConfig
+from seqboat.layers.seqboat import SeqBoatConfig
 from seqboat.layers.sma import override_activation
-from seqboat.mixers import MegaConfig, SeqBoatConfig, TransformerConfig
+from seqboat.mixers.mega import MegaConfig
+from seqboat.mixers.transformer import TransformerConfig
 from seqboat.models.backbone import BackboneConfig, BackboneState
 from seqboat.models.heads import LanguageModel, LanguageModelOutput
 from seqboat.run import Run

@@ -25,8 +25,8 @@ from seqboat.bench.measure import Quartiles, available_memory, quartiles, time_r
 from seqboat.bench.setting import LOWER_BOUND, PUBLISHED, Candidate, LayerSetting, build
 from seqboat.console import format_bytes
 from seqboat.core.checks import require
+from seqboat.core.mixer import Mixer
 from seqboat.core.state import map_state, state_bytes
-from seqboat.mixers import Mixer
 
 PREFILL = 1024
 """Tokens per chunk of the prefill."""

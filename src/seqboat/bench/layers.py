@@ -31,7 +31,7 @@ from seqboat.bench.measure import (
 from seqboat.bench.setting import LOWER_BOUND, MODES, OURS, Candidate, LayerSetting, Mode, build, own_setting
 from seqboat.console import format_bytes
 from seqboat.layers.routers import AlwaysActive
-from seqboat.mixers import SeqBoat
+from seqboat.layers.seqboat import SeqBoat
 
 SHORTEST = 32
 """Tokens of the sequences on which candidates are tried before minutes of measuring."""

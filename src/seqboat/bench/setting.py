@@ -17,9 +17,10 @@ import torch
 
 from seqboat.bench.rates import force_rate
 from seqboat.core.checks import require
-from seqboat.core.mixer import directions_of
+from seqboat.core.mixer import Mixer, directions_of
 from seqboat.layers.gau import PositionsName
-from seqboat.mixers import MIXERS, Mixer, SeqBoatConfig
+from seqboat.layers.seqboat import SeqBoatConfig
+from seqboat.mixers import MIXERS
 from seqboat.mixers.mega import MegaConfig
 from seqboat.models.backbone import MixerConfig
 from seqboat.ops.attention import AttentionName

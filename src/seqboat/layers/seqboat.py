@@ -85,7 +85,7 @@ class SeqBoatConfig(Settings):
 class SeqBoatFFNConfig(SeqBoatConfig):
     """SeqBoat with two modules, attention and a feed-forward block, activated independently of each other.
 
-    >>> from seqboat.mixers import SeqBoatFFNConfig
+    >>> from seqboat.layers.seqboat import SeqBoatFFNConfig
     >>> layer = SeqBoatFFNConfig(causal=True).build(64)
     >>> layer.name, layer.causal
     ('SeqBoat', True)

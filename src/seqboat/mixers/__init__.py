@@ -3,8 +3,7 @@
 A layer is made from the width of the tokens and a configuration, or settings by name: `Mega(64, chunk=32)`.
 """
 
-from seqboat.core.mixer import Mixer, MixerOutput
-from seqboat.layers.seqboat import SeqBoat, SeqBoatConfig, SeqBoatFFNConfig
+from seqboat.layers.seqboat import SeqBoatConfig, SeqBoatFFNConfig
 from seqboat.layers.variants import (
     SeqBoatChunkConfig,
     SeqBoatFullAlwaysConfig,
@@ -18,20 +17,20 @@ from seqboat.layers.variants import (
     SeqBoatSigmoidConfig,
     SeqBoatThenFFNConfig,
 )
-from seqboat.mixers.adaptive_span import AdaptiveSpan, AdaptiveSpanConfig
-from seqboat.mixers.bigbird import BigBird, BigBirdConfig
-from seqboat.mixers.delta import GatedDeltaNet, GatedDeltaNetConfig
-from seqboat.mixers.h3 import H3, H3Config, H3HybridConfig
-from seqboat.mixers.linformer import Linformer, LinformerConfig
-from seqboat.mixers.luna import Luna, LunaConfig
-from seqboat.mixers.mamba2 import Mamba2, Mamba2Config
-from seqboat.mixers.mega import Mega, MegaChunkConfig, MegaConfig
-from seqboat.mixers.performer import Performer, PerformerConfig
-from seqboat.mixers.reformer import Reformer, ReformerConfig
+from seqboat.mixers.adaptive_span import AdaptiveSpanConfig
+from seqboat.mixers.bigbird import BigBirdConfig
+from seqboat.mixers.delta import GatedDeltaNetConfig
+from seqboat.mixers.h3 import H3Config, H3HybridConfig
+from seqboat.mixers.linformer import LinformerConfig
+from seqboat.mixers.luna import LunaConfig
+from seqboat.mixers.mamba2 import Mamba2Config
+from seqboat.mixers.mega import MegaChunkConfig, MegaConfig
+from seqboat.mixers.performer import PerformerConfig
+from seqboat.mixers.reformer import ReformerConfig
 from seqboat.mixers.samba import SambaConfig, SambaDeltaConfig
 from seqboat.mixers.ssm import LiquidS4LayerConfig, S4DLayerConfig, S4LayerConfig, S5LayerConfig
-from seqboat.mixers.transformer import Transformer, TransformerConfig
-from seqboat.mixers.transformer_xl import TransformerXL, TransformerXLConfig
+from seqboat.mixers.transformer import TransformerConfig
+from seqboat.mixers.transformer_xl import TransformerXLConfig
 
 MIXERS = {
     "seqboat": SeqBoatConfig,
@@ -69,44 +68,3 @@ MIXERS = {
     "reformer": ReformerConfig,
 }
 """Every mixer by the name that commands use: a configuration class with defaults for every field."""
-
-__all__ = [
-    "H3",
-    "MIXERS",
-    "AdaptiveSpan",
-    "AdaptiveSpanConfig",
-    "BigBird",
-    "BigBirdConfig",
-    "GatedDeltaNet",
-    "GatedDeltaNetConfig",
-    "H3Config",
-    "H3HybridConfig",
-    "Linformer",
-    "LinformerConfig",
-    "LiquidS4LayerConfig",
-    "Luna",
-    "LunaConfig",
-    "Mamba2",
-    "Mamba2Config",
-    "Mega",
-    "MegaChunkConfig",
-    "MegaConfig",
-    "Mixer",
-    "MixerOutput",
-    "Performer",
-    "PerformerConfig",
-    "Reformer",
-    "ReformerConfig",
-    "S4DLayerConfig",
-    "S4LayerConfig",
-    "S5LayerConfig",
-    "SambaConfig",
-    "SambaDeltaConfig",
-    "SeqBoat",
-    "SeqBoatConfig",
-    "SeqBoatFFNConfig",
-    "Transformer",
-    "TransformerConfig",
-    "TransformerXL",
-    "TransformerXLConfig",
-]

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 from seqboat.core.checks import check_positive, require
 from seqboat.core.layout import Layout, clear
-from seqboat.core.mixer import Direction, Mixer, MixerOutput, check_direction
+from seqboat.core.mixer import Direction, MixerOutput, check_direction
 from seqboat.core.nn import init_linear
 from seqboat.core.settings import fill_in
 from seqboat.core.state import overwrite
-from seqboat.mixers.block import Block, BlockConfig, head_width, join_heads, split_heads
+from seqboat.mixers.block import BlockConfig, MultiHead, join_heads, split_heads
 from seqboat.mixers.memory import Fifo, make_fifo, push, relative_shift, resize
 from seqboat.ops.attention import HIDDEN, widen
 
@@ -89,15 +89,13 @@ class _Bounded(torch.autograd.Function):
         return torch.where((ratio < 0) | (ratio > 1), inwards, gradient)
 
 
-class AdaptiveSpan(Mixer):
+class AdaptiveSpan(MultiHead):
     """One layer with adaptive spans on (batch, time, d_model): attention with a learned span per head."""
 
     def __init__(self, d_model: int, config: AdaptiveSpanConfig | None = None, **options: Any) -> None:
-        super().__init__()
         config = fill_in(AdaptiveSpanConfig, config, options, self, d_model)
-        self.config, self.d_model, self.causal = config, d_model, True
-        self.heads, self.d_head = config.heads, head_width(d_model, config.heads)
-        self.block = Block(d_model, config)
+        super().__init__(d_model, config)
+        self.config = config
         self.qkv = nn.Linear(d_model, 3 * d_model, bias=False)
         self.distances = nn.Parameter(torch.empty(config.max_span + 1, self.d_head))
         self.span_ratio = nn.Parameter(torch.empty(self.heads))
@@ -118,9 +116,6 @@ class AdaptiveSpan(Mixer):
         if self.config.shared_distances:
             del self.distances
             self._owner.append(first)
-
-    def closing_norm(self) -> nn.Module | None:
-        return self.block.closing_norm()
 
     def spans(self) -> Tensor:
         """(heads,): the span z of each head in tokens, in at least float32."""

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 
 from seqboat.core.checks import check_positive, require
 from seqboat.core.layout import Layout, clear
-from seqboat.core.mixer import Direction, Mixer, MixerOutput, check_direction
+from seqboat.core.mixer import Direction, MixerOutput, check_direction
 from seqboat.core.nn import init_linear
 from seqboat.core.settings import fill_in
-from seqboat.mixers.block import Block, BlockConfig, head_width, join_heads, split_heads
+from seqboat.mixers.block import BlockConfig, MultiHead, join_heads, split_heads
 from seqboat.ops.attention import HIDDEN, widen
 
 
@@ -69,7 +69,7 @@ class Seen(NamedTuple):
     """as blocks: whether to look there; no block is looked at twice"""
 
 
-class BigBird(Mixer):
+class BigBird(MultiHead):
     """One BigBird layer on (batch, time, d_model): block-sparse attention with global and random blocks."""
 
     causal = False
@@ -77,18 +77,13 @@ class BigBird(Mixer):
     seeds: Tensor
 
     def __init__(self, d_model: int, config: BigBirdConfig | None = None, **options: Any) -> None:
-        super().__init__()
         config = fill_in(BigBirdConfig, config, options, self, d_model)
-        self.config, self.d_model = config, d_model
-        self.heads, self.d_head = config.heads, head_width(d_model, config.heads)
+        super().__init__(d_model, config)
+        self.config = config
         self.front, self.back = (config.global_blocks + 1) // 2, config.global_blocks // 2
-        self.block = Block(d_model, config)
         self.qkv = nn.Linear(d_model, 3 * d_model)
         self.register_buffer("seeds", torch.randint(0, 1 << 31, (self.heads,)))
         init_linear(self)
-
-    def closing_norm(self) -> nn.Module | None:
-        return self.block.closing_norm()
 
     def mix(self, x: Tensor, layout: Layout, state: Any) -> MixerOutput:
         mask = layout.mask

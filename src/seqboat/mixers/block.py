@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqboat.core.checks import check_choice, check_positive, check_rate, require
+from seqboat.core.mixer import Mixer
 from seqboat.core.nn import (
     ACTIVATIONS,
     NORMS,
@@ -85,6 +86,19 @@ class Block(nn.Module):
     def drop(self, x: Tensor) -> Tensor:
         """Dropout, in training."""
         return F.dropout(x, self.config.dropout, self.training) if self.config.dropout else x
+
+
+class MultiHead(Mixer):
+    """A layer of multi-head attention inside a `Block`."""
+
+    def __init__(self, d_model: int, config: BlockConfig) -> None:
+        super().__init__()
+        self.d_model, self.causal = d_model, config.causal
+        self.heads, self.d_head = config.heads, head_width(d_model, config.heads)
+        self.block = Block(d_model, config)
+
+    def closing_norm(self) -> Norm | None:
+        return self.block.closing_norm()
 
 
 def head_width(d_model: int, heads: int) -> int:

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from seqboat.core.checks import check_choice, check_positive
 from seqboat.core.layout import Layout, clear
-from seqboat.core.mixer import Direction, Mixer, MixerOutput, check_direction
+from seqboat.core.mixer import Direction, MixerOutput, check_direction
 from seqboat.core.nn import init_linear
 from seqboat.core.settings import fill_in
-from seqboat.mixers.block import Block, BlockConfig, head_width, join_heads, split_heads
+from seqboat.mixers.block import BlockConfig, MultiHead, join_heads, split_heads
 from seqboat.ops.attention import widen
 
 Sharing = Literal["none", "heads", "keys"]
@@ -53,18 +53,16 @@ class LinformerConfig(BlockConfig):
         return Linformer(d_model, self)
 
 
-class Linformer(Mixer):
+class Linformer(MultiHead):
     """One Linformer layer on (batch, time, d_model): attention to a fixed number of projected keys."""
 
     causal = False
     wants_positions = True
 
     def __init__(self, d_model: int, config: LinformerConfig | None = None, **options: Any) -> None:
-        super().__init__()
         config = fill_in(LinformerConfig, config, options, self, d_model)
-        self.config, self.d_model = config, d_model
-        self.heads, self.d_head = config.heads, head_width(d_model, config.heads)
-        self.block = Block(d_model, config)
+        super().__init__(d_model, config)
+        self.config = config
         self.qkv = nn.Linear(d_model, 3 * d_model)
         kinds = 1 if config.sharing == "keys" else 2
         owners = self.heads if config.sharing == "none" else 1
@@ -80,9 +78,6 @@ class Linformer(Mixer):
         """
         init_linear(self)
         nn.init.normal_(self.project, std=self.config.projected**-0.5)
-
-    def closing_norm(self) -> nn.Module | None:
-        return self.block.closing_norm()
 
     def mix(self, x: Tensor, layout: Layout, state: Any) -> MixerOutput:
         mask = layout.mask

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from seqboat.core.checks import check_positive
 from seqboat.core.layout import Layout, clear
-from seqboat.core.mixer import Direction, Mixer, MixerOutput, check_direction
+from seqboat.core.mixer import Direction, MixerOutput, check_direction
 from seqboat.core.nn import Norm, init_linear, make_norm
 from seqboat.core.settings import fill_in
-from seqboat.mixers.block import Block, BlockConfig, head_width, join_heads, split_heads
+from seqboat.mixers.block import BlockConfig, MultiHead, join_heads, split_heads
 from seqboat.ops.attention import HIDDEN, widen
 
 
@@ -47,18 +47,16 @@ class LunaConfig(BlockConfig):
         return Luna(d_model, self)
 
 
-class Luna(Mixer):
+class Luna(MultiHead):
     """One Luna layer on (batch, time, d_model): attention through a short second sequence."""
 
     wants_positions = True
 
     def __init__(self, d_model: int, config: LunaConfig | None = None, **options: Any) -> None:
-        super().__init__()
         config = fill_in(LunaConfig, config, options, self, d_model)
-        self.config, self.d_model, self.causal = config, d_model, False
-        self.heads, self.d_head = config.heads, head_width(d_model, config.heads)
+        super().__init__(d_model, config)
+        self.config = config
         self.lead = config.length
-        self.block = Block(d_model, config)
         self.pack_query = nn.Linear(d_model, d_model)
         self.query = nn.Linear(d_model, d_model)
         # keys and values, in this order
@@ -78,9 +76,6 @@ class Luna(Mixer):
         self.second = None
         # after the sum only the next layer sees it, and a layer on its own has none
         self.second_norm = make_norm(self.config.norm, self.d_model)
-
-    def closing_norm(self) -> nn.Module | None:
-        return self.block.closing_norm()
 
     def mix(self, x: Tensor, layout: Layout, state: None) -> MixerOutput:
         mask = layout.mask

@@ -24,10 +24,10 @@ from torch import Tensor, nn
 
 from seqboat.core.checks import check_choice, check_positive
 from seqboat.core.layout import Layout, clear
-from seqboat.core.mixer import Direction, Mixer, MixerOutput, check_direction
+from seqboat.core.mixer import Direction, MixerOutput, check_direction
 from seqboat.core.nn import init_linear
 from seqboat.core.settings import fill_in
-from seqboat.mixers.block import Block, BlockConfig, head_width, join_heads, split_heads
+from seqboat.mixers.block import BlockConfig, MultiHead, join_heads, split_heads
 from seqboat.ops.attention import widen
 
 FeatureKernel = Literal["softmax", "relu"]
@@ -116,23 +116,18 @@ class RandomFeatures(nn.Module):
             return projected if query else projected - 0.5 * x.square().sum(dim=-1, keepdim=True)
 
 
-class Performer(Mixer):
+class Performer(MultiHead):
     """One Performer layer on (batch, time, d_model): linear attention with random features."""
 
     wants_positions = True
 
     def __init__(self, d_model: int, config: PerformerConfig | None = None, **options: Any) -> None:
-        super().__init__()
         config = fill_in(PerformerConfig, config, options, self, d_model)
-        self.config, self.d_model, self.causal = config, d_model, False
-        self.heads, self.d_head = config.heads, head_width(d_model, config.heads)
-        self.block = Block(d_model, config)
+        super().__init__(d_model, config)
+        self.config = config
         self.qkv = nn.Linear(d_model, 3 * d_model)
         self.features = RandomFeatures(config.features, self.d_head, config.kernel, config.redraw)
         init_linear(self)
-
-    def closing_norm(self) -> nn.Module | None:
-        return self.block.closing_norm()
 
     def mix(self, x: Tensor, layout: Layout, state: None) -> MixerOutput:
         mask = layout.mask

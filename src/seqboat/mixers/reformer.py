@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from seqboat.core.checks import check_positive, require
 from seqboat.core.layout import Layout, clear
-from seqboat.core.mixer import Direction, Mixer, MixerOutput, check_direction
+from seqboat.core.mixer import Direction, MixerOutput, check_direction
 from seqboat.core.nn import init_linear
 from seqboat.core.settings import fill_in
-from seqboat.mixers.block import Block, BlockConfig, head_width, join_heads, split_heads
+from seqboat.mixers.block import BlockConfig, MultiHead, join_heads, split_heads
 from seqboat.ops.attention import HIDDEN, widen
 
 SELF = -1e5
@@ -60,26 +60,21 @@ class ReformerConfig(BlockConfig):
         return Reformer(d_model, self)
 
 
-class Reformer(Mixer):
+class Reformer(MultiHead):
     """One Reformer layer on (batch, time, d_model): attention within hash buckets."""
 
     wants_positions = True
     rotations: Tensor
 
     def __init__(self, d_model: int, config: ReformerConfig | None = None, **options: Any) -> None:
-        super().__init__()
         config = fill_in(ReformerConfig, config, options, self, d_model)
-        self.config, self.d_model, self.causal = config, d_model, False
-        self.heads, self.d_head = config.heads, head_width(d_model, config.heads)
-        self.block = Block(d_model, config)
+        super().__init__(d_model, config)
+        self.config = config
         self.shared = nn.Linear(d_model, d_model, bias=False)
         self.value = nn.Linear(d_model, d_model, bias=False)
         shape = self.heads, self.d_head, config.hashes, config.buckets // 2
         self.register_buffer("rotations", torch.randn(shape))
         init_linear(self)
-
-    def closing_norm(self) -> nn.Module | None:
-        return self.block.closing_norm()
 
     def mix(self, x: Tensor, layout: Layout, state: None) -> MixerOutput:
         mask = layout.mask

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from seqboat.core.checks import check_positive
 from seqboat.core.layout import Layout, clear
-from seqboat.core.mixer import Direction, Mixer, MixerOutput, check_direction
+from seqboat.core.mixer import Direction, MixerOutput, check_direction
 from seqboat.core.nn import init_linear, sinusoids
 from seqboat.core.settings import fill_in
 from seqboat.core.state import overwrite
-from seqboat.mixers.block import Block, BlockConfig, head_width, join_heads, split_heads
+from seqboat.mixers.block import BlockConfig, MultiHead, join_heads, split_heads
 from seqboat.mixers.memory import Fifo, make_fifo, push, relative_shift
 from seqboat.ops.attention import HIDDEN, widen
 
@@ -52,16 +52,14 @@ class TransformerXLConfig(BlockConfig):
         return TransformerXL(d_model, self)
 
 
-class TransformerXL(Mixer):
+class TransformerXL(MultiHead):
     """One Transformer-XL layer on (batch, time, d_model): causal attention with a memory of earlier segments."""
 
     def __init__(self, d_model: int, config: TransformerXLConfig | None = None, **options: Any) -> None:
-        super().__init__()
         config = fill_in(TransformerXLConfig, config, options, self, d_model)
-        self.config, self.d_model, self.causal = config, d_model, True
-        self.heads, self.d_head = config.heads, head_width(d_model, config.heads)
+        super().__init__(d_model, config)
+        self.config = config
         self.slots = config.memory + config.segment
-        self.block = Block(d_model, config)
         self.qkv = nn.Linear(d_model, 3 * d_model, bias=False)
         self.relative = nn.Linear(d_model, d_model, bias=False)
         self.content_bias = nn.Parameter(torch.empty(self.heads, self.d_head))
@@ -74,9 +72,6 @@ class TransformerXL(Mixer):
         init_linear(self)
         for bias in (self.content_bias, self.position_bias):
             nn.init.trunc_normal_(bias, std=0.02, a=-0.04, b=0.04)
-
-    def closing_norm(self) -> nn.Module | None:
-        return self.block.closing_norm()
 
     def mix(self, x: Tensor, layout: Layout, state: Fifo | None) -> MixerOutput:
         mask = layout.mask

@@ -105,7 +105,7 @@ class StateSpace(Mixer):
         self.skip = nn.Parameter(torch.empty(d_model))
 
     def mix(self, x: Tensor, layout: Layout, state: Any) -> MixerOutput:
-        wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
+        wide = x.to(at_least_float32(x.dtype))
         wide = wide if layout.mask is None else clear(wide, layout.mask)
         with torch.autocast(x.device.type, enabled=False):
             y, after = self.read(wide, layout, state)
@@ -119,7 +119,7 @@ class StateSpace(Mixer):
     @torch.no_grad()
     def step(self, x: Tensor, state: Any) -> MixerOutput:
         with torch.autocast(x.device.type, enabled=False):
-            token = x if x.dtype in (torch.float32, torch.float64) else x.float()
+            token = x.to(at_least_float32(x.dtype))
             y, after = self.read_token(token, state)
             y = torch.addcmul(y, self.skip.to(y.dtype), token)
         for old, new in zip(state, after, strict=True):
@@ -344,8 +344,7 @@ class EMA(DiagonalSSM):
         return decay, rate * beta, gamma * (1 / math.sqrt(self.d_state))
 
     def _wide_parameters(self) -> list[Tensor]:
-        parameters = (self.delta, self.alpha, self.beta, self.gamma)
-        return [part if part.dtype == torch.float64 else part.float() for part in parameters]
+        return widened(self.delta, self.alpha, self.beta, self.gamma)
 
 
 def log_decay(delta: Tensor, alpha: Tensor) -> Tensor:
@@ -450,10 +449,7 @@ class S4D(DiagonalSSM):
         nn.init.normal_(self.skip)
 
     def coefficients(self) -> Coefficients:
-        log_dt, log_real, imag, c = (
-            part if part.dtype == torch.float64 else part.float()
-            for part in (self.log_dt, self.log_real, self.imag, self.c)
-        )
+        log_dt, log_real, imag, c = widened(self.log_dt, self.log_real, self.imag, self.c)
         poles = torch.complex(-torch.exp(log_real), imag)
         dt = torch.exp(log_dt)[..., None]
         log_q = poles * dt
@@ -526,6 +522,11 @@ def latest(joined: Tensor, mask: Tensor | None, past: int) -> Tensor:
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
     """The type in which a recurrence on such inputs is computed."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def widened(*parameters: Tensor) -> list[Tensor]:
+    """Parameters in at least float32."""
+    return [part.to(at_least_float32(part.dtype)) for part in parameters]
 
 
 def as_complex(pairs: Tensor) -> Tensor:

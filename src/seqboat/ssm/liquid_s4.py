@@ -34,6 +34,7 @@ from seqboat.ssm.diagonal import (
     joined_with,
     latest,
     real_like,
+    widened,
 )
 from seqboat.ssm.hippo import legs, legs_modes
 
@@ -131,9 +132,8 @@ class LiquidS4(StateSpace):
 
     def coefficients(self, direction: int) -> LiquidCoefficients:
         """Abar, the powers of Bbar (zero-order hold) and C."""
-        log_dt, log_real, imag, b, c = (
-            part.to(at_least_float32(part.dtype))
-            for part in (self.log_dt, self.log_real, self.imag, self.b, self.c[direction])
+        log_dt, log_real, imag, b, c = widened(
+            self.log_dt, self.log_real, self.imag, self.b, self.c[direction]
         )
         poles = torch.complex(-torch.exp(log_real), imag)
         log_q = poles * torch.exp(log_dt)[:, None]

@@ -40,6 +40,7 @@ from seqboat.ssm.diagonal import (
     check_states_even,
     complex_like,
     real_like,
+    widened,
 )
 from seqboat.ssm.hippo import legs, legs_modes
 
@@ -136,9 +137,8 @@ class S4(StateSpace):
 
     def system(self) -> System:
         """The parameters as a system."""
-        log_dt, log_real, imag, p, b, c = (
-            part.to(at_least_float32(part.dtype))
-            for part in (self.log_dt, self.log_real, self.imag, self.p, self.b, self.c)
+        log_dt, log_real, imag, p, b, c = widened(
+            self.log_dt, self.log_real, self.imag, self.p, self.b, self.c
         )
         if self.systems < self.d_model:
             copies = self.d_model // self.systems

@@ -29,6 +29,7 @@ from seqboat.ssm.diagonal import (
     at_least_float32,
     complex_like,
     real_like,
+    widened,
 )
 from seqboat.ssm.hippo import legs_modes
 
@@ -114,35 +115,20 @@ class S5(StateSpace):
 
     def coefficients(self) -> tuple[Tensor, Tensor]:
         """q (pairs,) and (q - 1) / poles * B (pairs, d_model), complex, in at least float32."""
-        log_q, drive = self.log_coefficients()
-        return torch.exp(log_q), drive
-
-    def log_coefficients(self) -> tuple[Tensor, Tensor]:
-        """log q (pairs,) and (q - 1) / poles * B (pairs, d_model), complex, in at least float32."""
-        log_dt, log_real, imag, b = (
-            part.to(at_least_float32(part.dtype)) for part in (self.log_dt, self.log_real, self.imag, self.b)
-        )
+        log_dt, log_real, imag, b = widened(self.log_dt, self.log_real, self.imag, self.b)
         poles = torch.complex(-torch.exp(log_real), imag)
         log_q = poles * torch.exp(log_dt)
-        return log_q, (torch.expm1(log_q) / poles)[:, None] * as_complex(b)
-
-    def enter_matrix(self, drive: Tensor) -> Tensor:
-        """(d_model, states) real: from an input to what it adds to the states, as pairs of real numbers."""
-        return torch.view_as_real(drive).transpose(0, 1).flatten(1)
-
-    def leave_matrix(self, direction: int, dtype: torch.dtype) -> Tensor:
-        """(d_model, states) real: 2 Re(C s) of states as pairs of real numbers."""
-        c = self.c[direction].to(dtype)
-        return 2 * torch.stack([c[..., 0], -c[..., 1]], dim=-1).flatten(1)
+        return torch.exp(log_q), (torch.expm1(log_q) / poles)[:, None] * as_complex(b)
 
     def _enter(self, x: Tensor, drive: Tensor) -> Tensor:
-        """(..., d_model) real to (..., pairs) complex."""
-        matrix = self.enter_matrix(drive)
+        """(..., d_model) real to (..., pairs) complex, as one real product."""
+        matrix = torch.view_as_real(drive).transpose(0, 1).flatten(1)
         return torch.view_as_complex((x @ matrix).unflatten(-1, (self.d_state // 2, 2)))
 
     def _leave(self, states: Tensor, direction: int) -> Tensor:
-        """2 Re(C s): (..., pairs) complex to (..., d_model) real."""
-        matrix = self.leave_matrix(direction, states.real.dtype)
+        """2 Re(C s): (..., pairs) complex to (..., d_model) real, as one real product."""
+        c = self.c[direction].to(states.real.dtype)
+        matrix = 2 * torch.stack([c[..., 0], -c[..., 1]], dim=-1).flatten(1)
         return real_like(states) @ matrix.t()
 
     def read(self, x: Tensor, layout: Layout, state: S5State | None) -> tuple[Tensor, S5State | None]:
