@@ -60,7 +60,8 @@ def test_a_column_of_pandas_is_a_list(tmp_path: Path) -> None:
     # the index is not in order
     frame = pd.DataFrame({"text": X, "label": Y}, index=range(59, -1, -1))
     model = quick().fit(frame["text"], frame["label"])
-    assert model.predict_proba(frame["text"][:9]).tolist() == quick().fit(X, Y).predict_proba(X[:9]).tolist()
+    plain = quick().fit(X, Y).predict_proba(X[:9])
+    np.testing.assert_allclose(model.predict_proba(frame["text"][:9]), plain, atol=1e-4)
 
 
 def test_clone_pickle_save_and_load(tmp_path: Path) -> None:
