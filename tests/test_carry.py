@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from seqboat.mixers.carry import carry_over
 from seqboat.mixers.mega import MegaChunkConfig, MegaConfig
 from seqboat.mixers.transformer import TransformerConfig
 from seqboat.recipes import lra
-from seqboat.recipes.base import with_mixer
 from seqboat.ssm.diagonal import EMAConfig
 from seqboat.training.settings_io import override, read_config
 
@@ -116,15 +114,6 @@ def test_every_change_gives_a_mixer_that_builds(old: str, new: str) -> None:
     made: Any = carry_over(config, new).mixer
     assert (made.norm, made.dropout, made.causal) == ("batch", 0.5, causal)
     assert type(made) is MIXERS[new]
-
-
-def test_recipes_take_the_name_of_a_mixer(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        mixer: Any = with_mixer(lra.image(), "mega").model.mixer
-    assert isinstance(mixer, MegaConfig) and (mixer.attention, mixer.d_z) == ("relu2", 96)
-    assert [record.message for record in caplog.records] == ["seqboat -> mega: not carried over: router"]
-    with pytest.raises(ValueError, match=r"mixer 'megaa' is unknown; did you mean mega\?"):
-        with_mixer(lra.image(), "megaa")
 
 
 def test_files_and_commands_carry_over_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -218,27 +218,6 @@ def test_machine_code(causal: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_gradient_checkpointing_with_running_averages() -> None:
-    mixer = SeqBoatConfig(init="paper", gau=GAUConfig(d_z=4, d_v=8, window=4, max_positions=16), norm="batch")
-    torch.manual_seed(0)
-    model = Classifier(BackboneConfig(mixer=mixer, d_model=8, num_layers=1, vocab=8), 2).train()
-    start = {name: value.clone() for name, value in model.state_dict().items()}
-    model.backbone.gradient_checkpointing = True
-    x = torch.randint(0, 8, (3, 12))
-    results = []
-    for run in (model, compile_model(model, backend="aot_eager")):
-        model.load_state_dict(start)
-        model.zero_grad()
-        loss = run(x).logits.square().sum()
-        loss.backward()
-        found = [loss.detach(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
-        results.append([value.clone() for value in found])
-    for one, two in zip(*results, strict=True):
-        torch.testing.assert_close(one, two)
-
-
-@pytest.mark.slow
 @torch.no_grad()
 def test_a_compiled_step_is_one_graph() -> None:
     layer = make_layer(True)

@@ -71,7 +71,7 @@ def check_alone(layer: Mixer, x: Tensor, cu: Tensor) -> None:
     torch.testing.assert_close(packed.grad, alone.grad, rtol=EXACT, atol=EXACT)
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", range(24))
 def test_random_packings_equal_the_documents_alone(seed: int) -> None:
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
@@ -167,19 +167,6 @@ def test_limits_are_counted_per_document(causal: bool) -> None:
     check_alone(layer, torch.randn(1, 22, 6, dtype=torch.float64), CU)
 
 
-def test_checkpointed_layers_pack() -> None:
-    torch.manual_seed(0)
-    model = enliven(LanguageModel(small_model())).train()
-    tokens = torch.randint(11, (1, 22))
-    grads = []
-    for checkpointing in (False, True):
-        model.backbone.gradient_checkpointing = checkpointing
-        model(tokens, cu_seqlens=CU).logits.square().sum().backward()
-        grads.append(take_gradients(model))
-    for one, other in zip(*grads, strict=True):
-        same(one, other)
-
-
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_a_poisoned_document_stays_alone(poison: float) -> None:
     torch.manual_seed(0)
@@ -210,16 +197,12 @@ def test_derivatives_as_a_tensor() -> None:
         (torch.tensor([0, 9, 3, 12]), "increase from 0"),
         (torch.tensor([0.0, 12.0]), "int32 or int64"),
         ([0, 12], "must be a tensor, got list"),
+        (torch.tensor([0, 5, 12]), "every one of the 2 sequences must begin a document"),
     ],
 )
 def test_wrong_borders_are_refused(cu: Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         find_layout(torch.zeros(2, 6), None, cu)
-
-
-def test_documents_end_with_their_sequence() -> None:
-    with pytest.raises(ValueError, match="every one of the 2 sequences must begin a document"):
-        find_layout(torch.zeros(2, 6), None, torch.tensor([0, 5, 12]))
 
 
 def test_empty_sequences() -> None:
@@ -255,16 +238,6 @@ def test_push_undoes_pull(trailing: tuple[int, ...]) -> None:
         count = int(real.sum())
         assert plan.pull(x)[row, :count].equal(x[row, real])
         assert not plan.pull(x)[row, count:].any()
-
-
-def test_bool_and_empty() -> None:
-    mask = mask_rows()
-    plan = front(mask)
-    assert plan.push(plan.pull(mask)).equal(mask)
-    empty = front(torch.zeros(3, 0, dtype=torch.bool))
-    assert empty.pull(torch.zeros(3, 0, 2)).shape == (3, 0, 2)
-    none = front(torch.zeros(0, 4, dtype=torch.bool))
-    assert none.push(torch.zeros(0, 4, 2)).shape == (0, 4, 2)
 
 
 def test_padding_is_overwritten_whatever_it_holds() -> None:

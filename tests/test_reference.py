@@ -316,28 +316,12 @@ repeatable = settings(
 )
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("complex_states", [False, True])
 @repeatable
-@given(cases(causal=True, complex_states=False))
-def test_causal_ema_layers_equal_the_reference(case: Case) -> None:
-    compare(case)
-
-
-@repeatable
-@given(cases(causal=False, complex_states=False))
-def test_bidirectional_ema_layers_equal_the_reference(case: Case) -> None:
-    compare(case)
-
-
-@repeatable
-@given(cases(causal=True, complex_states=True))
-def test_causal_s4d_layers_equal_the_reference(case: Case) -> None:
-    compare(case)
-
-
-@repeatable
-@given(cases(causal=False, complex_states=True))
-def test_bidirectional_s4d_layers_equal_the_reference(case: Case) -> None:
-    compare(case)
+@given(data=st.data())
+def test_layers_equal_the_reference(data: st.DataObject, causal: bool, complex_states: bool) -> None:
+    compare(data.draw(cases(causal=causal, complex_states=complex_states)))
 
 
 # a small layer of each kind for the cases below

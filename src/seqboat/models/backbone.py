@@ -73,13 +73,7 @@ class SharesParameters(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class BackboneConfig(Settings):
-    """An input layer and a stack of mixers, identical unless the mixer's configuration builds the stack itself.
-
-    >>> from seqboat import BackboneConfig, LanguageModel, SeqBoatConfig
-    >>> config = BackboneConfig(mixer=SeqBoatConfig(causal=True), d_model=32, num_layers=2, vocab=256)
-    >>> len(LanguageModel(config).backbone.layers)
-    2
-    """
+    """An input layer and a stack of mixers, identical unless the mixer's configuration builds the stack itself."""
 
     mixer: MixerConfig
     """The layer that is stacked."""
