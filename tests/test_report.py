@@ -31,8 +31,7 @@ from seqboat.layers.gau import GAUConfig
 from seqboat.layers.seqboat import SeqBoatConfig
 from seqboat.mixers.transformer import TransformerConfig
 from seqboat.report.page import element, visible
-from seqboat.report.record import describe_run, thin
-from seqboat.report.run import Collected, collect, report_page
+from seqboat.report.run import Collected, collect, describe_run, report_page, thin
 from seqboat.report.samples import PAGE_BYTES, Sample, pack_sample, pack_samples, sight_of, spell_bytes
 from seqboat.run import find_run
 from seqboat.tasks import TASKS

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from seqboat.report.page import Chart, score_unit
-from seqboat.report.record import Numbers
+from seqboat.report.page import Chart, Numbers, score_unit
 
 MODULES = ", the mean over the modules of a layer."
 """Appended to captions: training records the mean for layers with several modules."""

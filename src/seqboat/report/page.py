@@ -22,6 +22,8 @@ from typing import Any
 
 from seqboat.version import __version__
 
+Numbers = dict[str, Any]
+"""A report as plain data."""
 Chart = dict[str, Any]
 """Specification of a chart: `type` (bars, rows, matrix, lines), `title`, `about`, and the numbers."""
 
