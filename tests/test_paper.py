@@ -30,7 +30,7 @@ from seqboat.paper.results import add_row, check_commits, find_row, read_rows, w
 from seqboat.paper.table6 import BLOCKS, EFFICIENCY, measured_ratio
 from seqboat.paper.target import Pictures, Target
 from seqboat.paper.trial import Trial
-from seqboat.plotting import STYLES, THEMES, line_style, save_figure, write_figure
+from seqboat.plotting import STYLES, THEMES, save_figure, write_figure
 from seqboat.recipes import RECIPES
 from seqboat.run import Run
 from seqboat.tasks import TASKS
@@ -639,7 +639,6 @@ def test_the_front_is_what_nobody_beats() -> None:
 
 def test_labels_of_near_points_overlap_neither_each_other_nor_lines() -> None:
     pytest.importorskip("matplotlib")
-    from matplotlib.path import Path as Line
     from matplotlib.text import Text
 
     near = {"SeqBoat": [Point(16 * 2**i, 5.0 + 0.02 * i, 0.5 + 0.01 * i) for i in range(5)]}
@@ -657,13 +656,6 @@ def test_labels_of_near_points_overlap_neither_each_other_nor_lines() -> None:
     assert len(boxes) == 7
     for i, box in enumerate(boxes):
         assert not any(box.overlaps(other) for other in boxes[:i])
-    steep = [Point(2**i, 5.0 - 0.01 * i, 0.5 + 0.1 * i) for i in range(4)]
-    figure = tradeoff_figure({"Pathfinder": {"SeqBoat": steep}}, speed="s", score="accuracy")
-    figure.draw_without_rendering()
-    axes = figure.axes[0]
-    line = Line(axes.transData.transform([(p.speed, p.score) for p in steep]))
-    boxes = [Text.get_window_extent(text) for text in axes.texts]
-    assert len(boxes) == 4 and not any(line.intersects_bbox(box, filled=False) for box in boxes)
 
 
 @pytest.mark.parametrize(
@@ -692,10 +684,3 @@ def test_files_of_figures(tmp_path: Path) -> None:
     assert [path.read_bytes() for path in one] == [path.read_bytes() for path in two]
     with pytest.raises(ValueError, match=r"must end with \.png, \.svg or \.pdf, got 'a.gif'"):
         save_figure(FIGURES["span"]("light"), tmp_path / "a.gif")
-
-
-@pytest.mark.parametrize("theme", THEMES)
-def test_sixteen_lines_look_different(theme: Any) -> None:
-    looks = [line_style(STYLES[theme], number) for number in range(16)]
-    assert len({(look["color"], look["marker"]) for look in looks}) == 16
-    assert ["mfc" in look for look in looks] == [False] * 8 + [True] * 8

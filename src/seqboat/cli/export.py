@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from seqboat.cli.options import Shared
 from seqboat.cli.parser import Count
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from seqboat.models.heads import LanguageModel
     from seqboat.run import Run
 
@@ -143,9 +140,9 @@ def to_int8(
     before = sum(weight.numel() * weight.element_size() for weight in source.weights.values())
     lines = [f"| model | {count:,} numbers, step {source.step:,}; made by `seqboat export --to int8` |"]
     text, name = read_text(source, text_file, limit) if scored else (b"", "")
-    plain = measure(model, text, "as it was") if text else None
+    plain = measure(model, text) if text else None
     quantize(model)
-    rounded = measure(model, text, "int8") if text else None
+    rounded = measure(model, text) if text else None
     if plain and rounded:
         change = 100 * (rounded / plain - 1)
         lines.append(
@@ -191,23 +188,36 @@ def read_text(source: Run, path: Path | None, limit: int | None) -> tuple[bytes,
     return bytes(stored[:limit]), f"the test text of {source.task.name}"
 
 
-def measure(model: LanguageModel, text: bytes, what: str) -> float:
+def measure(model: LanguageModel, text: bytes) -> float:
     """Bits per byte of a text."""
-    import numpy as np
+    import io
 
-    from seqboat.text.score import CHUNK, score, total
+    from seqboat.text.score import CHUNK, read_chunks, score, total
 
-    ids = np.frombuffer(text, np.uint8)
-    shows = sys.stderr.isatty()
-
-    def chunks() -> Iterator[NDArray[np.uint8]]:
-        for begin in range(0, len(ids), CHUNK):
-            if shows:
-                print(f"\rscoring {what}: {begin:,}/{len(ids):,} bytes", end="", file=sys.stderr, flush=True)
-            yield ids[begin : begin + CHUNK]
-
-    found = total(score(model, chunks())).bits_per_token
-    if shows:
-        print("\r\033[K", end="", file=sys.stderr, flush=True)
+    found = total(score(model, read_chunks(io.BytesIO(text), CHUNK))).bits_per_token
     assert found is not None
     return found
+
+
+def in_own_units(model: Any, run: Run) -> None:
+    """Let a model that learned a number answer in its units, not in standard deviations from the mean."""
+    import torch
+
+    from seqboat.core.checks import require
+    from seqboat.export.int8 import is_quantized
+    from seqboat.own.targets import NumberTarget
+    from seqboat.own.task import OwnTask
+
+    if not isinstance(run.task, OwnTask) or not isinstance(run.task.target, NumberTarget):
+        return
+    facts, out = run.task.facts, model.head.out
+    require(out.bias is not None, "a number needs a head with a bias (model.head_bias)")
+    with torch.no_grad():
+        # the rows of a matrix, or the scale of its int8 codes
+        (out.scale if is_quantized(model) else out.weight).mul_(facts["target_std"])
+        out.bias.mul_(facts["target_std"]).add_(facts["target_mean"])
+
+
+def input_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What is known of the real values that a model of own data reads."""
+    return {name: facts[name] for name in ("input", "mean", "std", "gaps", "rate") if name in facts}

@@ -31,13 +31,12 @@ def export_run(run: Path | str, folder: Path | str, which: str = "best") -> Expo
     """
     from transformers import GenerationConfig
 
+    from seqboat.cli.export import in_own_units
     from seqboat.core.checks import require
     from seqboat.data.files import making_folder
     from seqboat.hf.model import SeqBoatForCausalLM
     from seqboat.hf.save import to_transformers
     from seqboat.hf.tokenizer import PAD, byte_tokenizer
-    from seqboat.own.targets import NumberTarget
-    from seqboat.own.task import OwnTask
     from seqboat.run import Run
     from seqboat.training.settings_io import to_dict
 
@@ -53,8 +52,7 @@ def export_run(run: Path | str, folder: Path | str, which: str = "best") -> Expo
         kind = "bytes"
     try:
         model = to_transformers(source.model, pad_token_id=pad, **head_settings(source))
-        if isinstance(source.task, OwnTask) and isinstance(source.task.target, NumberTarget):
-            _in_own_units(model, source.task.facts)
+        in_own_units(model, source)
     except ValueError as error:
         raise ValueError(f"{run} cannot be exported (task {name}): {error}") from error
     if isinstance(model, SeqBoatForCausalLM):
@@ -72,6 +70,7 @@ def export_run(run: Path | str, folder: Path | str, which: str = "best") -> Expo
 
 def head_settings(run: Run) -> dict[str, Any]:
     """Fields of the configuration that say what the outputs of a run's model mean, and what its inputs are."""
+    from seqboat.cli.export import input_facts
     from seqboat.models.heads import Classifier, Tagger
     from seqboat.own.targets import LabelsTarget, NumberTarget
     from seqboat.own.task import OwnTask
@@ -87,22 +86,8 @@ def head_settings(run: Run) -> dict[str, Any]:
         elif isinstance(run.task.target, LabelsTarget):
             settings["problem_type"] = "multi_label_classification"
         if run.task.vocab is None:
-            names = ("input", "mean", "std", "gaps", "rate")
-            settings["input_facts"] = {name: run.task.facts[name] for name in names if name in run.task.facts}
+            settings["input_facts"] = input_facts(run.task.facts)
     return settings
-
-
-def _in_own_units(model: SeqBoatPreTrainedModel, facts: dict[str, Any]) -> None:
-    """Let a regression model answer in the units of its targets, not in standard deviations from their mean."""
-    import torch
-
-    from seqboat.core.checks import require
-
-    out = model.head.out
-    require(out.bias is not None, "a number needs a head with a bias (model.head_bias)")
-    with torch.no_grad():
-        out.weight.mul_(facts["target_std"])
-        out.bias.mul_(facts["target_std"]).add_(facts["target_mean"])
 
 
 def model_card(model: SeqBoatPreTrainedModel, run: Run, tokenizer: TokenizerKind) -> str:

@@ -50,30 +50,20 @@ def to_onnx(
 
 def prepare(run: Run, int8: bool) -> nn.Module:
     """A copy of a run's model that answers in the units of its task."""
-    import torch
-
-    from seqboat.core.checks import require
+    from seqboat.cli.export import in_own_units
     from seqboat.export.int8 import is_quantized, quantize
-    from seqboat.own.targets import NumberTarget
-    from seqboat.own.task import OwnTask
 
     model: Any = copy.deepcopy(run.model).float()
     if int8 and not is_quantized(model):
         quantize(model)
-    if isinstance(run.task, OwnTask) and isinstance(run.task.target, NumberTarget):
-        facts, out = run.task.facts, model.head.out
-        assert facts is not None
-        require(out.bias is not None, "a number needs a head with a bias (model.head_bias)")
-        with torch.no_grad():
-            # the rows of a matrix, or the scale of its int8 codes
-            (out.scale if is_quantized(model) else out.weight).mul_(facts["target_std"])
-            out.bias.mul_(facts["target_std"]).add_(facts["target_mean"])
+    in_own_units(model, run)
     done: nn.Module = model.eval()
     return done
 
 
 def describe(run: Run, model: Any) -> dict[str, Any]:
     """What a file says about its model."""
+    from seqboat.cli.export import input_facts
     from seqboat.export.int8 import is_quantized
     from seqboat.models.heads import LanguageModel
     from seqboat.own.targets import LabelsTarget, NumberTarget
@@ -107,8 +97,7 @@ def describe(run: Run, model: Any) -> dict[str, Any]:
             elif isinstance(task.target, LabelsTarget):
                 facts["problem"] = "several labels"
             if task.vocab is None and task.facts:
-                names = ("input", "mean", "std", "gaps", "rate")
-                facts["input"] = {name: task.facts[name] for name in names if name in task.facts}
+                facts["input"] = input_facts(task.facts)
     return {name: value for name, value in facts.items() if value is not None}
 
 
