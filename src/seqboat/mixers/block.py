@@ -55,17 +55,15 @@ class BlockConfig(Settings):
             check_positive("d_ff", self.d_ff)
 
 
-class Block(nn.Module):
-    """Norms, output projection, feed-forward block and residual connections of one layer."""
+class Residual(nn.Module):
+    """Norms and residual connections around an attention and a feed-forward block."""
 
-    def __init__(self, d_model: int, config: BlockConfig) -> None:
-        super().__init__()
-        self.config, self.d_model = config, d_model
-        self.norm: Norm = make_norm(config.norm, d_model)
-        self.out = nn.Linear(d_model, d_model)
-        self.ffn_norm: Norm = make_norm(config.norm, d_model)
-        self.ffn = FeedForward(d_model, config.d_ff or 4 * d_model, config.activation)
-        init_linear(self)
+    config: BlockConfig
+    d_model: int
+    norm: Norm
+    out: nn.Linear
+    ffn_norm: Norm
+    ffn: FeedForward
 
     def open(self, x: Tensor, mask: Tensor | None) -> Tensor:
         """What the attention reads, from (..., d_model)."""
@@ -86,6 +84,19 @@ class Block(nn.Module):
     def drop(self, x: Tensor) -> Tensor:
         """Dropout, in training."""
         return F.dropout(x, self.config.dropout, self.training) if self.config.dropout else x
+
+
+class Block(Residual):
+    """What surrounds the attention of one layer, in one part."""
+
+    def __init__(self, d_model: int, config: BlockConfig) -> None:
+        super().__init__()
+        self.config, self.d_model = config, d_model
+        self.norm = make_norm(config.norm, d_model)
+        self.out = nn.Linear(d_model, d_model)
+        self.ffn_norm = make_norm(config.norm, d_model)
+        self.ffn = FeedForward(d_model, config.d_ff or 4 * d_model, config.activation)
+        init_linear(self)
 
 
 class MultiHead(Mixer):

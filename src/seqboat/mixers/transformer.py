@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from seqboat.core.checks import check_choice, check_positive, require
 from seqboat.core.layout import Layout, clear
 from seqboat.core.mixer import Mixer, MixerOutput
-from seqboat.core.nn import FeedForward, Norm, init_linear, make_norm
+from seqboat.core.nn import FeedForward, init_linear, make_norm
 from seqboat.core.settings import fill_in
 from seqboat.core.state import overwrite
-from seqboat.mixers.block import BlockConfig, head_width, join_heads
+from seqboat.mixers.block import BlockConfig, Residual, head_width, join_heads
 from seqboat.mixers.memory import Cache, append, extend, make_cache, seen_by_step
 from seqboat.ops.attention import rotate, turns
 
@@ -49,8 +49,10 @@ class TransformerConfig(BlockConfig):
         return Transformer(d_model, self)
 
 
-class Transformer(Mixer):
+class Transformer(Residual, Mixer):
     """One Transformer layer on (batch, time, d_model): full attention and a feed-forward block."""
+
+    config: TransformerConfig
 
     def __init__(self, d_model: int, config: TransformerConfig | None = None, **options: Any) -> None:
         super().__init__()
@@ -62,10 +64,10 @@ class Transformer(Mixer):
             config.positions != "rotary" or self.d_head % 2 == 0,
             f"d_model / heads must be even with rotary positions, got {self.d_head}",
         )
-        self.norm: Norm = make_norm(config.norm, d_model)
+        self.norm = make_norm(config.norm, d_model)
         self.qkv = nn.Linear(d_model, 3 * d_model)
         self.out = nn.Linear(d_model, d_model)
-        self.ffn_norm: Norm = make_norm(config.norm, d_model)
+        self.ffn_norm = make_norm(config.norm, d_model)
         self.ffn = FeedForward(d_model, config.d_ff or 4 * d_model, config.activation)
         if config.positions == "relative":
             self.bias = nn.Parameter(torch.empty(config.heads, 2 * config.max_positions - 1))
@@ -77,16 +79,13 @@ class Transformer(Mixer):
         if self.config.positions == "relative":
             nn.init.trunc_normal_(self.bias, std=0.02, a=-0.04, b=0.04)
 
-    def closing_norm(self) -> nn.Module | None:
-        return make_norm(self.config.norm, self.d_model) if self.config.prenorm else None
-
     def mix(self, x: Tensor, layout: Layout, state: Cache | None) -> MixerOutput:
         mask = layout.mask
         batch, time = x.shape[:2]
         counts = torch.full((batch,), time, device=x.device) if mask is None else mask.sum(dim=1)
         slot = torch.arange(time, device=x.device)
         slots = slot.expand(batch, -1) if state is None else state.total[:, None] + slot
-        query, key, value = self._project(self.norm(x, mask) if self.config.prenorm else x, slots)
+        query, key, value = self._project(self.open(x, mask), slots)
         after, visible = None, None
         if self.causal and state is None and mask is None:
             after = Cache(key.to(x.dtype), value.to(x.dtype), counts)
@@ -102,7 +101,7 @@ class Transformer(Mixer):
             visible = (mask | (slot == 0))[:, None, None]
         bias = self._relative(slots if state is not None else slots[:1], key.shape[2])
         attended = self._attend(query, key, value, visible, bias, self.causal and state is None)
-        return MixerOutput(clear(self._close(x, join_heads(attended), mask), mask), after)
+        return MixerOutput(clear(self.close(x, join_heads(attended), mask), mask), after)
 
     def _project(self, x: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values (batch, heads, time, d_head) of (batch, time, d_model)."""
@@ -146,17 +145,6 @@ class Transformer(Mixer):
                 return query + 0 * given.sum()
         return F.scaled_dot_product_attention(query, key, value, given, dropout, causal)
 
-    def _close(self, x: Tensor, attended: Tensor, mask: Tensor | None) -> Tensor:
-        """Both residual connections, after the attention of (..., d_model)."""
-        y = x + self._drop(self.out(attended))
-        if self.config.prenorm:
-            return y + self._drop(self.ffn(self.ffn_norm(y, mask)))
-        y = self.norm(y, mask)
-        return self.ffn_norm(y + self._drop(self.ffn(y)), mask)
-
-    def _drop(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.config.dropout, self.training) if self.config.dropout else x
-
     @property
     def grows(self) -> bool:
         return self.causal
@@ -166,12 +154,11 @@ class Transformer(Mixer):
 
     @torch.no_grad()
     def step(self, x: Tensor, state: Cache) -> MixerOutput:
-        branch = self.norm(x) if self.config.prenorm else x
-        query, key, value = self._project(branch[:, None], state.total[:, None])
+        query, key, value = self._project(self.open(x, None)[:, None], state.total[:, None])
         after = append(state, key[:, :, 0], value[:, :, 0])
         keys, values, seen = seen_by_step(after)
         # a single sequence needs no mask, which lets the fused attention take its fast path
         visible = None if x.shape[0] == 1 else seen[:, None, None]
         bias = self._relative(state.total[:, None], keys.shape[2])
         attended = self._attend(query, keys.to(query.dtype), values.to(query.dtype), visible, bias, False)
-        return MixerOutput(self._close(x, attended.flatten(1), None), overwrite(state, after))
+        return MixerOutput(self.close(x, attended.flatten(1), None), overwrite(state, after))

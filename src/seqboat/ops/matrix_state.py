@@ -18,9 +18,6 @@ from torch import Tensor
 def decays_between(log_decay: Tensor) -> Tensor:
     """(..., size, size): the decay of what token j wrote when token i reads it; zero if j is later.
 
-    >>> decays_between(torch.tensor([0.5, 0.25, 0.5]).log()).tolist()
-    [[1.0, 0.0, 0.0], [0.25, 1.0, 0.0], [0.125, 0.5, 1.0]]
-
     Args:
         log_decay: (..., size).
     """
