@@ -314,7 +314,7 @@ class GAU(PackedModule):
                 part.set_(F.pad(part, (0, 0) * (part.dim() - 2) + (0, more)))  # type: ignore[call-overload]
         if x.device.type == "cpu" and not torch.compiler.is_compiling():
             rows = [row for row, on in enumerate(active.tolist()) if on]
-            if len(rows) <= ROWS:
+            if 0 < len(rows) <= ROWS:
                 return self._step_rows(x, rows, position, state, weight)
         query, key, value, gate = self._project_token(x, position, state.total, weight)
         slot, size = state.total, state.keys.shape[1]
