@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from seqboat.analysis.interventions import intervention_figure
+from seqboat.analysis.interventions import Intervention, InterventionResult, intervention_figure
 from seqboat.analysis.measures import measure_run
 from seqboat.analysis.traces import load_examples, trace
 from seqboat.cli.main import main
@@ -567,17 +567,24 @@ MAP = np.array([[0.0, 0.5], [0.75, 1.0]])
 FIGURES: dict[str, Callable[..., Any]] = {
     "activation": lambda theme: activation_figure({"SeqBoat": TASK_RATES}, theme=theme),
     "maps": lambda theme: confidence_maps_figure([MAP, MAP], {"layer 2": [MAP, MAP]}, theme=theme),
-    "tradeoff": lambda theme: tradeoff_figure({"Image": POINTS}, speed="s", score="a", theme=theme),
+    "tradeoff": lambda theme: tradeoff_figure({"Image": POINTS}, time="s", score="a", theme=theme),
     "span": lambda theme: span_figure(
         {"Pathfinder": {16: ([8.0, None, 90.0], [1.0, None, 20.0]), 32: ([4.0, 5.0], [0.5, 9.0])}},
         local={16: 8},
         theme=theme,
     ),
     "intervention": lambda theme: intervention_figure(
-        {"all off": (0.1, 0.02), "all on": (0.4, None)},
-        {0.5: (0.6, 0.03, 0.3), 0.1: (0.2, None, 0.9)},
-        metric="acc",
-        usual=(0.6, 0.02),
+        [
+            InterventionResult(Intervention(name, (), threshold), {"acc": score}, [rate], error)
+            for name, threshold, score, rate, error in (
+                ("as it is", None, 0.6, 0.5, 0.02),
+                ("all off", None, 0.1, 0.0, 0.02),
+                ("all on", None, 0.4, 1.0, None),
+                ("threshold 0.5", 0.5, 0.6, 0.3, 0.03),
+                ("threshold 0.1", 0.1, 0.2, 0.9, None),
+            )
+        ],
+        "acc",
         theme=theme,
     ),
 }
@@ -629,10 +636,8 @@ def test_figures_show_what_they_are_given() -> None:
 
 
 def test_the_front_is_what_nobody_beats() -> None:
-    points = [point for family in POINTS.values() for point in family]
-    assert pareto_front(points) == [Point(16, 4.0, 0.5), Point(64, 3.0, 0.6, 0.01), Point(64, 1.0, 0.65)]
-    # in seconds, the low ones are fast
-    assert [p.speed for p in pareto_front(points, "low")] == [1.0]
+    points = [point._replace(time=1 / point.time) for family in POINTS.values() for point in family]
+    assert [(p.size, p.score) for p in pareto_front(points)] == [(16, 0.5), (64, 0.6), (64, 0.65)]
     same = [Point(1, 2.0, 0.5), Point(2, 2.0, 0.5)]
     assert len(pareto_front(same)) == 1
 
@@ -643,9 +648,7 @@ def test_labels_of_near_points_overlap_neither_each_other_nor_lines() -> None:
 
     near = {"SeqBoat": [Point(16 * 2**i, 5.0 + 0.02 * i, 0.5 + 0.01 * i) for i in range(5)]}
     near["MEGA-chunk"] = [Point(512, 5.05, 0.53), Point(16, 20.0, 0.9)]
-    figure = tradeoff_figure(
-        {"Image": near}, speed="s", score="accuracy", faster="low", chance={"Image": 0.1}
-    )
+    figure = tradeoff_figure({"Image": near}, time="s", score="accuracy", chance={"Image": 0.1})
     figure.draw_without_rendering()
     axes = figure.axes[0]
     assert axes.xaxis_inverted() and axes.get_ylim()[0] < 0.1, (
@@ -666,7 +669,7 @@ def test_labels_of_near_points_overlap_neither_each_other_nor_lines() -> None:
         (lambda: activation_figure({"x": TASK_RATES}, theme="blue"), "theme must be one of"),  # type: ignore[arg-type]
         (lambda: confidence_maps_figure([MAP], {"x": [MAP, MAP]}), "x must hold 1 maps"),
         (lambda: confidence_maps_figure([MAP], {"x": [MAP[:1]]}), r"shape of their image, \(2, 2\), got"),
-        (lambda: tradeoff_figure({"a": {}}, speed="", score=""), "at least one point"),
+        (lambda: tradeoff_figure({"a": {}}, time="", score=""), "at least one point"),
         (lambda: span_figure({}), "panels must not be empty"),
     ],
 )

@@ -13,7 +13,7 @@ token that would have been skipped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -301,62 +301,53 @@ def contribution(
 
 # the picture
 
-Scored = tuple[float, float | None]
-"""A score and its standard error, None if it is unknown."""
-
 
 def intervention_figure(
-    settings: Mapping[str, Scored],
-    thresholds: Mapping[float, tuple[float, float | None, float]],
-    *,
-    metric: str,
-    usual: Scored,
-    theme: Theme = "light",
+    outcomes: Sequence[InterventionResult], metric: str, theme: Theme = "light"
 ) -> Figure:
     """The score under every forced decision, and the score and the activation as the threshold moves.
 
     Args:
-        settings: score by what was forced, from top to bottom, with its standard error.
-        thresholds: score, standard error and mean activation rate by threshold.
+        outcomes: from `intervene`: the unchanged model first, drawn as a line with a band of one standard error.
         metric: name of the score.
-        usual: score of the unchanged model, drawn as a line with a band of one standard error.
         theme: light or dark.
     """
+    score, error = outcomes[0].metrics[metric], outcomes[0].error
+    forced = [outcome for outcome in outcomes[1:] if outcome.setting.threshold is None]
+    moved = [o for o in outcomes if o.setting.threshold is not None and np.isfinite(o.metrics[metric])]
+    moved.sort(key=lambda outcome: outcome.setting.threshold or 0.0)
     style = style_of(theme)
-    figure = new_figure(9.6, max(2.9, 1.1 + 0.3 * len(settings)), style)
+    figure = new_figure(9.6, max(2.9, 1.1 + 0.3 * len(forced)), style)
     left, right = figure.subplots(1, 2)
-    names = list(settings)
-    scores = np.array([score for score, _ in settings.values()], dtype=float)
-    rows = np.arange(len(names))
+    rows = np.arange(len(forced))
     left.errorbar(
-        scores,
+        [outcome.metrics[metric] for outcome in forced],
         rows,
-        xerr=[error or 0.0 for _, error in settings.values()],
+        xerr=[outcome.error or 0.0 for outcome in forced],
         capsize=3,
         elinewidth=1.2,
         **{**line_style(style, 0), "ls": "none", "ms": 7},
     )
-    _draw_usual(left.axvline, left.axvspan, style, usual)
-    left.set_yticks(rows, names)
-    left.set_ylim(len(names) - 0.4, -0.6)
+    _draw_usual(left.axvline, left.axvspan, style, score, error)
+    left.set_yticks(rows, [outcome.setting.name for outcome in forced])
+    left.set_ylim(len(forced) - 0.4, -0.6)
     left.set_xlabel(f"{metric} ± standard error")
     dress(left, style, "x")
-    places = sorted(thresholds)
+    places = [outcome.setting.threshold for outcome in moved]
     if places:
         drawn = right.errorbar(
             places,
-            [thresholds[t][0] for t in places],
-            yerr=[thresholds[t][1] or 0.0 for t in places],
+            [outcome.metrics[metric] for outcome in moved],
+            yerr=[outcome.error or 0.0 for outcome in moved],
             capsize=3,
             elinewidth=1.2,
             label=metric,
             **line_style(style, 0),
         )
-        band = _draw_usual(right.axhline, right.axhspan, style, usual)
+        band = _draw_usual(right.axhline, right.axhspan, style, score, error)
         active = right.twinx()
-        (line,) = active.plot(
-            places, [thresholds[t][2] for t in places], label="tokens that attend", **line_style(style, 1)
-        )
+        rates = [outcome.rate for outcome in moved]
+        (line,) = active.plot(places, rates, label="tokens that attend", **line_style(style, 1))
         active.set_ylim(-0.02, 1.02)
         active.set_ylabel("tokens that attend")
         active.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
@@ -379,9 +370,8 @@ def intervention_figure(
     return figure
 
 
-def _draw_usual(line: Any, span: Any, style: Style, usual: Scored) -> Any:
+def _draw_usual(line: Any, span: Any, style: Style, score: float, error: float | None) -> Any:
     """The score of the unchanged model, with a band of one standard error; returns the line."""
-    score, error = usual
     if error:
         span(score - error, score + error, color=style.faint, alpha=0.5, lw=0, zorder=0)
     return line(score, color=style.ink, lw=1, ls="--")

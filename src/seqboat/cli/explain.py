@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json as jsons
-import math
 import os
 import shutil
 import sys
@@ -153,7 +152,8 @@ def contribution(
     if plot is not None:
         check_plot(plot)
 
-    from seqboat.analysis.interventions import THRESHOLDS, intervene
+    from seqboat.analysis.interventions import THRESHOLDS, intervene, intervention_figure
+    from seqboat.plotting import save_figure
     from seqboat.report.page import finite
     from seqboat.run import Run, find_run
 
@@ -170,7 +170,7 @@ def contribution(
         progress=show_settings if sys.stderr.isatty() else None,
     )
     if plot is not None:
-        draw(outcomes, metric, plot)
+        save_figure(intervention_figure(outcomes, metric), plot)
     if as_json:
         record = {
             "run": str(folder),
@@ -231,25 +231,6 @@ def table(outcomes: Sequence[InterventionResult], metric: str) -> list[str]:
 
 def _error(value: float | None) -> str:
     return "" if value is None else f" ± {value:.4f}"
-
-
-def draw(outcomes: Sequence[InterventionResult], metric: str, path: Path) -> None:
-    """The same as a picture."""
-    from seqboat.analysis.interventions import intervention_figure
-    from seqboat.plotting import save_figure
-
-    forced = {
-        outcome.setting.name: (outcome.metrics[metric], outcome.error)
-        for outcome in outcomes[1:]
-        if outcome.setting.threshold is None
-    }
-    moved = {
-        outcome.setting.threshold: (outcome.metrics[metric], outcome.error, outcome.rate)
-        for outcome in outcomes
-        if outcome.setting.threshold is not None and math.isfinite(outcome.metrics[metric])
-    }
-    usual = (outcomes[0].metrics[metric], outcomes[0].error)
-    save_figure(intervention_figure(forced, moved, metric=metric, usual=usual), path)
 
 
 def show_settings(outcome: InterventionResult, done: int, settings: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from seqboat.core.checks import require
 from seqboat.paper import published
@@ -93,42 +93,40 @@ def _draw(trials: Sequence[Trial], recorded: Rows) -> Make | None:
         return None
     chance = {trial.task_title: 100 * CHANCE[trial.task] for trial in trials if trial.task in CHANCE}
     slowest = max(
-        point.speed for families in panels.values() for points in families.values() for point in points
+        point.time for families in panels.values() for points in families.values() for point in points
     )
     unit, factor = ("hours", 1) if slowest >= 2 else ("minutes", 60)
     scaled = {
         task: {
-            title: [point._replace(speed=factor * point.speed) for point in points]
+            title: [point._replace(time=factor * point.time) for point in points]
             for title, points in families.items()
         }
         for task, families in panels.items()
     }
     return lambda theme: tradeoff_figure(
         scaled,
-        speed=f"training, {'GPU' if gpu else 'processor'} {unit} (faster to the right)",
+        time=f"training, {'GPU' if gpu else 'processor'} {unit} (faster to the right)",
         score="validation accuracy, %",
-        faster="low",
         chance=chance,
         theme=theme,
     )
 
 
 class Point(NamedTuple):
-    """One model in a plot of speed against quality."""
+    """One model in a plot of time against quality."""
 
     size: int
     """of its memory or of its chunks"""
-    speed: float
+    time: float
     score: float
     std: float | None = None
     """of the score over seeds"""
 
 
-def pareto_front(points: Sequence[Point], faster: Literal["high", "low"] = "high") -> list[Point]:
-    """The points that no other one beats in both speed and score."""
-    sign = 1 if faster == "high" else -1
+def pareto_front(points: Sequence[Point]) -> list[Point]:
+    """The points that no other one beats in both time and score."""
     front: list[Point] = []
-    for point in sorted(points, key=lambda p: (-sign * p.speed, -p.score)):
+    for point in sorted(points, key=lambda p: (p.time, -p.score)):
         if not front or point.score > front[-1].score:
             front.append(point)
     return front
@@ -137,21 +135,19 @@ def pareto_front(points: Sequence[Point], faster: Literal["high", "low"] = "high
 def tradeoff_figure(
     panels: Mapping[str, Mapping[str, Sequence[Point]]],
     *,
-    speed: str,
+    time: str,
     score: str,
-    faster: Literal["high", "low"] = "high",
     chance: Mapping[str, float] | None = None,
     theme: Theme = "light",
 ) -> Figure:
-    """Speed against quality, a line per family of models, with the memory size beside every point.
+    """Time against quality, a line per family of models, with the memory size beside every point.
 
     Points on the common front, which none beats in both, have a ring around them.
 
     Args:
         panels: by title, points of each family.
-        speed: label of the horizontal axis.
+        time: label of the horizontal axis, whose fast end is to the right.
         score: label of the vertical axis.
-        faster: whether high or low values of speed are the fast ones; the fast end is to the right.
         chance: by title, the score of guessing: the vertical axis begins below it.
         theme: light or dark.
     """
@@ -166,7 +162,7 @@ def tradeoff_figure(
             look = line_style(style, number)
             error = [point.std or 0.0 for point in ordered]
             axes.errorbar(
-                [point.speed for point in ordered],
+                [point.time for point in ordered],
                 [point.score for point in ordered],
                 error if any(error) else None,
                 capsize=2,
@@ -174,11 +170,11 @@ def tradeoff_figure(
                 label=name,
                 **look,
             )
-            labels += [(str(point.size), point.speed, point.score, look["color"]) for point in ordered]
-            paths.append([(point.speed, point.score) for point in ordered])
-        front = pareto_front(everyone, faster)
+            labels += [(str(point.size), point.time, point.score, look["color"]) for point in ordered]
+            paths.append([(point.time, point.score) for point in ordered])
+        front = pareto_front(everyone)
         axes.plot(
-            [point.speed for point in front],
+            [point.time for point in front],
             [point.score for point in front],
             ls="none",
             marker="o",
@@ -192,10 +188,9 @@ def tradeoff_figure(
         axes.margins(x=0.14, y=0.14)
         if chance is not None and title in chance:
             draw_chance(axes, style, chance[title])
-        if faster == "low":
-            axes.set_xlim(left=0)
-            axes.invert_xaxis()
-        axes.set_xlabel(speed)
+        axes.set_xlim(left=0)
+        axes.invert_xaxis()
+        axes.set_xlabel(time)
         axes.set_ylabel(score)
         legend(axes, style, loc="upper center", bbox_to_anchor=(0.5, -0.17), ncols=len(families) + 1)
         label_points(axes, labels, paths)
