@@ -37,11 +37,6 @@ BLOCKS = (
 )
 
 
-def show(trials: Sequence[Trial], rows: Rows, pictures: Pictures) -> list[str]:
-    """The three blocks of table 6, ours and the paper's ratios side by side."""
-    return _tables(trials, rows)
-
-
 def _cost(row: Row, field: str) -> float | None:
     """A cost; the time of a step is processor time on a CPU, where other work takes wall time."""
     field = "processor_seconds" if field == "seconds" and not on_accelerator(row) else field
@@ -67,7 +62,8 @@ def _ratios(trials: Sequence[Trial], recorded: Rows, block: Block) -> Mapping[tu
     }
 
 
-def _tables(trials: Sequence[Trial], recorded: Rows) -> list[str]:
+def show(trials: Sequence[Trial], recorded: Rows, pictures: Pictures) -> list[str]:
+    """The three blocks of table 6, ours and the paper's ratios side by side."""
     head = [TITLES[task] for task in LRA_TASKS]
     lines = []
     for block in BLOCKS:
