@@ -26,7 +26,7 @@ from seqboat.core.mixer import Direction, MixerOutput, check_direction
 from seqboat.core.nn import init_linear
 from seqboat.core.settings import fill_in
 from seqboat.core.state import overwrite
-from seqboat.mixers.block import BlockConfig, MultiHead, join_heads, split_heads
+from seqboat.mixers.block import BlockConfig, MultiHead, join_heads
 from seqboat.mixers.memory import Fifo, make_fifo, push, relative_shift, resize
 from seqboat.ops.attention import HIDDEN, widen
 
@@ -150,7 +150,7 @@ class AdaptiveSpan(MultiHead):
         # every new sequence looks again, in case the weights changed unnoticed
         reach = self.reach(fresh=state is None)
         counts = None if mask is None else mask.sum(dim=1)
-        query, key, value = self._project(self.block.open(x, mask))
+        query, key, value = self.split(self.qkv(self.block.open(x, mask)))
         empty = make_fifo(batch, self.heads, 0, self.d_head, x.dtype, x.device)
         before = resize(empty if state is None else state, reach)
         after, old_and_new, values_too = push(before, key, value, counts)
@@ -164,11 +164,6 @@ class AdaptiveSpan(MultiHead):
         attended = self._attend(query, keys, values, real, left)
         y = self.block.close(x, join_heads(attended), mask)
         return MixerOutput(clear(y, mask), after)
-
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values (batch, heads, time, d_head)."""
-        query, key, value = self.qkv(x).chunk(3, dim=-1)
-        return tuple(split_heads(part, self.heads) for part in (query, key, value))  # type: ignore[return-value]
 
     def _attend(self, query: Tensor, keys: Tensor, values: Tensor, real: Tensor, left: int) -> Tensor:
         """Blocks of queries against what they can see.
@@ -219,7 +214,7 @@ class AdaptiveSpan(MultiHead):
     @torch.no_grad()
     def step(self, x: Tensor, state: Fifo) -> MixerOutput:
         reach = self.reach(fresh=False)
-        query, key, value = self._project(self.block.open(x, None)[:, None])
+        query, key, value = self.split(self.qkv(self.block.open(x, None)[:, None]))
         after, keys, values = push(resize(state, reach), key, value, None)
         distance = torch.arange(reach, -1, -1, device=x.device)
         visible = (distance <= state.total[:, None])[:, None, None]

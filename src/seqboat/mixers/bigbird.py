@@ -26,7 +26,7 @@ from seqboat.core.layout import Layout, clear
 from seqboat.core.mixer import Direction, MixerOutput, check_direction
 from seqboat.core.nn import init_linear
 from seqboat.core.settings import fill_in
-from seqboat.mixers.block import BlockConfig, MultiHead, join_heads, split_heads
+from seqboat.mixers.block import BlockConfig, MultiHead, join_heads
 from seqboat.ops.attention import HIDDEN, widen
 
 
@@ -90,10 +90,8 @@ class BigBird(MultiHead):
         time, size = x.shape[1], self.config.block_size
         blocks = max(-(-time // size), 1)
         counts = torch.full((1,), time, device=x.device) if mask is None else mask.sum(dim=1)
-        parts = self.qkv(self.block.open(x, mask)).chunk(3, dim=-1)
-        query, key, value = (
-            F.pad(split_heads(part, self.heads), (0, 0, 0, blocks * size - time)) for part in parts
-        )
+        parts = self.split(self.qkv(self.block.open(x, mask)))
+        query, key, value = (F.pad(part, (0, 0, 0, blocks * size - time)) for part in parts)
         query = (query * (1 / math.sqrt(self.d_head))).unflatten(2, (blocks, size))
         real = (torch.arange(blocks * size, device=x.device) < counts[:, None]).unflatten(1, (blocks, size))
         number = -(-counts // size)  # blocks of each sequence

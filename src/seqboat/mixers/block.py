@@ -111,6 +111,11 @@ class MultiHead(Mixer):
     def closing_norm(self) -> Norm | None:
         return self.block.closing_norm()
 
+    def split(self, parts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values (batch, heads, time, d_head) of (batch, time, 3 * d_model)."""
+        query, key, value = (split_heads(part, self.heads) for part in parts.chunk(3, dim=-1))
+        return query, key, value
+
 
 def head_width(d_model: int, heads: int) -> int:
     """The width of each head."""

@@ -27,7 +27,7 @@ from seqboat.core.layout import Layout, clear
 from seqboat.core.mixer import Direction, MixerOutput, check_direction
 from seqboat.core.nn import init_linear
 from seqboat.core.settings import fill_in
-from seqboat.mixers.block import BlockConfig, MultiHead, join_heads, split_heads
+from seqboat.mixers.block import BlockConfig, MultiHead, join_heads
 from seqboat.ops.attention import widen
 
 FeatureKernel = Literal["softmax", "relu"]
@@ -132,7 +132,7 @@ class Performer(MultiHead):
     def mix(self, x: Tensor, layout: Layout, state: None) -> MixerOutput:
         mask = layout.mask
         branch = self.block.open(x, mask)
-        query, key, value = (split_heads(part, self.heads) for part in self.qkv(branch).chunk(3, dim=-1))
+        query, key, value = self.split(self.qkv(branch))
         query, key = self.features(query, query=True), self.features(key, query=False)
         if mask is not None:
             key = torch.where(mask[:, None, :, None], key, LEAST)

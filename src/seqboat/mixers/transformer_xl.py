@@ -24,7 +24,7 @@ from seqboat.core.mixer import Direction, MixerOutput, check_direction
 from seqboat.core.nn import init_linear, sinusoids
 from seqboat.core.settings import fill_in
 from seqboat.core.state import overwrite
-from seqboat.mixers.block import BlockConfig, MultiHead, join_heads, split_heads
+from seqboat.mixers.block import BlockConfig, MultiHead, join_heads
 from seqboat.mixers.memory import Fifo, make_fifo, push, relative_shift
 from seqboat.ops.attention import HIDDEN, widen
 
@@ -76,7 +76,7 @@ class TransformerXL(MultiHead):
     def mix(self, x: Tensor, layout: Layout, state: Fifo | None) -> MixerOutput:
         mask = layout.mask
         counts = None if mask is None else mask.sum(dim=1)
-        query, key, value = self._project(self.block.open(x, mask))
+        query, key, value = self.split(self.qkv(self.block.open(x, mask)))
         before = self._fresh(x.shape[0], x.dtype, x.device) if state is None else state
         after, keys, values = push(before, key, value, counts)
         if state is None:
@@ -85,11 +85,6 @@ class TransformerXL(MultiHead):
             attended = self._attend(query, keys.to(key.dtype), values.to(value.dtype), state.total)
         y = self.block.close(x, join_heads(attended), mask)
         return MixerOutput(clear(y, mask), after)
-
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values (batch, heads, time, d_head)."""
-        query, key, value = self.qkv(x).chunk(3, dim=-1)
-        return tuple(split_heads(part, self.heads) for part in (query, key, value))  # type: ignore[return-value]
 
     def _attend_from_start(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Of a sequence from its beginning: no memory is longer than the sequence so far."""
@@ -171,7 +166,7 @@ class TransformerXL(MultiHead):
 
     @torch.no_grad()
     def step(self, x: Tensor, state: Fifo) -> MixerOutput:
-        query, key, value = self._project(self.block.open(x, None)[:, None])
+        query, key, value = self.split(self.qkv(self.block.open(x, None)[:, None]))
         after, keys, values = push(state, key, value, None)
         distance = torch.arange(self.slots, -1, -1, device=x.device)
         reach = (state.total % self.config.segment + self.config.memory).minimum(state.total)

@@ -207,10 +207,10 @@ class DiagonalSSM(StateSpace):
         assert self.truncation is not None
         skipped = self.skip.to(x.dtype) * x
         if self.causal:
-            past = None if state is None else state.history
-            kernel = self.kernel(self.truncation)[0]
-            y, history = convolve_with_history(x, kernel, layout.mask, past)
-            return y + skipped, TruncatedState(history)
+            past = self.truncation - 1
+            joined = joined_with(x, None if state is None else state.history, past)
+            y = fft_convolve(joined, self.kernel(self.truncation)[0])[:, past:]
+            return y + skipped, TruncatedState(latest(joined, layout.mask, past))
         ahead, behind = self.kernel(min(self.truncation, x.shape[1]))
         return fft_convolve(x, ahead) + fft_convolve(x.flip(1), behind).flip(1) + skipped, None
 
@@ -476,27 +476,6 @@ def initial_poles(init: Init, d_state: int) -> Tensor:
     if init == "inv":
         return torch.complex(torch.full_like(n, -0.5), d_state / math.pi * (d_state / (2 * n + 1) - 1))
     return legs_modes(d_state).poles
-
-
-def convolve_with_history(
-    x: Tensor, kernel: Tensor, mask: Tensor | None, history: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Causal convolution of (batch, time, dim) with (dim, taps) that continues from earlier inputs.
-
-    Args:
-        x: the sequence, real tokens first.
-        kernel: its taps.
-        mask: (batch, time), True on real tokens.
-        history: (batch, taps - 1, dim), the inputs so far; zeros by default.
-
-    Returns:
-        y: (batch, time, dim).
-        history: the inputs before the next token.
-    """
-    past = kernel.shape[1] - 1
-    joined = joined_with(x, history, past)
-    y = fft_convolve(joined, kernel)[:, past:]
-    return y, latest(joined, mask, past)
 
 
 def joined_with(x: Tensor, history: Tensor | None, past: int) -> Tensor:
