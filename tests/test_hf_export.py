@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     train(small_run(LMTextTaskConfig(text=(str(text),), segment=16), **SHORT), place / "lm", display=Spy())
     table = place / "table.csv"
     table.write_text("text,label\n" + "".join(f"word {i},{'good' if i % 2 else 'bad'}\n" for i in range(30)))
-    task = ClassifyTaskConfig(train=str(table), max_length=16)
+    task = ClassifyTaskConfig(train=str(table), tokens="bytes", max_length=16)
     train(small_run(task, **SHORT), place / "classify", display=Spy())
     return place
 
