@@ -114,7 +114,7 @@ def run_example(path: Path) -> str:
 
 @pytest.mark.parametrize(
     "path",
-    [path for path in EXAMPLES if path.stem not in ("sma_by_hand", "ray_predict")],
+    [path for path in EXAMPLES if path.stem not in ("sma_by_hand", "ray_predict", "merge_answers")],
     ids=lambda path: path.stem,
 )
 def test_examples_run(

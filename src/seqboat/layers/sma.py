@@ -46,8 +46,8 @@ def gate(routing: Routing) -> Tensor:
 
     Tokens that are active by hand, against the router, count as a whole.
 
-    >>> gate(Routing(torch.tensor([True, True, False]), torch.tensor([0.9, 0.6, 0.4]))).tolist()
-    [1.0, 0.6000000238418579, 0.0]
+    >>> gate(Routing(torch.tensor([True, True, False]), torch.tensor([0.9, 0.625, 0.4]))).tolist()
+    [1.0, 0.75, 0.0]
     """
     m = (SATURATION * (2 * routing.probs - 1)).clamp(0, 1)
     return torch.where(routing.active, torch.where(routing.probs < 0.5, 1.0, m), 0.0).to(m.dtype)
