@@ -15,7 +15,6 @@ from seqboat import LanguageModel
 from seqboat.analysis.attention import attention_weights
 from seqboat.own.text import LMTextTaskConfig
 from seqboat.tasks.task import apply_model
-from seqboat.training.settings_io import from_dict, to_dict
 from seqboat.training.trainer import train
 from small_runs import Spy
 
@@ -24,7 +23,7 @@ EXACT = 1e-10
 
 @pytest.mark.parametrize("documents", ["files", "lines"])
 def test_text_files_are_read_as_documents(tmp_path: Path, documents: str) -> None:
-    """Packed sequences, with a carried state: every byte is scored as in its document alone."""
+    """Packed sequences: every byte is scored as in its document alone."""
     torch.manual_seed(0)
     texts = ["first\nlines", "2", "a third text\n\nof more lines\n", "end " * 6]
     if documents == "lines":
@@ -35,21 +34,16 @@ def test_text_files_are_read_as_documents(tmp_path: Path, documents: str) -> Non
             (tmp_path / f"{number}.txt").write_text(text)
     task = LMTextTaskConfig(
         text=(str(tmp_path),),
-        segment=8,
+        segment=256,
         holdout=0.01,
         documents=documents,  # type: ignore[arg-type]
     ).build()
     task.borders = lambda split: (0, len(task.store["bytes"]))  # type: ignore[method-assign]
     data = task.dataset("val")
     model = enliven(LanguageModel(replace(lm_config(tmp_path).model, vocab=256)))
-    state, logits, targets = None, [], []
-    for number in range(len(data)):
-        batch = task.collate([data[number]])
-        out = apply_model(model, "lm", batch, state)
-        state = out.state
-        logits.append(out.logits[0])
-        targets.append(batch.targets[0])
-    found, scored = torch.cat(logits), torch.cat(targets)
+    assert len(data) == 1
+    batch = task.collate([data[0]])
+    found, scored = apply_model(model, "lm", batch).logits[0], batch.targets[0]
     whole = torch.from_numpy(np.array(task.store["bytes"])).long()
     assert torch.equal(scored, whole[1:])
     starts = task.document_starts("val")
@@ -74,13 +68,6 @@ def test_what_a_run_says_about_documents(tmp_path: Path) -> None:
     assert not any(
         "documents" in line for line in replace(config, documents="joined").build().summary("val").lines()
     )
-
-
-def test_older_configurations_join_the_files(tmp_path: Path) -> None:
-    data = to_dict(lm_config(tmp_path))
-    assert data["task"].pop("documents") == "files"
-    task = from_dict(data).task
-    assert isinstance(task, LMTextTaskConfig) and task.documents == "joined"
 
 
 def test_training_packs(tmp_path: Path) -> None:

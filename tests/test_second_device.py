@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from seqboat.analysis.interventions import intervene
 from seqboat.analysis.measures import measure
 from seqboat.analysis.traces import load_examples
 from seqboat.core.state import tensors
+from seqboat.layers.sma import SparseModularActivation
 from seqboat.mixers import MIXERS
 from seqboat.models.backbone import BackboneConfig
 from seqboat.report.samples import collect_samples
@@ -95,7 +97,8 @@ def test_reads_of_the_host_are_counted(device: torch.device) -> None:
 
 CHOSEN = [case for case in CASES if not case.name.startswith("core-")]
 """Every mixer in both directions, the forms of the SeqBoat layer, and modules of any kind."""
-STEPPED = [case for case in RECURRENT_CASES if not case.name.startswith("core-")]
+STEPPED = [case for case in RECURRENT_CASES if not re.match("core-|.*-full", case.name)]
+"""Without a memory that grows: it takes another storage, which the stand-in for a device cannot."""
 
 
 @pytest.mark.parametrize("case", CHOSEN, ids=str)
@@ -116,8 +119,9 @@ def test_layers_agree_and_wait_once(case: Case, device: torch.device) -> None:
     assert results[0].keys() == results[1].keys()
     for name, value in results[0].items():
         assert_same_numbers(results[1][name], value, name, largest(results[0].values()))
-    layers = len(moved.layers) if hasattr(moved, "layers") else 1
-    assert len(reads) <= layers, reads
+    # once for each module of each layer
+    packs = sum(len(part.names) for part in moved.modules() if isinstance(part, SparseModularActivation))
+    assert len(reads) <= max(packs, len(moved.layers) if hasattr(moved, "layers") else 1), reads
 
 
 @pytest.mark.parametrize("case", STEPPED, ids=str)

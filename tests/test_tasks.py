@@ -762,8 +762,12 @@ def test_what_is_wrong_with_held_out_rows_is_said_before_training(
         *SHORT_RUN,
     ]
     for content, message in (
-        (None, f"{other} does not exist: expected a table, or a folder with a folder for each class"),
-        ("text,label\nx,7\n", f"{other}, line 2: label '7' is not among those of {table}: 1, 2"),
+        (
+            None,
+            f"{other} does not exist: expected a table (.csv, .tsv, .jsonl, .ndjson, .parquet), "
+            "or a folder with a folder for each class",
+        ),
+        ("text,label\nx,7\n", f"{other}, line 2: label '7' is not among those of training: 1, 2"),
     ):
         if content is not None:
             other.write_text(content)
@@ -801,7 +805,10 @@ def test_a_trained_run_is_scored_on_another_table_without_the_training_table(
 
     (tmp_path / "new.csv").write_text("text,label\nfine,3\n")
     for arguments, message in (
-        (["--split", "train"], f"{tmp_path / 'train.csv'} does not exist: expected a table, or a folder"),
+        (
+            ["--split", "train"],
+            f"{tmp_path / 'train.csv'} does not exist: expected a table (.csv, .tsv, .jsonl, ",
+        ),
         (["--data.test", str(tmp_path / "new.csv")], "line 2: label '3' is not among those of"),
         (
             ["--data.tset=a.csv"],

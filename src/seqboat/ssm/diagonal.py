@@ -105,7 +105,7 @@ class StateSpace(Mixer):
         self.skip = nn.Parameter(torch.empty(d_model))
 
     def mix(self, x: Tensor, layout: Layout, state: Any) -> MixerOutput:
-        wide = x.to(at_least_float32(x.dtype))
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
         wide = wide if layout.mask is None else clear(wide, layout.mask)
         with torch.autocast(x.device.type, enabled=False):
             y, after = self.read(wide, layout, state)
@@ -332,19 +332,18 @@ class EMA(DiagonalSSM):
         self.beta.copy_((torch.sqrt(1 - decay**2) / rate) * torch.sign(self.beta))
 
     def coefficients(self) -> Coefficients:
-        delta, alpha, beta, gamma = self._wide_parameters()
+        delta, alpha, beta, gamma = widened(self.delta, self.alpha, self.beta, self.gamma)
         return Coefficients(
             log_decay(delta, alpha), torch.sigmoid(delta) * beta, gamma * (1 / math.sqrt(self.d_state))
         )
 
     def step_coefficients(self) -> tuple[Tensor, Tensor, Tensor]:
-        delta, alpha, beta, gamma = (part[0] for part in self._wide_parameters())
+        delta, alpha, beta, gamma = (
+            part[0] for part in widened(self.delta, self.alpha, self.beta, self.gamma)
+        )
         rate = torch.sigmoid(delta)
         decay = torch.addcmul(torch.sigmoid(-delta), rate, torch.sigmoid(-alpha))
         return decay, rate * beta, gamma * (1 / math.sqrt(self.d_state))
-
-    def _wide_parameters(self) -> list[Tensor]:
-        return widened(self.delta, self.alpha, self.beta, self.gamma)
 
 
 def log_decay(delta: Tensor, alpha: Tensor) -> Tensor:
@@ -505,7 +504,7 @@ def at_least_float32(dtype: torch.dtype) -> torch.dtype:
 
 def widened(*parameters: Tensor) -> list[Tensor]:
     """Parameters in at least float32."""
-    return [part.to(at_least_float32(part.dtype)) for part in parameters]
+    return [part.to(torch.promote_types(torch.float32, part.dtype)) for part in parameters]
 
 
 def as_complex(pairs: Tensor) -> Tensor:
