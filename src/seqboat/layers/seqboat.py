@@ -252,8 +252,8 @@ class SeqBoat(Mixer):
         router = sma.router
         branch = self.norm(x).to(x.dtype) if prenorm else x
         hidden = F.silu(self.ssm.step(branch, state.ssm).y, inplace=True)
-        plain = type(router) is TemperedSoftmax and type(linear) is nn.Linear and sma.alone
-        if plain and not torch.is_autocast_enabled(x.device.type):
+        alone = sma.alone and not torch.is_autocast_enabled(x.device.type)
+        if type(router) is TemperedSoftmax and type(linear) is nn.Linear and alone:
             # the router is one more row of the dense product
             logged = router.logits._parameters.values()
             weights = chain(linear._parameters.values(), logged, router._parameters.values())
