@@ -127,4 +127,4 @@ def test_a_group_that_overflows_leaves_the_others_alone(function: str, value: fl
         part[7] = value
         found = attend(q, k, v, seen, function)
         part[7] = before
-        assert torch.equal(found[group != 1], expected[group != 1])
+        torch.testing.assert_close(found[group != 1], expected[group != 1])

@@ -249,7 +249,7 @@ def _obvious_attention(
 ) -> tuple[Tensor, ...]:
     """Query by query, over the keys that it sees, with the functions of the reference."""
     function, _ = reference.ATTENTION_FUNCTIONS[attention]
-    where = torch.arange(len(q)) if position is None else position
+    where = torch.arange(len(q), device=q.device) if position is None else position
     outputs = []
     for t in range(len(q)):
         seen = [s for s in range(max(t - left, 0), min(t + right + 1, len(q))) if group[s] == group[t]]
